@@ -1,0 +1,1 @@
+"""Everything that happens to text before it is a batch."""

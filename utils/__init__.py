@@ -1,0 +1,1 @@
+"""Everything the two loops share and that can be tested alone."""
