@@ -1,0 +1,133 @@
+"""What a person sees of a run: a bar on a terminal, plain lines in a log file, no noise from libraries."""
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from utils.metrics import write_json
+
+
+def on_terminal() -> bool:
+    """Bars go to stderr; they need a terminal there that can move its cursor."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def bar(iterable=None, description="", total=None, is_main_process=True, **options):
+    """A tqdm bar for evaluation and preparation: shown on a terminal by the main process, gone when done."""
+    hidden = not (is_main_process and on_terminal())
+    return tqdm(iterable, description, total, disable=hidden, leave=False, dynamic_ncols=True, **options)
+
+
+class Progress:
+    """One bar on a terminal; elsewhere one line per log interval, without control characters.
+
+    Only the main process shows anything."""
+
+    def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
+        self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
+        self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file wants lines beside the bar
+        self.bar = tqdm(
+            total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0,
+            disable=not (is_main_process and on_terminal()),
+            bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar}| {postfix}",
+        )  # fmt: skip
+
+    def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = ""):
+        """Every step: moves the bar. With a metrics record (train or eval): shows its numbers.
+
+        eta: seconds left; hub: a few words on the state of pushes."""
+        if not self.is_main_process:
+            return
+        if record is not None:
+            train = "loss/train" in record
+            loss = record.get("loss/train_plain", record["loss/train"]) if train else record.get("loss/eval")
+            new = {"loss" if train else "eval loss": _number(loss, ".4f")}
+            if "perplexity" in record:
+                new["perplexity"] = _number(record["perplexity"], ".2f")
+            if "accuracy" in record:
+                new["accuracy"] = _number(record["accuracy"], ".1%")
+            if "tokens_per_second" in record:
+                new["tok/s"] = _number(record["tokens_per_second"], ",.0f")
+            if record.get("mfu") is not None:
+                new["mfu"] = f"{record['mfu']:.1%}"
+            if record.get("skipped_updates"):
+                new["skipped"] = str(record["skipped_updates"])
+            if eta is not None:
+                new["left"] = duration(eta)
+            if hub:
+                new["hub"] = hub
+            self.shown |= new
+            if self.plain:
+                line = "  ".join(f"{name} {value}" for name, value in new.items())
+                print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", flush=True)
+            self.shown.pop("eval loss", None)  # its perplexity stays on the bar
+            self.bar.set_postfix_str(" ".join(f"{k} {v}" for k, v in self.shown.items()), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def write(self, text: str):
+        """Print above the bar."""
+        if self.is_main_process:
+            tqdm.write(text, file=sys.stdout) if not self.bar.disable else print(text, flush=True)
+
+    def close(self):
+        self.bar.close()
+
+
+def quiet_libraries(log_level: str = "error", is_main_process: bool = True):
+    """Show libraries' messages from `log_level` on: debug, info, warning, error or critical. Processes other
+    than the main one show errors only. Python warnings come with "warning", progress bars with "info".
+    """
+    levels = ("debug", "info", "warning", "error", "critical")
+    if log_level not in levels:
+        raise ValueError(f"log_level is {log_level!r}: choose one of {', '.join(levels)}")
+    level = getattr(logging, log_level.upper()) if is_main_process else logging.ERROR
+    import datasets
+    import huggingface_hub.utils
+    import transformers
+
+    for name in ("transformers", "datasets", "huggingface_hub", "accelerate", "torch", "fsspec", "httpx"):
+        logging.getLogger(name).setLevel(level)
+    if level > logging.WARNING:
+        warnings.filterwarnings("ignore")
+    if level > logging.INFO:
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+        huggingface_hub.utils.disable_progress_bars()
+
+
+def duration(seconds: float | None) -> str:
+    """42 s, 3 min 20 s, 5 h 12 min, 3 d 4 h"""
+    if seconds is None:
+        return "?"
+    seconds = round(seconds)
+    for big, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if seconds >= size:
+            return f"{seconds // size} {big} {seconds % size // part} {small}"
+    return f"{seconds} s"
+
+
+def _number(value, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def summarize(output_dir, title: str, facts: dict, commands: dict) -> str:
+    """The block printed at the end of a run, also written to output_dir/summary.json.
+
+    title: what was trained, in a line. facts: label -> text or number. commands: what for -> command to try.
+    """
+    write_json(Path(output_dir) / "summary.json", {"title": title, **facts, "next": commands})
+    width = max(map(len, [*facts, *commands]), default=0)
+    lines = [title, *(f"  {label:<{width}}  {_plain(value)}" for label, value in facts.items())]
+    if commands:
+        lines += ["Next:", *(f"  {label:<{width}}  {command}" for label, command in commands.items())]
+    return "\n".join(lines)
+
+
+def _plain(value) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
