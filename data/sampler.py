@@ -1,0 +1,75 @@
+"""The order of samples: a function of (seed, epoch, position) alone.
+
+Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch p // n.
+Nothing is stored and nothing is walked through, so a run resumes at any position at once, and any number of
+processes sees the same order.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.utils.data import Sampler
+
+ROUNDS = 6  # four suffice for pseudo-randomness (Luby and Rackoff, 1988); two more cost nothing here
+CHUNK = 4096  # positions computed at once
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finalizer (Steele et al., 2014), uint64 -> uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Where the permutation (seed, epoch) of range(n) sends `positions` (int64, each in [0, n)). Returns int64.
+
+    A Feistel network over the smallest even number of bits that holds n, applied again to what falls outside
+    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory at any n.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    with np.errstate(over="ignore"):
+        key = _mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch)
+        keys = [_mix(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(i + 1)) for i in range(ROUNDS)]
+
+        def encrypt(x: np.ndarray) -> np.ndarray:
+            left, right = x >> half, x & mask
+            for k in keys:
+                left, right = right, left ^ (_mix(right + k) & mask)
+            return left << half | right
+
+        rows = encrypt(positions.astype(np.uint64))
+        while (outside := rows >= n).any():
+            rows[outside] = encrypt(rows[outside])
+    return rows.astype(np.int64)
+
+
+class SampleOrder(Sampler):
+    """Yields (epoch, row) for positions start, ..., stop - 1 of the endless stream over `n_rows` rows."""
+
+    def __init__(self, n_rows: int, seed: int, start: int, stop: int):
+        self.n_rows, self.seed, self.start, self.stop = n_rows, seed, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        position = self.start
+        while position < self.stop:
+            epoch, first = divmod(position, self.n_rows)
+            last = min(first + CHUNK, self.n_rows, first + self.stop - position)
+            for row in permuted(np.arange(first, last), self.n_rows, self.seed, epoch).tolist():
+                yield epoch, row
+            position += last - first
+
+
+def evaluation_order(n_rows: int, multiple: int) -> list[tuple[int, int]]:
+    """Every row once, in order, then rows of -1 (padding, to be counted as nothing) up to a multiple of `multiple`."""
+    padding = -n_rows % multiple
+    return [(0, row) for row in range(n_rows)] + [(0, -1)] * padding
+
+
+def keep_batch(batch: dict) -> dict:
+    """The collate function of data sets that deliver whole batches (`__getitems__`)."""
+    return batch

@@ -1,0 +1,46 @@
+"""Evaluation: sums over the whole data set, divided once, at the end."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+@torch.no_grad()
+def sum_over_dataset(
+    accelerator,
+    model: torch.nn.Module,
+    loader: Iterable,
+    batch_sums: Callable[[dict], torch.Tensor],
+    stopped: Callable[[], int] = lambda: 0,
+) -> list[float] | None:
+    """Adds up `batch_sums(batch)` (1-d, [K], float32) over all batches and processes; K floats, added in float64.
+
+    Padding rows (row == -1) must count as nothing in `batch_sums`; then every sample counts once for any batch size
+    and any number of processes. Nothing is read by the host before the end. None if `stopped()` ended it early.
+    """
+    model.eval()
+    sums = []
+    for batch in loader:
+        sums.append(batch_sums(batch))
+        if stopped():
+            break
+    else:
+        totals = accelerator.gather(torch.stack(sums))  # [batches x processes, K]
+        model.train()
+        return totals.cpu().double().sum(0).tolist()
+    model.train()
+    return None
+
+
+def perplexity_metrics(loss_sum: float, tokens: float, bytes_per_token: float) -> dict[str, float]:
+    """loss_sum: cross-entropy in nats over `tokens` predicted tokens; bytes_per_token: UTF-8 bytes of the text over
+    its tokens. bits_per_byte compares models with different tokenizers (Gao et al., "The Pile", 2020, section 3.1).
+    """
+    loss = loss_sum / tokens
+    return {
+        "loss/eval": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss / math.log(2) / bytes_per_token,
+        "eval_tokens": int(tokens),
+    }
