@@ -1,8 +1,8 @@
 """The order of samples: a function of (seed, epoch, position) alone.
 
-Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch p // n.
-Nothing is stored and nothing is walked through, so a run resumes at any position at once, and any number of
-processes sees the same order.
+Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch p
+// n. Nothing is stored and nothing is walked through, so a run resumes at any position at once, and any
+number of processes sees the same order.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation (seed, epoch) of range(n) sends `positions` (int64, each in [0, n)). Returns int64.
+    """Where the permutation (seed, epoch) of range(n) sends `positions` (int64, each in [0, n)). Returns
+    int64.
 
     A Feistel network over the smallest even number of bits that holds n, applied again to what falls outside
     (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory at any n.
@@ -65,7 +66,9 @@ class SampleOrder(Sampler):
 
 
 def evaluation_order(n_rows: int, multiple: int) -> list[tuple[int, int]]:
-    """Every row once, in order, then rows of -1 (padding, to be counted as nothing) up to a multiple of `multiple`."""
+    """Every row once, in order, then rows of -1 (padding, to be counted as nothing) up to a multiple of
+    `multiple`.
+    """
     padding = -n_rows % multiple
     return [(0, row) for row in range(n_rows)] + [(0, -1)] * padding
 

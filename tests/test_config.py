@@ -36,7 +36,10 @@ def test_none_switches_off():
     "argv, words",
     [
         (["--preset", "huge"], ["huge", "small, large"]),
-        (["--learning_rat", "1", "--pusch"], ["--learning_rat: no such setting. Did you mean --learning_rate?", "--push"]),
+        (
+            ["--learning_rat", "1", "--pusch"],
+            ["--learning_rat: no such setting. Did you mean --learning_rate?", "--push"],
+        ),
         (["--learning_rate", "fast"], ["learning_rate", "fast"]),
     ],
 )

@@ -22,11 +22,15 @@ Args = TypeVar("Args")
 PROJECT = Path(__file__).resolve().parent.parent
 
 
-def parse_args(args_class: type[Args], presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Args:
-    """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags given beside it.
+def parse_args(
+    args_class: type[Args], presets: dict[str, dict[str, Any]], argv: list[str] | None = None
+) -> Args:
+    """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags given beside
+    it.
 
-    `none` switches an optional setting off and empties a list. The trailing comment of a field is its help text.
-    Raises ValueError naming every unknown flag, with its nearest match, and the first value that does not parse.
+    `none` switches an optional setting off and empties a list. The trailing comment of a field is its help
+    text. Raises ValueError naming every unknown flag, with its nearest match, and the first value that does
+    not parse.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = HfArgumentParser(args_class, allow_abbrev=False)
@@ -39,7 +43,9 @@ def parse_args(args_class: type[Args], presets: dict[str, dict[str, Any]], argv:
     if name not in presets:
         raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
     parser.set_defaults(**presets[name])
-    args, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
+    args, unknown = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
         lines = []
@@ -72,7 +78,9 @@ def _flag(argv: list[str], name: str) -> str | None:
 
 
 def attempt(problems: list[str], function: Callable, *args, **kwargs) -> Any:
-    """`function(...)`; its ValueError becomes a line of `problems` and the result None, so that all can be shown."""
+    """`function(...)`; its ValueError becomes a line of `problems` and the result None, so that all can be
+    shown.
+    """
     try:
         return function(*args, **kwargs)
     except ValueError as error:
@@ -81,10 +89,16 @@ def attempt(problems: list[str], function: Callable, *args, **kwargs) -> Any:
 
 def number_problems(args: Any, positive: list[str], not_negative: list[str]) -> list[str]:
     """One line for each named setting that is not > 0, respectively >= 0."""
-    lines = [f"{name}: must be greater than 0, is {getattr(args, name)}." for name in positive
-             if not getattr(args, name) > 0]
-    return lines + [f"{name}: must be 0 (off) or greater, is {getattr(args, name)}." for name in not_negative
-                    if not getattr(args, name) >= 0]
+    lines = [
+        f"{name}: must be greater than 0, is {getattr(args, name)}."
+        for name in positive
+        if not getattr(args, name) > 0
+    ]
+    return lines + [
+        f"{name}: must be 0 (off) or greater, is {getattr(args, name)}."
+        for name in not_negative
+        if not getattr(args, name) >= 0
+    ]
 
 
 def output_dir_problems(output_dir: str) -> list[str]:
@@ -92,11 +106,15 @@ def output_dir_problems(output_dir: str) -> list[str]:
     path = Path(output_dir)
     if path.exists() and not path.is_dir():
         return [f"output_dir: {output_dir} is a file, not a folder. Name another folder."]
-    parent = next(folder for folder in [path, *path.absolute().parents] if folder.is_dir() or folder.is_file())
+    parent = next(
+        folder for folder in [path, *path.absolute().parents] if folder.is_dir() or folder.is_file()
+    )
     if not parent.is_dir():
         return [f"output_dir: {output_dir} cannot be made, {parent} is not a folder. Name another folder."]
     if not os.access(parent, os.W_OK | os.X_OK):
-        return [f"output_dir: {output_dir} cannot be written ({parent} is not writable). Name another folder."]
+        return [
+            f"output_dir: {output_dir} cannot be written ({parent} is not writable). Name another folder."
+        ]
     return []
 
 
@@ -104,8 +122,12 @@ def save_args(args: Any, output_dir: str) -> None:
     """Writes args.json: every setting, the preset included, and what it ran on."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
-    record = {"settings": dataclasses.asdict(args), "versions": versions, "python": platform.python_version(),
-              "platform": platform.platform()}
+    record = {
+        "settings": dataclasses.asdict(args),
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     path = Path(output_dir) / "args.json"
     temporary = path.with_name(".args.json.tmp")
     temporary.write_text(json.dumps(record, indent=2) + "\n")
@@ -116,8 +138,8 @@ def save_args(args: Any, output_dir: str) -> None:
 def user_mistakes() -> Iterator[None]:
     """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
 
-    Anything else, a library's ValueError included, keeps its traceback. With several processes the first one speaks;
-    the others wait a moment, in which the launcher ends them, and speak only if they alone failed.
+    Anything else, a library's ValueError included, keeps its traceback. With several processes the first one
+    speaks; the others wait a moment, in which the launcher ends them, and speak only if they alone failed.
     """
     try:
         yield

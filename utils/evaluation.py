@@ -14,10 +14,12 @@ def sum_over_dataset(
     batch_sums: Callable[[dict], torch.Tensor],
     stopped: Callable[[], int] = lambda: 0,
 ) -> list[float] | None:
-    """Adds up `batch_sums(batch)` (1-d, [K], float32) over all batches and processes; K floats, added in float64.
+    """Adds up `batch_sums(batch)` (1-d, [K], float32) over all batches and processes; K floats, added in
+    float64.
 
-    Padding rows (row == -1) must count as nothing in `batch_sums`; then every sample counts once for any batch size
-    and any number of processes. Nothing is read by the host before the end. None if `stopped()` ended it early.
+    Padding rows (row == -1) must count as nothing in `batch_sums`; then every sample counts once for any
+    batch size and any number of processes. Nothing is read by the host before the end. None if `stopped()`
+    ended it early.
     """
     model.eval()
     sums = []
@@ -34,8 +36,9 @@ def sum_over_dataset(
 
 
 def perplexity_metrics(loss_sum: float, tokens: float, bytes_per_token: float) -> dict[str, float]:
-    """loss_sum: cross-entropy in nats over `tokens` predicted tokens; bytes_per_token: UTF-8 bytes of the text over
-    its tokens. bits_per_byte compares models with different tokenizers (Gao et al., "The Pile", 2020, section 3.1).
+    """loss_sum: cross-entropy in nats over `tokens` predicted tokens; bytes_per_token: UTF-8 bytes of the
+    text over its tokens. bits_per_byte compares models with different tokenizers (Gao et al., "The Pile",
+    2020, section 3.1).
     """
     loss = loss_sum / tokens
     return {
