@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+from accelerate.utils import DistributedType
 
 
 @torch.no_grad()
@@ -47,3 +48,33 @@ def perplexity_metrics(loss_sum: float, tokens: float, bytes_per_token: float) -
         "bits_per_byte": loss / math.log(2) / bytes_per_token,
         "eval_tokens": int(tokens),
     }
+
+
+@torch.no_grad()
+def complete_prompts(
+    accelerator, model, tokenizer, prompts: list[str], max_new_tokens: int = 48
+) -> list[str]:
+    """Greedy completions of `prompts` by the main process; the others return at once.
+
+    None under FSDP, where no process holds the weights, nor on XLA, where each length would compile a graph
+    anew.
+    """
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
+    if sharded or not accelerator.is_main_process:
+        return []
+    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
+    room = lm.config.max_position_embeddings - max_new_tokens
+    lm.eval()
+    completions = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        ids = ids[:, -max(room, 1) :].to(accelerator.device)  # [1, prompt tokens]
+        new = min(max_new_tokens, lm.config.max_position_embeddings - ids.shape[1])
+        with accelerator.autocast():
+            output = lm.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+                pad_token_id=tokenizer.eos_token_id,
+            )  # fmt: skip
+        completions.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    lm.train()
+    return completions

@@ -1,0 +1,69 @@
+"""Real runs of the scripts, small enough for tests."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+# A model and a batch that take milliseconds; dropout off, so that processes can be compared.
+TINY = {
+    "vocab_size": 512, "block_size": 32, "keywords": ["none"], "validation_fraction": 0.1,
+    "config_overrides": "n_layer=2,n_embd=32,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "max_eval_samples": 50,
+    "max_train_steps": 6, "num_warmup_steps": 2, "logging_steps": 1, "eval_steps": 3, "save_steps": 3,
+    "prompts": ["import os"], "preflight": False,
+}  # fmt: skip
+
+
+def write_corpus(path: Path, documents: int = 60) -> Path:
+    """Real Python source, the same on every machine with this Python: modules of the standard library."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))[:documents]
+    with open(path, "w", encoding="utf-8") as out:
+        for file in files:
+            out.write(
+                json.dumps({"path": file.name, "content": file.read_text(encoding="utf-8")[:4000]}) + "\n"
+            )
+    return path
+
+
+def command(script: str, flags: dict, processes: int = 1) -> list[str]:
+    """`accelerate launch ...` as a user types it, with the interpreter of the tests."""
+    config = "cpu" if processes == 1 else "multi_gpu"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
+    launcher += ["--config_file", f"accelerate_configs/{config}.yaml"]
+    if processes > 1:
+        launcher += ["--num_processes", str(processes), "--mixed_precision", "no", "--main_process_port", "0"]
+    words = [str(word) for name, value in flags.items() for word in
+             [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
+    return [*launcher, script, *words]
+
+
+def environment(processes: int = 1, **changes: str) -> dict[str, str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **changes}
+    if processes > 1:
+        env["ACCELERATE_USE_CPU"] = "true"
+    return env
+
+
+def run(
+    script: str, flags: dict, processes: int = 1, timeout: float = 300, **env
+) -> subprocess.CompletedProcess:
+    """Runs to the end; stdout and stderr as text."""
+    return subprocess.run(
+        command(script, flags, processes), cwd=PROJECT, env=environment(processes, **env),
+        capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def metrics(output_dir) -> list[dict]:
+    """metrics.jsonl without what the clock decides."""
+    lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    clock = ("seconds", "tokens_per_second", "mfu")
+    return [
+        {k: v for k, v in line.items() if k not in clock} for line in lines if line.get("event") != "push"
+    ]

@@ -1,0 +1,33 @@
+"""The model as transformers loads it: from_pretrained(output_dir) and pipeline(model=output_dir)."""
+
+import os
+import shutil
+from pathlib import Path
+
+from accelerate.utils import DistributedType
+
+
+def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
+    """Writes config.json, model.safetensors and the tokenizer; each file is replaced whole, weights last.
+
+    model: the prepared loss module, whose `.lm` is the transformers model. Called on all processes: FSDP
+    gathers the full weights on the first. Weights go through the CPU because save_pretrained cannot read XLA
+    tensors.
+    """
+    unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        weights = accelerator.get_state_dict(model)  # a collective; full tensors on the first process
+        weights = {name.removeprefix("lm."): value for name, value in weights.items()}
+    else:
+        weights = unwrapped.lm.state_dict()
+    if accelerator.is_main_process:
+        weights = {name: value.detach().cpu() for name, value in weights.items()}
+        output_dir = Path(output_dir)
+        temporary = output_dir / ".export"
+        shutil.rmtree(temporary, ignore_errors=True)
+        unwrapped.lm.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        for file in sorted(temporary.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+            os.replace(file, output_dir / file.name)
+        temporary.rmdir()
+    accelerator.wait_for_everyone()
