@@ -1,0 +1,84 @@
+"""Every YAML loads through accelerate's own parser, and `accelerate launch` accepts it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+CONFIGS = sorted((Path(__file__).parents[1] / "accelerate_configs").glob("*.yaml"))
+TARGETS = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
+
+
+def launch(config, *flags, script, env=(), timeout=120):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *flags, script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def test_one_yaml_per_target():
+    assert {path.stem for path in CONFIGS} == TARGETS
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_yaml_is_annotated_and_loads_through_accelerates_parser(path):
+    keys = yaml.safe_load(path.read_text())
+    assert 6 <= len(keys) <= 15
+    config = load_config_from_file(str(path))  # raises on unknown keys
+    assert config.num_processes >= 1
+    assert {"distributed_type", "num_processes", "mixed_precision", "dynamo_backend"} <= set(keys)
+    assert f"accelerate launch --config_file accelerate_configs/{path.name}" in path.read_text()
+    if path.stem == "tpu":  # anything else turns weights and optimizer state into bfloat16 on a TPU
+        assert config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_launch_accepts_yaml_and_hands_its_values_on(path):
+    flags = ["--main_process_ip", "127.0.0.1"] if path.stem == "multi_node" else []
+    args = launch_command_parser().parse_args(["--config_file", str(path), *flags, "train_clm.py"])
+    args, config, _ = _validate_launch_command(args)
+    if args.tpu:
+        assert path.stem == "tpu"  # its launcher imports the script; run in tests/xla
+        return
+    several = args.multi_gpu or args.use_fsdp
+    env = prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
+    assert env["ACCELERATE_MIXED_PRECISION"] == config.mixed_precision
+    assert env["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    assert several == (path.stem in {"multi_gpu", "multi_node", "fsdp", "rocm"})
+    if several:
+        assert int(args.nproc_per_node) * config.num_machines == config.num_processes
+    if path.stem == "fsdp":
+        expected = dict(FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+        expected |= dict(ACCELERATE_USE_FSDP="true", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT")
+        assert expected.items() <= env.items()
+
+
+def test_the_command_line_wins_over_the_yaml():
+    path = next(path for path in CONFIGS if path.stem == "multi_gpu")
+    flags = ["--num_processes", "3", "--mixed_precision", "fp16", "--dynamo_backend", "inductor"]
+    args = launch_command_parser().parse_args(["--config_file", str(path), *flags, "train_clm.py"])
+    env = prepare_multi_gpu_env(_validate_launch_command(args)[0])
+    assert args.nproc_per_node == "3"
+    assert env["ACCELERATE_MIXED_PRECISION"] == "fp16" and env["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+
+
+def test_two_cpu_processes_under_multi_gpu_yaml_form_one_group(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, torch\nfrom accelerate import Accelerator\na = Accelerator()\n"
+        "total = a.reduce(torch.tensor(a.process_index + 1.0)).item()\n"
+        "if a.is_main_process:\n"
+        "    print(json.dumps([a.num_processes, a.device.type, a.mixed_precision, total]))\n"
+        "a.end_training()\n"
+    )
+    config = next(path for path in CONFIGS if path.stem == "multi_gpu")
+    flags = ["--num_processes", "2", "--mixed_precision", "no"]
+    done = launch(config, *flags, script=script, env={"ACCELERATE_USE_CPU": "true"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [2, "cpu", "no", 3.0]
