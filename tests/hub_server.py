@@ -1,0 +1,548 @@
+"""A small Hugging Face Hub on loopback: real HTTP for the real huggingface_hub client, nothing patched.
+
+    with HubServer(folder) as hub:                          # repositories live in `folder`: a server started
+        subprocess.run(command, env=hub.env(home))          # again on it (same port) knows everything
+        hub.commits("ada/model")                            # what arrived, oldest first
+
+    python -m tests.hub_server FOLDER --port 8008           # by hand: export
+    HF_ENDPOINT=http://127.0.0.1:8008
+
+Serves models and data sets: whoami, create, info, refs, commits, tree, paths-info, branches, preupload, LFS
+batch and PUT, commit, download with ranges, validate-yaml. Xet uploads (the default of installed clients) are
+answered by tests/xet_store.py. A `Fault` makes chosen requests fail, hang, crawl or lose their connection. It
+checks what the real Hub checks and a client can get wrong: tokens, write permission, that every LFS object of
+a commit has arrived whole with the right hash. It has no pull requests, no tags, no rate limits of its own
+(inject a 429).
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import re
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.xet_store import XetStore
+
+TOKEN = "hf_" + "loopbackAdaWritesThisTokenOnly42"     # whoever searches files for a leak searches for this
+ADA = {"name": "ada", "orgs": {"analytical-engines": "write", "royal-society": "read"}, "role": "write"}
+EMPTY_LINE = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
+LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".npy", ".png", ".parquet", ".arrow", ".tar", ".gz", ".zst")
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests whose "METHOD /path" matches `match` (a regular expression).
+
+    kind "status": answered with `status` and `headers`; "drop": the connection is reset after `after` bytes
+    of the body; "hang": never answered; "slow": the body is read at `rate` bytes per second, then served as
+    usual; "lost": done as asked, but the answer never arrives (the connection is reset instead).
+    """
+
+    match: str
+    kind: str = "status"
+    status: int = 500
+    headers: dict = field(default_factory=dict)
+    times: float = 1
+    after: int = 0
+    rate: float = 1e6
+
+
+class Refused(Exception):
+    """An answer other than 200, raised where the trouble is found."""
+
+    def __init__(self, status, message, code=None):
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+class HubServer:
+    def __init__(self, root, tokens=None, port=0):
+        self.root = Path(root)
+        for name in ("blobs", "repos"):
+            (self.root / name).mkdir(parents=True, exist_ok=True)
+        self.tokens = {TOKEN: ADA} if tokens is None else tokens    # {token: user}; remove one to revoke it
+        self.faults: list[Fault] = []
+        self.log: list[dict] = []                                   # one entry per request, oldest first
+        self.lock = threading.RLock()
+        self.stopping = threading.Event()
+        self.connections: set[socket.socket] = set()
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (Handler,), {"hub": self}))
+        self.http.daemon_threads = True
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.xet = XetStore(self.root / "xet", self.url)
+
+    def __enter__(self):
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc):
+        """Gone for everybody, kept-alive connections included."""
+        self.stopping.set()
+        self.http.shutdown()
+        self.http.server_close()
+        with self.lock:
+            for connection in list(self.connections):
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def env(self, home, token=TOKEN, xet=False):
+        """The environment of a client process: this server, a Hub cache of its own, and a token (None:
+        none)."""
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        env.update(HF_ENDPOINT=self.url, HF_HOME=str(home), HF_HUB_DISABLE_XET="0" if xet else "1",
+                   HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+        return env if token is None else {**env, "HF_TOKEN": token}
+
+    # ---- repositories, also for tests that look behind the HTTP ----
+
+    def _path(self, repo_id, kind):
+        return self.root / "repos" / kind / f"{repo_id}.json"
+
+    def repo(self, repo_id, kind="models"):
+        path = self._path(repo_id, kind)
+        if not path.exists():
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        return json.loads(path.read_text())
+
+    def save_repo(self, repo_id, kind, repo):
+        path = self._path(repo_id, kind)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_suffix(".tmp").write_text(json.dumps(repo))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def create(self, repo_id, kind="models", private=False):
+        with self.lock:
+            if self._path(repo_id, kind).exists():
+                raise Refused(409, "You already created this repo")
+            self.save_repo(repo_id, kind, {"private": private, "refs": {}, "commits": {}})
+            self.commit(repo_id, kind, "main", "initial commit", [(p, b) for p, b in EMPTY_LINE.items()])
+
+    def commit(self, repo_id, kind, branch, title, changes):
+        """One commit; changes: (path, bytes | sha256 of a stored blob | None to delete, path/ for a
+        folder)."""
+        with self.lock:
+            repo = self.repo(repo_id, kind)
+            parent = repo["refs"].get(branch)
+            if parent is None and repo["refs"]:
+                raise Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
+            files = dict(repo["commits"][parent]["files"]) if parent else {}
+            for path, content in changes:
+                if content is None:
+                    gone = [p for p in files if p == path or path.endswith("/") and p.startswith(path)]
+                    if not gone:
+                        raise Refused(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
+                    for p in gone:
+                        del files[p]
+                else:
+                    files[path] = self.store(content)
+            oid = hashlib.sha1(json.dumps([parent, title, files, time.time()]).encode()).hexdigest()
+            repo["commits"][oid] = {"parent": parent, "title": title, "files": files, "date": time.time()}
+            repo["refs"][branch] = oid
+            self.save_repo(repo_id, kind, repo)
+            return oid
+
+    def store(self, content):
+        """Keep bytes (or find an LFS object by its sha256): the entry of a file in a commit."""
+        if isinstance(content, str):
+            if not (self.root / "blobs" / content).exists():
+                raise Refused(400, f"LFS pointer pointed to a file that does not exist: {content}")
+            size = (self.root / "blobs" / content).stat().st_size
+            return {"sha256": content, "size": size, "oid": content[:40], "lfs": True}
+        sha256 = hashlib.sha256(content).hexdigest()
+        (self.root / "blobs" / sha256).write_bytes(content)
+        git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        return {"sha256": sha256, "size": len(content), "oid": git, "lfs": False}
+
+    def put(self, repo_id, files, kind="models"):
+        """Publish files ({path: bytes}) without HTTP, creating the repository when needed."""
+        with suppress(Refused):
+            self.create(repo_id, kind)
+        return self.commit(repo_id, kind, "main", "upload", list(files.items()))
+
+    def commits(self, repo_id, branch="main", kind="models"):
+        """[{"oid", "title", "files": {path: {"sha256", "size", ...}}}], oldest first, the initial one left
+        out."""
+        repo, found = self.repo(repo_id, kind), []
+        oid = repo["refs"].get(branch)
+        while oid:
+            found.append({"oid": oid, **repo["commits"][oid]})
+            oid = repo["commits"][oid]["parent"]
+        return found[::-1][1:]
+
+    def read(self, entry):
+        return (self.root / "blobs" / entry["sha256"]).read_bytes()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    hub: HubServer
+
+    def setup(self):
+        super().setup()
+        with self.hub.lock:
+            self.hub.connections.add(self.connection)
+
+    def finish(self):
+        with suppress(OSError):
+            super().finish()
+        with self.hub.lock:
+            self.hub.connections.discard(self.connection)
+
+    def log_message(self, *args):
+        pass
+
+    def do(self):
+        hub = self.hub
+        url = urlsplit(self.path)
+        self.query, self.drop_answer = parse_qs(url.query), False
+        line = f"{self.command} {url.path}"
+        self.entry = {"time": time.monotonic(), "line": line, "status": None}   # None: no answer
+        hub.log.append(self.entry)
+        with hub.lock:
+            fault = next((f for f in hub.faults if f.times > 0 and re.search(f.match, line)), None)
+            if fault:
+                fault.times -= 1
+        try:
+            if fault and fault.kind == "drop":
+                self.body(limit=fault.after)
+                return self.reset()
+            if fault and fault.kind == "hang":
+                hub.stopping.wait()
+                return self.reset()
+            self.data = self.body(rate=fault.rate if fault and fault.kind == "slow" else None)
+            self.drop_answer = bool(fault) and fault.kind == "lost"
+            if fault and fault.kind == "status":
+                return self.answer({"error": "injected fault"}, fault.status, fault.headers)
+            self.user = self.authenticate(line)
+            for method, pattern, route in ROUTES:
+                found = re.fullmatch(pattern, url.path)
+                if found and self.command in method.split("|"):
+                    return route(self, **{k: v and unquote(v) for k, v in found.groupdict().items()})
+            raise Refused(404, f"this small Hub does not know {line}")
+        except Refused as refused:
+            headers = {"X-Error-Message": refused.message}
+            self.answer({"error": refused.message}, refused.status,
+                        {**headers, "X-Error-Code": refused.code} if refused.code else headers)
+        except (ConnectionError, TimeoutError):
+            self.close_connection = True
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do
+
+    def body(self, limit=None, rate=None):
+        """The request's body; with `limit` only so many bytes of it, with `rate` at so many bytes per
+        second."""
+        parts, done, step = [], 0, 65536 if rate is None else max(1024, int(rate / 20))
+        chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
+        left = int(self.headers.get("Content-Length", 0))
+        while limit is None or done < limit:
+            if chunked and left == 0:
+                left = int(self.rfile.readline().split(b";")[0] or b"0", 16)
+                if left == 0:
+                    self.rfile.readline()
+            if left == 0:
+                break
+            parts.append(self.rfile.read(min(left, step)))
+            if not parts[-1]:
+                raise ConnectionError("the client went away in mid body")
+            left, done = left - len(parts[-1]), done + len(parts[-1])
+            if chunked and left == 0:
+                self.rfile.readline()
+            if rate:
+                self.hub.stopping.wait(len(parts[-1]) / rate)
+        return b"".join(parts)
+
+    def reset(self):
+        """Close with RST, as a broken network does."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.close()
+
+    def answer(self, content=b"", status=200, headers=()):
+        if self.drop_answer:
+            return self.reset()
+        self.entry["status"] = status
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **dict(headers)}
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    # ---- who may do what ----
+
+    def authenticate(self, line):
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not token or re.search(r" /(lfs|xet)/", line):      # signed addresses on the real Hub
+            return None
+        if token not in self.hub.tokens:
+            raise Refused(401, "Invalid credentials in Authorization header")
+        return self.hub.tokens[token]
+
+    def role(self, namespace):
+        if self.user is None:
+            return None
+        role = "write" if namespace == self.user["name"] else self.user["orgs"].get(namespace)
+        return "read" if role and self.user["role"] == "read" else role
+
+    def open_repo(self, kind, repo_id, write=False):
+        repo = self.hub.repo(repo_id, kind)
+        role = self.role(repo_id.split("/")[0])
+        if repo["private"] and role is None:
+            raise Refused(404 if self.user else 401, "Repository not found", "RepoNotFound")
+        if write and self.user is None:
+            raise Refused(401, "Invalid username or password.")
+        if write and role != "write":
+            raise Refused(403, "You don't have the rights to write to this repository")
+        return repo
+
+    def resolve_revision(self, repo, rev):
+        oid = repo["refs"].get(rev or "main", rev)
+        if oid not in repo["commits"]:
+            raise Refused(404, f"Invalid rev id: {rev}", "RevisionNotFound")
+        return oid, repo["commits"][oid]["files"]
+
+    # ---- routes ----
+
+    def whoami(self):
+        if self.user is None:
+            raise Refused(401, "Invalid username or password.")
+        orgs = [{"type": "org", "name": name, "roleInOrg": role} for name, role in self.user["orgs"].items()]
+        auth = {"type": "access_token", "accessToken": {"displayName": "test", "role": self.user["role"]}}
+        self.answer({"type": "user", "name": self.user["name"], "orgs": orgs, "auth": auth})
+
+    def create(self):
+        asked = json.loads(self.data)
+        if self.user is None:
+            raise Refused(401, "Invalid username or password.")
+        owner = asked.get("organization") or self.user["name"]
+        if self.role(owner) != "write":
+            raise Refused(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
+        kind, repo_id = asked.get("type", "model") + "s", f"{owner}/{asked['name']}"
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{repo_id}"
+        try:
+            self.hub.create(repo_id, kind, private)
+        except Refused as refused:
+            return self.answer({"error": refused.message, "url": url}, refused.status)
+        self.answer({"url": url, "name": repo_id, "id": repo_id})
+
+    def validate_yaml(self):
+        text = json.loads(self.data)["content"]
+        good = re.match(r"\s*---\r?\n[\S\s]*?\n---\s*(\n|$)", text)
+        errors = [] if good else [{"message": "no metadata block"}]
+        self.answer({"errors": errors, "warnings": []}, 200 if good else 400)
+
+    def info(self, kind, repo_id, rev=None):
+        repo = self.open_repo(kind, repo_id)
+        oid, files = self.resolve_revision(repo, rev)
+        date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(repo["commits"][oid]["date"]))
+        self.answer({"id": repo_id, "modelId": repo_id, "author": repo_id.split("/")[0], "sha": oid,
+                     "private": repo["private"], "gated": False, "disabled": False, "tags": [],
+                     "lastModified": date, "createdAt": date,
+                     "siblings": [{"rfilename": path} for path in sorted(files)]})
+
+    def refs(self, kind, repo_id):
+        repo = self.open_repo(kind, repo_id)
+        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": o} for n, o in repo["refs"].items()]
+        self.answer({"branches": branches, "tags": [], "converts": [], "pullRequests": []})
+
+    def branch(self, kind, repo_id, name):
+        with self.hub.lock:
+            repo = self.open_repo(kind, repo_id, write=True)
+            if name in repo["refs"]:
+                raise Refused(409, f"Reference already exists: refs/heads/{name}")
+            start = json.loads(self.data or b"{}").get("startingPoint")
+            repo["refs"][name] = self.resolve_revision(repo, start)[0]
+            self.hub.save_repo(repo_id, kind, repo)
+        self.answer({})
+
+    def commit_list(self, kind, repo_id, rev):
+        repo, found = self.open_repo(kind, repo_id), []
+        oid = self.resolve_revision(repo, rev)[0]
+        while oid:
+            commit = repo["commits"][oid]
+            date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(commit["date"]))
+            found.append({"id": oid, "authors": [], "date": date, "title": commit["title"], "message": ""})
+            oid = commit["parent"]
+        self.answer(found)
+
+    def described(self, path, file):
+        found = {"type": "file", "path": path, "size": file["size"], "oid": file["oid"]}
+        if file["lfs"]:
+            found["lfs"] = {"oid": file["sha256"], "size": file["size"], "pointerSize": 134}
+        return found
+
+    def folder(self, path):
+        return {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
+
+    def tree(self, kind, repo_id, rev, path=None):
+        _, files = self.resolve_revision(self.open_repo(kind, repo_id), rev)
+        prefix = f"{path}/" if path else ""
+        recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
+        inside = [p for p in sorted(files) if p.startswith(prefix)]
+        if path and not inside:
+            raise Refused(404, f"{path} does not exist", "EntryNotFound")
+        found = {}
+        for p in inside:
+            parts = p[len(prefix):].split("/")
+            for depth in range(1, len(parts)):
+                if depth == 1 or recursive:
+                    folder = prefix + "/".join(parts[:depth])
+                    found[folder] = self.folder(folder)
+            if len(parts) == 1 or recursive:
+                found[p] = self.described(p, files[p])
+        self.answer(list(found.values()))
+
+    def paths_info(self, kind, repo_id, rev):
+        _, files = self.resolve_revision(self.open_repo(kind, repo_id), rev)
+        found = []
+        for path in parse_qs(self.data.decode()).get("paths", []):
+            if path in files:
+                found.append(self.described(path, files[path]))
+            elif any(p.startswith(path + "/") for p in files):
+                found.append(self.folder(path))
+        self.answer(found)
+
+    def auth_check(self, kind, repo_id, write=None):
+        self.open_repo(kind, repo_id, write=bool(write))
+        self.answer({})
+
+    def preupload(self, kind, repo_id, rev):
+        _, files = self.resolve_revision(self.open_repo(kind, repo_id, write=True), rev)
+        found = []
+        for file in json.loads(self.data)["files"]:
+            path, old = file["path"], files.get(file["path"])
+            binary = b"\0" in base64.b64decode(file["sample"]) or file["size"] > 1_000_000
+            mode = "lfs" if path.endswith(LFS_SUFFIXES) or binary else "regular"
+            found.append({"path": path, "uploadMode": mode, "shouldIgnore": False,
+                          "oid": old and (old["sha256"] if mode == "lfs" else old["oid"])})
+        self.answer({"files": found})
+
+    def lfs_batch(self, kind, repo_id):
+        self.open_repo(kind or "models", repo_id, write=True)
+        objects = []
+        for asked in json.loads(self.data)["objects"]:
+            found = {"oid": asked["oid"], "size": asked["size"], "authenticated": True}
+            if not (self.hub.root / "blobs" / asked["oid"]).exists():
+                found["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}"},
+                                    "verify": {"href": f"{self.hub.url}/lfs/{asked['oid']}/verify"}}
+            objects.append(found)
+        self.answer({"transfer": "basic", "objects": objects})
+
+    def lfs_put(self, oid):
+        if hashlib.sha256(self.data).hexdigest() != oid:
+            raise Refused(400, "the content does not have this hash")
+        self.hub.store(self.data)
+        self.answer(b"")
+
+    def lfs_verify(self, oid):
+        if not (self.hub.root / "blobs" / oid).exists():
+            raise Refused(404, "not uploaded")
+        self.answer({})
+
+    def commit(self, kind, repo_id, rev):
+        repo = self.open_repo(kind, repo_id, write=True)
+        title, changes = "", []
+        for line in self.data.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "header":
+                title = value["summary"]
+                if value.get("parentCommit") and value["parentCommit"] != repo["refs"].get(rev):
+                    raise Refused(412, "A commit has happened since. Please refresh and try again.")
+            elif item["key"] == "file":
+                changes.append((value["path"], base64.b64decode(value["content"])))
+            elif item["key"] == "lfsFile":
+                blob = self.hub.root / "blobs" / value["oid"]
+                if not blob.exists() and self.hub.xet.has(value["oid"]):
+                    blob.write_bytes(self.hub.xet.read(value["oid"]))
+                changes.append((value["path"], value["oid"]))
+            else:
+                changes.append((value["path"].rstrip("/") + "/" * (item["key"] == "deletedFolder"), None))
+        changes.sort(key=lambda change: change[1] is not None)      # deletions first
+        oid = self.hub.commit(repo_id, kind, rev, title, changes)
+        self.answer({"commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}", "commitOid": oid})
+
+    def download(self, kind, repo_id, rev, path):
+        oid, files = self.resolve_revision(self.open_repo(kind or "models", repo_id), rev)
+        if path not in files:
+            raise Refused(404, "Entry not found", "EntryNotFound")
+        file, status = files[path], 200
+        content = self.hub.read(file)
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{file["sha256"] if file["lfs"] else file["oid"]}"',
+                   "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
+        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if asked and any(asked.groups()):
+            first, last = asked.groups()
+            start = int(first) if first else max(0, len(content) - int(last))
+            stop = int(last) + 1 if first and last else len(content)
+            if start >= len(content):
+                return self.answer(b"", 416, {"Content-Range": f"bytes */{len(content)}"})
+            headers["Content-Range"] = f"bytes {start}-{min(stop, len(content)) - 1}/{len(content)}"
+            content, status = content[start:stop], 206
+        self.answer(content, status, headers)
+
+    def xet_token(self, kind, repo_id, mode, rev=None):
+        self.open_repo(kind, repo_id, write=mode == "write")
+        expires = int(time.time()) + 3600
+        self.answer({"accessToken": "xet", "exp": expires, "casUrl": f"{self.hub.url}/xet"}, 200,
+                    {"X-Xet-Cas-Url": f"{self.hub.url}/xet", "X-Xet-Access-Token": "xet",
+                     "X-Xet-Token-Expiration": str(expires)})
+
+    def xet_call(self, path):
+        status, content = self.hub.xet.call(self.command, path, self.data)
+        self.answer(content, status)
+
+
+REPO = r"(?P<repo_id>[^/]+/[^/]+)"
+API = rf"/api/(?P<kind>models|datasets)/{REPO}"
+ROUTES = [
+    ("GET", "/api/whoami-v2", Handler.whoami),
+    ("POST", "/api/repos/create", Handler.create),
+    ("POST", "/api/validate-yaml", Handler.validate_yaml),
+    ("GET", rf"{API}(/revision/(?P<rev>[^/]+))?", Handler.info),
+    ("GET", rf"{API}/refs", Handler.refs),
+    ("POST", rf"{API}/branch/(?P<name>[^/]+)", Handler.branch),
+    ("GET", rf"{API}/commits/(?P<rev>[^/]+)", Handler.commit_list),
+    ("GET", rf"{API}/tree/(?P<rev>[^/]+)(/(?P<path>.+))?", Handler.tree),
+    ("POST", rf"{API}/paths-info/(?P<rev>[^/]+)", Handler.paths_info),
+    ("GET", rf"{API}/auth-check(?P<write>/write)?", Handler.auth_check),
+    ("POST", rf"{API}/preupload/(?P<rev>[^/]+)", Handler.preupload),
+    ("POST", rf"{API}/commit/(?P<rev>[^/]+)", Handler.commit),
+    ("GET", rf"{API}/xet-(?P<mode>read|write)-token(/(?P<rev>[^/]+))?", Handler.xet_token),
+    ("POST", rf"(/(?P<kind>datasets))?/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
+    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", Handler.lfs_put),
+    ("POST", r"/lfs/(?P<oid>[0-9a-f]{64})/verify", Handler.lfs_verify),
+    ("GET|POST|PUT|HEAD", r"/xet(?P<path>/.*)", Handler.xet_call),
+    ("GET|HEAD", rf"(/(?P<kind>datasets))?/{REPO}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", Handler.download),
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("root", help="folder that keeps the repositories")
+    parser.add_argument("--port", type=int, default=0)
+    args = parser.parse_args()
+    with HubServer(args.root, port=args.port) as hub:
+        print(f"HF_ENDPOINT={hub.url} HF_TOKEN={TOKEN}", flush=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

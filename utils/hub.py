@@ -1,0 +1,435 @@
+"""Publish a run on the Hugging Face Hub while it trains: the network can neither hold it up nor lose a model.
+
+    repo_id = check_hub("my-model", private=True)           # before any work: token, name, right to write
+    pusher = HubPusher(repo_id, output_dir)                 # on the main process only
+    pusher.push(step, {"loss": 2.31, "perplexity": 10.1})   # freezes the model files and returns
+    for event in pusher.poll(): metrics.write(event)        # at every log interval, and after finish
+    arrived = pusher.finish(timeout=600)                    # False: the files stay here, the remedy was said
+
+A push is exactly one commit, so every revision is complete and of one step, whatever dies when. One thread
+uploads; of the snapshots that wait, the newest replaces the older ones. The token is looked up by
+huggingface_hub (HF_TOKEN, else `hf auth login`) at each push, so a renewed login counts, and stored nowhere.
+
+Data loader workers forked while the thread is in an HTTP call can deadlock: start them before the first push.
+"""
+
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_token,
+    set_client_factory,
+    snapshot_download,
+)
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import disable_progress_bars, validate_repo_id
+from huggingface_hub.utils._http import default_client_factory
+
+BRANCH = "checkpoints"  # training states live beside the model, on a branch of their own
+BESIDE = ("metrics.jsonl",)  # what a continued run needs beside its checkpoint: the log that it goes on with
+# The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
+COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
+
+LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
+REMEDIES = {
+    401: f"the token is missing, revoked or expired: {LOGIN}",
+    403: "this token may not write there: give it the right to, or choose another hub_model_id",
+    404: "there is no such repository: create it, or choose another hub_model_id",
+    413: "too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
+}
+
+
+# ---- Before training
+
+
+def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
+    """Make sure that pushing will work; creates the repository where missing; returns its full
+    "owner/name".
+
+    Takes seconds, also when nobody answers. Raises ValueError with the remedy: no token or a bad one, a name
+    that the Hub refuses, a namespace or repository that this token cannot write to, no connection.
+    """
+    _bound_waiting(10)
+    if not get_token():
+        raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")
+    try:
+        validate_repo_id(hub_model_id)
+    except ValueError as error:
+        raise ValueError(f"hub_model_id: {error}") from None
+    api = HfApi()
+    user = _ask("push_to_hub", api.whoami)
+    owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
+    repo_id = hub_model_id if "/" in hub_model_id else f"{user['name']}/{hub_model_id}"
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError(f"push_to_hub: the token of {user['name']} can only read; {LOGIN}.")
+    if repo_id.split("/")[0] not in owners:
+        names = ", ".join(owners)
+        raise ValueError(f"hub_model_id {repo_id}: this token publishes under {names}; choose one.")
+    what = f"hub_model_id {repo_id}"
+    _ask(what, api.create_repo, repo_id, private=private, exist_ok=True)
+    # The first question of every push. (create_repo is content with a repository that we may only read.)
+    _ask(what, api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")])
+    if push_checkpoints:
+        _ask(what, api.create_branch, repo_id, branch=BRANCH, exist_ok=True)
+    return repo_id
+
+
+def _ask(what: str, call: Callable, *args, tries: int = 3, **kwargs) -> Any:
+    """`call(...)`, again after a passing trouble; what stays becomes a ValueError that says what to do."""
+    for left in reversed(range(tries)):
+        try:
+            return call(*args, **kwargs)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            raise
+        except Exception as error:
+            trouble = diagnose(error)
+            if trouble.passing and left and "Timeout" not in trouble.text:  # silence has taken its seconds
+                time.sleep(min(5, trouble.retry_after or 1))
+                continue
+            elsewhere = f"can {constants.ENDPOINT} be reached from here? If not, train without push_to_hub"
+            raise ValueError(f"{what}: {trouble.text}; {REMEDIES.get(trouble.status, elsewhere)}.") from None
+
+
+def _bound_waiting(seconds: float) -> None:
+    """No connect, read or write of the client takes longer. (As it comes, it waits for a silent server for
+    ever.)"""
+
+    def client():
+        made = default_client_factory()
+        made.timeout = seconds
+        return made
+
+    set_client_factory(client)
+
+
+@dataclass
+class Trouble:
+    """What an exception of the client means."""
+
+    passing: bool  # worth another try
+    retry_after: float | None  # seconds, where the server names them
+    status: int | None  # of HTTP
+    text: str  # one line, without the token
+
+
+def diagnose(error: BaseException) -> Trouble:
+    """Reads the chain of causes: the LFS path wraps its errors, and Xet's carry the status in their text
+    only."""
+    chain = [error]
+    while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
+        chain.append(cause)
+    response = next((r for r in (getattr(e, "response", None) for e in chain) if r is not None), None)
+    status = retry_after = None
+    if response is not None:
+        status = response.status_code
+        with suppress(ValueError):  # it may also be a date: our own backoff has to do
+            retry_after = float(response.headers.get("retry-after", ""))
+    elif found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
+        status = int(found[1])
+    if status is None:
+        network = (ConnectionError, TimeoutError)
+        passing = any(isinstance(e, network) or type(e).__module__.startswith("httpx") for e in chain)
+    else:
+        passing = status >= 500 or status in (408, 409, 412, 423, 425, 429)
+    told = chain[-1] if response is None else chain[0]
+    text = " ".join(f"{type(told).__name__}: {told}".split())
+    token = get_token()
+    return Trouble(passing, retry_after, status, (text.replace(token, "***") if token else text)[:400])
+
+
+# ---- During training
+
+
+@dataclass
+class Snapshot:
+    """Frozen files of one step, to become one commit."""
+
+    step: int
+    branch: str
+    folder: Path
+    names: list[str]  # paths in the folder and in the repository
+    message: str
+    replaces: str  # files of the branch that match this expression and are not in `names` are deleted
+    tries: int = 0
+
+
+class HubPusher:
+    """Pushes snapshots of `output_dir` to `repo_id` from one background thread; see the top of this file.
+
+    Files are frozen in output_dir/.hub until they have arrived. `status` is a few words for the progress
+    line. `say` gets what a person should read, on the thread of the caller of `poll` and `finish`. Beyond
+    `commits_per_hour`, pushes wait, and newer ones replace them meanwhile.
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        output_dir: str | os.PathLike,
+        say: Callable[[str], Any] = print,
+        commits_per_hour: int = COMMITS_PER_HOUR,
+    ):
+        self.repo_id, self.output_dir, self.say = repo_id, Path(output_dir), say
+        self.commits_per_hour = commits_per_hour
+        self.status = ""
+        self.frozen = self.output_dir / ".hub"  # on the same file system, so that weights can be hard links
+        shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
+        self.changed = threading.Condition()  # guards what follows
+        self.waiting: dict[str, Snapshot] = {}  # branch -> the newest snapshot that waits
+        self.uploading: Snapshot | None = None
+        self.wanted: dict[str, Snapshot] = {}  # branch -> the newest snapshot of all
+        self.arrived: dict[str, int] = {}  # branch -> its step on the Hub
+        self.finishing = self.finished = False
+        self.events: list[dict] = []
+        self.error = self.said = ""
+        self.commit_times: deque[float] = deque()
+        self.thread = threading.Thread(target=self._work, name="hub-push", daemon=True)
+        _bound_waiting(60)
+        os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "60s")  # of 300, times its tries
+        disable_progress_bars()  # they would write over ours
+
+    def push(
+        self, step: int, metrics: dict[str, float | None] | None = None, files: list[str] | None = None
+    ) -> None:
+        """Freeze the files of output_dir (or the `files` of it), which must be of one step, for the main
+        branch.
+
+        Never raises for the network or the disk. Weights (*.safetensors) are frozen as hard links, so whoever
+        saves must replace them, as save_pretrained does, not rewrite them in place. All other files are
+        copied.
+        """
+        if files is None:
+            files = [p.name for p in self.output_dir.iterdir() if p.is_file() and not p.name.startswith(".")]
+        numbers = [f"{name} {value:.4g}" for name, value in (metrics or {}).items() if value is not None]
+        message = ", ".join([f"Step {step}", *numbers])
+        self._freeze(step, "main", files, message, r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+    def push_checkpoint(self) -> None:
+        """Freeze the newest complete checkpoint of output_dir for the branch of training states.
+
+        There it replaces the older one in the same commit. Does nothing where it was pushed already.
+        """
+        complete = sorted((self.output_dir / "checkpoints").glob("step-*/manifest.json"))
+        if not complete:
+            return
+        folder = complete[-1].parent
+        step = int(folder.name.removeprefix("step-"))
+        if BRANCH in self.wanted and self.wanted[BRANCH].step == step:
+            return
+        files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
+        files += [name for name in BESIDE if (self.output_dir / name).is_file()]
+        self._freeze(step, BRANCH, files, f"Training state after step {step}", "checkpoints/.*")
+
+    def poll(self) -> list[dict]:
+        """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is
+        new."""
+        with self.changed:
+            events, self.events = self.events, []
+        for event in events:
+            if event["state"] == "failed" and event["error"] != self.said:
+                self.said = event["error"]
+                self.say(
+                    f"Hub: step {event['push_step']} was not published: {event['error']}. "
+                    "Training goes on, and the next save tries again."
+                )
+        return events
+
+    def finish(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the newest snapshots to arrive: True if they did. Ends pushing."""
+        with self.changed:
+            self.finishing = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self.waiting and self.uploading is None, timeout)
+            self.finished = True
+            lost = [s for branch, s in self.wanted.items() if self.arrived.get(branch) != s.step]
+        shutil.rmtree(self.frozen, ignore_errors=True)  # an upload under way now fails before its commit
+        for snapshot in lost:
+            self.said = self.error
+            self.say(
+                f"Hub: step {snapshot.step} did not reach {self.repo_id}: {self.error or self.status}.\n"
+                f"Everything is in {self.output_dir}; this uploads it:\n    {self._command(snapshot)}"
+            )
+        return not lost
+
+    def _command(self, snapshot: Snapshot) -> str:
+        command = ["hf", "upload", self.repo_id]
+        if snapshot.branch == "main":
+            command += [str(self.output_dir), ".", "--exclude", "checkpoints/*", "--exclude", ".*"]
+        else:
+            name = f"checkpoints/step-{snapshot.step:08d}"
+            command += [str(self.output_dir / name), name, "--revision", BRANCH]
+        return shlex.join([*command, "--commit-message", snapshot.message])
+
+    # ---- The caller's thread
+
+    def _freeze(self, step: int, branch: str, names: list[str], message: str, replaces: str) -> None:
+        folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
+        snapshot = Snapshot(step, branch, folder, sorted(names), message, replaces)
+        self.wanted[branch] = snapshot
+        try:
+            for name in snapshot.names:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                # A finished checkpoint never changes either.
+                linked = name.endswith(".safetensors") or name.startswith("checkpoints/")
+                _copy(self.output_dir / name, folder / name, linked)
+        except OSError as error:  # a full disk, most likely: no reason to end the training
+            shutil.rmtree(folder, ignore_errors=True)
+            return self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
+        with self.changed:
+            older = self.waiting.get(branch)
+            self.waiting[branch] = snapshot
+            self.changed.notify_all()
+        if older:
+            self._replace(older)
+        if self.thread.ident is None:
+            self.thread.start()
+
+    # ---- Both
+
+    def _replace(self, older: Snapshot) -> None:
+        shutil.rmtree(older.folder, ignore_errors=True)
+        self._record(older, "replaced")
+
+    def _record(self, snapshot: Snapshot, state: str, **facts) -> None:
+        with self.changed:
+            self.error = facts.get("error", "" if state == "done" else self.error)
+            event = {"event": "push", "push_step": snapshot.step, "branch": snapshot.branch, "state": state}
+            self.events.append({**event, **facts})
+
+    # ---- The uploading thread
+
+    def _work(self) -> None:
+        failures = 0  # passing ones, in a row
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.waiting)
+                self._wait_for_quota()
+                if self.finished:
+                    return
+                snapshot = self.uploading = self.waiting.pop(next(iter(self.waiting)))
+            self.status = f"pushing step {snapshot.step}"
+            snapshot.tries += 1
+            started = time.monotonic()
+            try:
+                revision = self._upload(snapshot)
+            except Exception as error:
+                trouble = diagnose(error)
+                if trouble.passing:
+                    failures += 1
+                    self._retry_later(snapshot, trouble, failures)
+                    continue
+                self.status = f"step {snapshot.step} not pushed"
+                remedy = REMEDIES.get(trouble.status)
+                self._record(snapshot, "failed", error=trouble.text + (f"; {remedy}" if remedy else ""))
+            else:
+                failures = 0
+                self.status = f"step {snapshot.step} pushed"
+                seconds = round(time.monotonic() - started, 2)
+                self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
+                self.commit_times.append(time.monotonic())
+                self.arrived[snapshot.branch] = snapshot.step
+            shutil.rmtree(snapshot.folder, ignore_errors=True)
+            with self.changed:
+                self.uploading = None
+                self.changed.notify_all()
+
+    def _upload(self, snapshot: Snapshot) -> str:
+        """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)"""
+        api = HfApi()
+        there = api.list_repo_files(self.repo_id, revision=snapshot.branch)
+        stale = [n for n in there if re.fullmatch(snapshot.replaces, n) and n not in snapshot.names]
+        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
+        for addition in additions:  # several at once would use threads that hold up the exit of the process
+            api.preupload_lfs_files(self.repo_id, [addition], revision=snapshot.branch, free_memory=False)
+        changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
+        return api.create_commit(
+            self.repo_id, changes, commit_message=snapshot.message, revision=snapshot.branch
+        ).oid
+
+    def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
+        """Back to the queue, unless a newer one has come, and wait: longer each time, as long as the server
+        asks."""
+        delay, asked = min(120, 2.0**failures) * random.uniform(0.5, 1), trouble.retry_after is not None
+        if asked:
+            delay = max(delay, trouble.retry_after + random.random())
+        with self.changed:
+            hurry = self.finishing  # then the waits are short, and the one under way at that moment ends
+            delay = min(delay, 5) if hurry and not asked else delay
+            newest = self.waiting.setdefault(snapshot.branch, snapshot)
+            self.uploading = None
+            self.status = f"pushing step {newest.step} again in {math.ceil(delay)} s"
+            self._record(snapshot, "retry", error=trouble.text, tries=snapshot.tries, wait=round(delay, 1))
+            if newest is not snapshot:
+                self._replace(snapshot)
+            self.changed.wait_for(lambda: self.finished or self.finishing and not hurry and not asked, delay)
+
+    def _wait_for_quota(self) -> None:
+        while not self.finished:
+            limit = self.commits_per_hour + (KEPT_FOR_THE_END if self.finishing else 0)
+            if len(self.commit_times) < limit:
+                return
+            seconds = 3600 - (time.monotonic() - self.commit_times[-limit])
+            if seconds <= 0:
+                return
+            self.status = f"next push in {math.ceil(seconds / 60)} min (commit quota)"
+            hurry = self.finishing
+            self.changed.wait_for(lambda hurry=hurry: self.finished or self.finishing and not hurry, seconds)
+
+
+def _copy(source: Path, target: Path, linked: bool) -> None:
+    """Copy, or a hard link where that is as good and the file system has them."""
+    if linked:
+        with suppress(OSError):
+            return os.link(source, target)
+    shutil.copyfile(source, target)
+
+
+# ---- On a fresh machine
+
+
+def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
+    """Download the newest training state that push_checkpoint has published; its folder, or None if there is
+    none.
+
+    The folder appears whole or not at all, the files beside it only where they are missing. Whether it holds
+    what was saved is checked where checkpoints are loaded. Raises ValueError when the Hub cannot be reached.
+    """
+    output_dir, what = Path(output_dir), f"checkpoints of {repo_id}"
+    _bound_waiting(60)
+    api = HfApi()
+    try:
+        revision = _ask(what, api.repo_info, repo_id, revision=BRANCH, timeout=10).sha
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        return None
+    files = _ask(what, api.list_repo_files, repo_id, revision=revision)
+    paths = [name.split("/") for name in files if re.fullmatch(r"checkpoints/step-\d+/manifest.json", name)]
+    found = sorted(path[1] for path in paths)
+    if not found:
+        return None
+    target = output_dir / "checkpoints" / found[-1]
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
+            wanted = [f"checkpoints/{found[-1]}/*", *BESIDE]
+            _ask(what, snapshot_download, repo_id, revision=revision, local_dir=folder, allow_patterns=wanted)
+            for name in BESIDE:
+                if Path(folder, name).exists() and not (output_dir / name).exists():
+                    os.replace(Path(folder, name), output_dir / name)
+            os.replace(Path(folder, "checkpoints", found[-1]), target)
+    return target
