@@ -1,0 +1,229 @@
+"""Stop signals that all processes obey at the same step, and one run at a time in an output folder.
+
+A first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. Another one, more than a second
+later, ends it at once and harms nothing: what is on disk is complete or carries a temporary name. Sooner ones
+are the same request again: launchers forward what the scheduler has also sent to the workers.
+
+What the launchers do with a signal that only they receive (read in their source, and tried):
+* accelerate launch, one process: dies at once without telling the script. Linux tells us (PR_SET_PDEATHSIG,
+  as SIGUSR2, never to be taken for somebody's second signal); elsewhere we look at the parent's id. So the
+  launcher is gone before the script has saved. Where that ends the job (Kubernetes, a batch script), start
+  `python train_clm.py` or `torchrun train_clm.py` instead, or send the signal to the script.
+* torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then
+  SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
+* accelerate launch on TPU: dies, and its child trains on. There this module runs in the launcher too, which
+  imports the script, and passes the signal on.
+"""
+
+import ctypes
+import errno
+import fcntl
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+LAUNCHER_GONE = signal.SIGUSR2
+SAME_REQUEST = 1.0  # seconds: signals that follow faster are one request
+XLA_CALLS = 10  # with several XLA processes every answer waits for the device, so only every tenth call asks
+
+# Signal handlers belong to the process, hence this one state per process. signum: the first stop signal or 0.
+_state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True, launcher=0, pid=0)
+_before = {}  # handlers that ours replaced
+
+
+def install(importing: bool = False) -> None:
+    """Handle stop signals from now on. Before training there is nothing to save: they end the process.
+
+    Call it first in main(), and with importing=True where the script is imported, which is how a TPU launcher
+    and its children begin: there main() runs in a thread, and only the main thread may set handlers.
+    """
+    if importing:
+        child = multiprocessing.parent_process() is not None
+        if multiprocessing.current_process().daemon:  # a spawned data loading worker: as in _on_signal
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return
+        if not child and "accelerate.commands.launch" not in sys.modules:
+            return  # imported by a test or a notebook
+        _state.forward = not child
+    else:
+        _state.forward = False
+    _state.speaks = int(os.environ.get("RANK", 0)) == 0
+    if threading.current_thread() is not threading.main_thread() or _before:
+        return
+    _state.pid, _state.signum = os.getpid(), 0
+    for number in (*STOP_SIGNALS, LAUNCHER_GONE):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # started with nohup
+        _before[number] = signal.signal(number, _on_signal)
+    if not _state.forward:
+        _watch_launcher()
+
+
+def _on_signal(number, frame):
+    if os.getpid() != _state.pid:  # inherited by a forked child: saving is the parent's business
+        if number != signal.SIGINT:  # a terminal sends Ctrl-C to data loading workers too
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        return
+    first = _state.signum == 0
+    if number == LAUNCHER_GONE:
+        if not first:
+            return
+        number = signal.SIGTERM
+    name = signal.Signals(number).name
+    if first:
+        _state.signum, _state.since = number, time.monotonic()
+    if _state.forward:
+        _signal_children(number)
+    elif not _state.training:
+        _say(f"{name}: stopped before the first step, nothing to save")
+        _signal_children(signal.SIGTERM)
+        os._exit(128 + number)
+    elif first:
+        _say(f"{name}: saving at the next step, then stopping; a second signal stops at once")
+    elif time.monotonic() - _state.since > SAME_REQUEST:
+        _say(f"{name}: second signal, stopping at once; the newest complete checkpoint stays")
+        os._exit(128 + number)
+
+
+def _say(text):
+    if _state.speaks:  # os.write: a handler may interrupt a print
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _signal_children(number):
+    for child in multiprocessing.active_children():
+        try:
+            os.kill(child.pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _watch_launcher():
+    """Ask for LAUNCHER_GONE when the parent dies, if it is a launcher: a shell may leave its jobs behind."""
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if not launched and multiprocessing.parent_process() is None:
+        return
+    _state.launcher = os.getppid()
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(1, int(LAUNCHER_GONE), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
+    # The launcher may have died while we imported torch: our parent is then init, which is no Python.
+    if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
+        _say("the launcher is gone: stopped before the first step, nothing to save")
+        os._exit(128 + signal.SIGTERM)
+
+
+def exit_status(signum: int) -> int:
+    """130 after Ctrl-C, 143 after every other stop signal: schedulers send them all to mean SIGTERM."""
+    return 130 if signum == signal.SIGINT else 143
+
+
+class StopSignals:
+    """Made when training begins, after install(). close() gives back the handlers that were there before."""
+
+    def __init__(self, accelerator):
+        self.accelerator = accelerator
+        self.answer = self.calls = 0
+        self.pending = None
+        # Our own gloo group: its reductions run beside training and never touch the accelerator.
+        several = accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized()
+        self.group = dist.new_group(backend="gloo") if several else None
+        _state.speaks = accelerator.is_main_process
+        _state.training = True
+
+    @property
+    def requested(self) -> int:
+        """Signal number received by this process, or 0; for bounded waits outside the loop. Asks nobody."""
+        if not _state.signum and _state.launcher not in (0, os.getppid()):
+            _on_signal(LAUNCHER_GONE, None)
+        return _state.signum
+
+    def agreed(self) -> int:
+        """Signal number or 0, the same on all processes at the same call, which all must make.
+
+        With several processes the answer is what was known at the previous call: the reduction of one integer
+        runs meanwhile, so that nobody waits for it. XLA processes ask at every tenth call only.
+        """
+        if self.answer or self.accelerator.num_processes == 1:
+            self.answer = self.answer or self.requested
+        elif self.group is None:
+            self.calls += 1
+            if self.calls % XLA_CALLS == 0:
+                mine = torch.tensor([self.requested], device=self.accelerator.device)
+                self.answer = int(self.accelerator.gather(mine).max())
+        else:
+            self._finish_pending()
+            if not self.answer:
+                number = torch.tensor([self.requested], dtype=torch.int32)
+                work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+                self.pending = work, number
+        return self.answer
+
+    def _finish_pending(self):
+        if self.pending:
+            work, number = self.pending
+            work.wait()
+            self.pending, self.answer = None, int(number)
+
+    def close(self) -> None:
+        _state.training = False
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in _before.items():
+                signal.signal(number, handler)
+            _before.clear()
+
+
+def lock_output_dir(output_dir, wait_seconds: float = 20.0):
+    """Make output_dir ours until this process ends, however it ends. Keep the returned file open.
+
+    A run that is just saving after a stop signal gets wait_seconds to finish. Raises ValueError when another
+    run holds the folder or when it cannot be written.
+    """
+    path = Path(output_dir) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")
+    except OSError as error:
+        raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
+    deadline = time.monotonic() + wait_seconds
+    waiting = False
+    while True:
+        try:
+            # lockf, not flock: a forked worker that outlives a killed run must not keep the lock.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.warning("%s cannot be locked (%s): only one run may write there", output_dir, error)
+                return file
+        file.seek(0)
+        holder = file.read().strip() or "unknown process"
+        if time.monotonic() > deadline:
+            file.close()
+            raise ValueError(
+                f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or choose "
+                "another output_dir for this one"
+            )
+        if not waiting:
+            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
+            waiting = True
+        time.sleep(0.1)
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
