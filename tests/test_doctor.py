@@ -1,0 +1,134 @@
+"""The start-up block and its warnings; the launches it must refuse."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from utils.doctor import (
+    check_devices,
+    computes_bf16,
+    device_warnings,
+    launched,
+    memory_of,
+    network_warnings,
+    precision_warnings,
+    report,
+)
+
+PROJECT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def test_the_block_multiplies_the_batch_out():
+    text = report(
+        Accelerator(cpu=True), model="gpt2", parameters=124_000_000, rows=32, accumulation=8, block_size=128,
+        max_steps=600, start=100, memory=3 * 2**30,
+    )  # fmt: skip
+    assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step" in text
+    assert "600 steps = 19.7 M tokens; 100 are done" in text
+    assert "gpt2, 124.0 M parameters" in text
+    assert re.search(r"about 3\.0 GiB per process of [\d.,]+ GiB", text)
+    assert "one process, cpu" in text and "float32" in text
+
+
+def test_the_block_says_when_memory_will_not_do():
+    text = report(
+        Accelerator(cpu=True), model="m", parameters=1, rows=1, accumulation=1, block_size=1, max_steps=1,
+        memory=2 * memory_of(CPU),
+    )  # fmt: skip
+    assert "warning" in text and "halve per_device_train_batch_size" in text
+
+
+def test_more_processes_than_devices_are_refused_with_the_number_to_use():
+    with pytest.raises(ValueError, match=r"4 processes .* 2 devices.*--num_processes 2"):
+        check_devices(processes=4, devices=2)
+    check_devices(processes=2, devices=2)
+    check_devices(processes=4, devices=0)  # the CPU
+
+
+@pytest.mark.parametrize("config", ["multi_gpu", "fsdp"])
+def test_processes_that_form_no_group_are_refused(config, tmp_path):
+    """A GPU configuration on a machine without GPUs starts N processes that each believe to be alone."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator: the launch is right")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from accelerate import Accelerator\nfrom utils.doctor import check_devices, check_launch\n"
+        "check_devices()\ncheck_launch(Accelerator(mixed_precision='no'))\nprint('trains')\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2", str(script)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    env.pop("ACCELERATE_USE_CPU", None)
+    done = subprocess.run(launch, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "trains" not in done.stdout
+    assert re.search(r"2 processes were started, but each sees 1.*ACCELERATE_USE_CPU=true", done.stderr)
+
+
+def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path):
+    def lines(device="xpu", devices=2, processes=2, cores=4, threads=1, env=None, drivers=None):
+        found = device_warnings(device, devices, processes, cores, threads, env or {}, drivers or {})
+        return "\n".join(found)
+
+    on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
+    assert lines() == ""
+    assert lines("cpu", 0, 1, threads=4) == ""  # python train_clm.py on a laptop
+    assert lines("cpu", 0, 2, threads=2, env=on_cpu) == ""
+    assert "2 of 8 devices are used" in lines(devices=8)
+    assert "8 processes share 4 cores" in lines("cpu", 0, 8, env=on_cpu)
+    assert "OMP_NUM_THREADS=8" in lines("cpu", 0, 2, cores=16, env=on_cpu)
+    hidden = {"ACCELERATE_MIXED_PRECISION": "bf16", "CUDA_VISIBLE_DEVICES": ""}
+    assert "none is visible (CUDA_VISIBLE_DEVICES='')" in lines("cpu", 0, 1, threads=4, env=hidden)
+    driver = tmp_path / "kfd"
+    driver.touch()
+    assert "AMD driver is loaded" in lines("cpu", 0, 1, threads=4, drivers={str(driver): "AMD"})
+
+
+def test_rocm_variables_that_filter_twice_are_named():
+    both = {"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "2,3"}
+    (line,) = device_warnings("cuda", 2, 2, 4, 1, both, {}, rocm=True)
+    assert "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are set" in line
+    assert device_warnings("cuda", 2, 2, 4, 1, both, {}, rocm=False) == []
+    assert device_warnings("cuda", 2, 2, 4, 1, {"HIP_VISIBLE_DEVICES": "0,1"}, {}, rocm=True) == []
+
+
+def test_precision_is_judged_by_what_the_device_says():
+    assert precision_warnings("no", CPU) == []
+    assert "fp16 is not for cpu" in precision_warnings("fp16", CPU)[0]
+    flags = Path("/proc/cpuinfo")
+    if not flags.exists() or "flags" not in flags.read_text():
+        pytest.skip("no /proc/cpuinfo to compare with")
+    has_bf16 = bool({"avx512_bf16", "amx_tile"} & set(flags.read_text().split()))
+    assert computes_bf16(CPU) == has_bf16
+    assert bool(precision_warnings("bf16", CPU)) != has_bf16
+
+
+def test_a_slow_network_is_named_with_the_seconds_it_costs(tmp_path):
+    def link(name, speed):
+        (tmp_path / "net" / name).mkdir(parents=True)
+        (tmp_path / "net" / name / "speed").write_text(f"{speed}\n")
+
+    assert network_warnings(10**6, tmp_path) == []  # nothing known, nothing claimed
+    link("lo", -1)
+    link("eth0", 1000)
+    (line,) = network_warnings(124_000_000, tmp_path)
+    assert "eth0, has 1,000 Mbit/s" in line and "7.9 s per step" in line  # 2 x 4 bytes x 8 bits x 124 M / 1e9
+    link("eth1", 25_000)
+    assert network_warnings(124_000_000, tmp_path) == []
+    (tmp_path / "net" / "eth1" / "speed").write_text("1000\n")
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert network_warnings(124_000_000, tmp_path) == []
+
+
+def test_the_target_names_processes_and_machines():
+    assert launched(DistributedType.NO, 1, 1) == "one process"
+    assert launched(DistributedType.MULTI_GPU, 16, 8) == "DDP, 16 processes on 2 machines"
+    assert launched(DistributedType.FSDP, 8, 8) == "FSDP, 8 processes"
+    assert launched(DistributedType.XLA, 8, 1) == "XLA, 8 processes"

@@ -1,0 +1,237 @@
+"""What a run is about to do, in one block before it starts, and what will not do what the user thinks.
+
+    check_devices()             before the Accelerator is made: more processes than devices
+    check_launch(accelerator)   after: processes that do not form one group
+    print(report(accelerator, ...))
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from accelerate.utils import DistributedType, DynamoBackend
+
+DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
+# Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.
+VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+FAST_LINK = 10_000  # Mbit/s
+PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
+
+
+def check_devices(processes: int | None = None, devices: int | None = None) -> None:
+    """ValueError if this machine was given more processes than it has accelerators; 0 accelerators are the
+    CPU's affair (`check_launch`). Without it some processes end with "invalid device ordinal"."""
+    processes = processes or local_processes()
+    devices = device_count() if devices is None else devices
+    if processes > devices > 0 and not asks_for_cpu():
+        raise ValueError(
+            f"num_processes: {processes} processes were started on this machine and it shows "
+            f"{counted(devices, 'device')}{hiding()}; each process needs its own. "
+            f"Launch with --num_processes {devices}."
+        )
+
+
+def check_launch(accelerator) -> None:
+    """ValueError if several processes were started and each believes to be alone. They would train N times on
+    the same data and overwrite each other's files. GPU configurations on a machine without GPUs end so."""
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if started == accelerator.num_processes:
+        return
+    if accelerator.distributed_type == DistributedType.XLA:
+        remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
+    else:
+        remedy = (
+            f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, or "
+            "for several processes set ACCELERATE_USE_CPU=true in the environment and --mixed_precision no."
+        )
+    raise ValueError(
+        f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
+        f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
+    )
+
+
+def report(
+    accelerator, *, model: str, parameters: int, rows: int, accumulation: int, block_size: int,
+    max_steps: int, start: int = 0, memory: float | None = None, precision: str | None = None,
+) -> str:  # fmt: skip
+    """The block printed before training starts, warnings at its end.
+
+    parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches per
+    step; start: steps done already; memory: estimated bytes per process, None: unknown; precision: "no",
+    "bf16" or "fp16" where accelerate does not know (XLA)."""
+    precision = precision or accelerator.mixed_precision
+    processes, device = accelerator.num_processes, accelerator.device
+    tokens, local = rows * accumulation * processes * block_size, local_processes()
+    room, compiler = memory_of(device), accelerator.state.dynamo_plugin.backend
+    block = {
+        "target": f"{launched(accelerator.distributed_type, processes, local)}, {name_of(device)}",
+        "precision": PRECISIONS.get(precision, precision)
+        + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
+        "batch": f"{counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
+        f"{counted(processes, 'process')} = {tokens // block_size:,} rows = {tokens:,} tokens per step",
+        "steps": f"{max_steps:,} steps = {max_steps * tokens / 1e6:,.1f} M tokens"
+        + (f"; {start:,} are done" if start else ""),
+        "model": f"{model}, {parameters / 1e6:,.1f} M parameters",
+    }
+    if memory:
+        block["memory"] = f"about {_gib(memory)} per process" + (f" of {_gib(room)}" if room else "")
+    lines = [f"{name:<11}{text}" for name, text in block.items()]
+    doubts = device_warnings(device.type, device_count(), local, _cores(), torch.get_num_threads())
+    doubts += precision_warnings(precision, device)
+    if memory and room and memory > 0.95 * room:
+        doubts.append("memory: this will hardly fit; halve per_device_train_batch_size and double "
+                      "gradient_accumulation_steps, which changes nothing else.")
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not sharded:
+        doubts.append("FSDP: asked for, but not in use on this device: every process holds the whole model.")
+    if processes > local and device.type != "xla":
+        doubts += network_warnings(parameters)
+    return "\n".join(lines + [f"{'warning':<11}{text}" for text in doubts])
+
+
+# ---- What the warnings are made of; plain values in, lines out
+
+
+def device_warnings(
+    device: str, devices: int, processes: int, cores: int, threads: int, env: Mapping = os.environ,
+    drivers: Mapping = DRIVERS, rocm: bool = torch.version.hip is not None,
+) -> list[str]:  # fmt: skip
+    """device: the type in use; devices: visible accelerators, processes: both on this machine; threads: per
+    process."""
+    lines = []
+    on_cpu = device == "cpu"
+    if on_cpu and not asks_for_cpu(env):
+        for maker in [drivers[file] for file in drivers if Path(file).exists()]:
+            lines.append(f"device: the {maker} driver is loaded, but torch {torch.__version__} sees none of "
+                         f"its devices{hiding(env)}: is this torch built for them?")  # fmt: skip
+        launcher = "ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env
+        if launcher and not lines:
+            lines.append(f"device: launched for an accelerator, none is visible{hiding(env)}: on the CPU.")
+    if device == "xla" and not _tpu() and env.get("PJRT_DEVICE") != "CPU":
+        lines.append("device: torch_xla found no TPU, this is its CPU device (PJRT_DEVICE=CPU asks for it).")
+    if on_cpu and processes > cores:
+        lines.append(f"num_processes: {processes} processes share {cores} cores.")
+    elif on_cpu and processes * threads < cores / 2:
+        lines.append(f"threads: {processes} x {threads} on {cores} cores; "
+                     f"OMP_NUM_THREADS={cores // processes} uses all.")  # fmt: skip
+    if not on_cpu and processes < devices:
+        lines.append(f"num_processes: {processes} of {devices} devices are used.")
+    filters = [name for name in VISIBILITY if name in env]
+    if rocm and len(filters) > 1:
+        lines.append(f"device: {' and '.join(filters)} are set; on ROCm each numbers what the one before "
+                     "left, and devices go missing. Keep HIP_VISIBLE_DEVICES only.")  # fmt: skip
+    return lines
+
+
+def precision_warnings(precision: str, device: torch.device) -> list[str]:
+    if precision == "no":
+        return []
+    if precision == "fp16" and device.type in ("cpu", "xla"):
+        return [f"mixed_precision: fp16 is not for {device.type}; use bf16 or no."]
+    if precision == "bf16" and computes_bf16(device) is False:
+        other = "no" if device.type == "cpu" else "fp16"
+        return [f"mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision {other}."]
+    return []
+
+
+def computes_bf16(device: torch.device) -> bool | None:
+    """Whether the device itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
+    if device.type == "cpu":
+        asked = [getattr(torch.cpu, f"_is_{unit}_supported", None) for unit in ("amx_tile", "avx512_bf16")]
+        return any(ask() for ask in asked if ask) if any(asked) else None
+    ask = getattr(_module(device), "is_bf16_supported", None)
+    try:
+        return ask and ask(including_emulation=False)
+    except TypeError:  # only one maker's emulates
+        return ask()
+
+
+def network_warnings(parameters: int, root: str | Path = "/sys/class") -> list[str]:
+    """For several machines: float32 gradients of `parameters` numbers cross each machine's link twice."""
+    root = Path(root)
+    if any(root.glob("infiniband/*")):  # RDMA of any kind: InfiniBand, RoCE, EFA
+        return []
+    speeds = {}
+    for link in root.glob("net/*"):
+        try:
+            speeds[link.name] = int((link / "speed").read_text())  # Mbit/s; an error or -1 where it has none
+        except (OSError, ValueError):
+            continue
+    name = max(speeds, key=speeds.get, default=None)
+    if name is None or speeds[name] <= 0 or speeds[name] >= FAST_LINK:
+        return []
+    seconds = 2 * 4 * 8 * parameters / (speeds[name] * 1e6)
+    return [f"network: no RDMA device, and the fastest interface, {name}, has {speeds[name]:,} Mbit/s: "
+            f"exchanging the gradients takes about {seconds:.2g} s per step; raising "
+            "gradient_accumulation_steps makes steps rarer."]
+
+
+def launched(kind: DistributedType, processes: int, local: int) -> str:
+    names = {"NO": "one process", "XLA": "XLA", "FSDP": "FSDP", "MULTI_CPU": "CPU"}
+    name = names.get(kind.name, "DDP")
+    if processes > 1 or kind != DistributedType.NO:
+        name += f", {counted(processes, 'process')}"
+    return name + (f" on {processes // local} machines" if processes > local and kind.name != "XLA" else "")
+
+
+def counted(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun[-1] in "sh" else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+# ---- What the machine says
+
+
+def device_count() -> int:
+    """Accelerators visible to this process, of any maker; XLA's are not among them."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def local_processes() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def asks_for_cpu(env: Mapping = os.environ) -> bool:
+    return env.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
+
+
+def hiding(env: Mapping = os.environ) -> str:
+    """" (CUDA_VISIBLE_DEVICES=...)" if such a variable is set, else ""."""
+    found = [f"{name}={env[name]!r}" for name in VISIBILITY if name in env]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def name_of(device: torch.device) -> str:
+    ask = getattr(_module(device), "get_device_name", None)
+    return ask(device) if ask else device.type
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of the device; on the CPU one process's share of the machine's. None: it cannot be asked."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_processes()
+    ask = getattr(_module(device), "get_device_properties", None)
+    if ask is not None:
+        return ask(device).total_memory
+    ask = getattr(_module(device), "recommended_max_memory", None)
+    return ask() if ask else None
+
+
+def _module(device: torch.device):
+    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, whose device is no part of torch."""
+    return None if device.type == "xla" else torch.get_device_module(device)
+
+
+def _tpu() -> bool:
+    from accelerate.utils import is_torch_xla_available
+
+    return is_torch_xla_available(check_is_tpu=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _gib(number: float) -> str:
+    return f"{number / 2**30:,.1f} GiB"
