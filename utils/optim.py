@@ -77,14 +77,19 @@ class UpdateGuard:
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         self.optimizer, self.outlier_factor, self.scaler = optimizer, outlier_factor, accelerator.scaler
+        self.norm = None  # 0-d, of the newest gradient
         self.mean = torch.zeros((), device=accelerator.device)  # of accepted gradient norms
         self.accepted = torch.zeros((), device=accelerator.device)
         self.consecutive = 0  # updates skipped in a row, as of the last read
         self._pending, self._unread = [], []  # flags still on the device; flags on the host
 
     def judge(self, grad_norm):
-        """After clipping, before optimizer.step(), once per update. grad_norm: 0-d, not clipped."""
-        norm = grad_norm.detach().to(self.mean)
+        """After clipping, before optimizer.step(), once per update. grad_norm: 0-d, not clipped.
+
+        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. The norm stays in `.norm`.
+        """
+        norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
+        norm = self.norm = norm.detach().to(self.mean)
         bad = ~torch.isfinite(norm)
         if self.outlier_factor:
             bad = bad | (self.accepted >= self.WARMUP) & (norm > self.outlier_factor * self.mean)
@@ -97,6 +102,7 @@ class UpdateGuard:
             self.optimizer.found_inf = flag
         elif (self.scaler is None or self.outlier_factor) and flag.item():
             self.optimizer.zero_grad(set_to_none=True)
+        return flag
 
     def read(self):
         """For every update since the last read 1 if it was skipped, else 0. Only here the host waits."""
@@ -120,3 +126,15 @@ class UpdateGuard:
         self.mean = torch.full_like(self.mean, state["mean"])
         self.accepted = torch.full_like(self.accepted, state["accepted"])
         self.consecutive, self._pending, self._unread = state["consecutive"], [], list(state["unread"])
+
+
+def skipped_updates(flags, step, rows_per_step):
+    """One record for metrics.jsonl per skipped update: which step, and its samples' positions [first, end).
+
+    flags: of the updates up to and including `step`, as UpdateGuard.read gives them.
+    """
+    steps = [step - len(flags) + i + 1 for i, flag in enumerate(flags) if flag]
+    return [
+        {"step": s, "event": "skipped_update", "positions": [(s - 1) * rows_per_step, s * rows_per_step]}
+        for s in steps
+    ]
