@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
+from utils.metrics import device_name
+
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
 # Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -65,7 +67,7 @@ def report(
     tokens, local = rows * accumulation * processes * block_size, local_processes()
     room, compiler = memory_of(device), accelerator.state.dynamo_plugin.backend
     block = {
-        "target": f"{launched(accelerator.distributed_type, processes, local)}, {name_of(device)}",
+        "target": f"{launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
         "precision": PRECISIONS.get(precision, precision)
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
         "batch": f"{counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
@@ -200,11 +202,6 @@ def hiding(env: Mapping = os.environ) -> str:
     """" (CUDA_VISIBLE_DEVICES=...)" if such a variable is set, else ""."""
     found = [f"{name}={env[name]!r}" for name in VISIBILITY if name in env]
     return f" ({', '.join(found)})" if found else ""
-
-
-def name_of(device: torch.device) -> str:
-    ask = getattr(_module(device), "get_device_name", None)
-    return ask(device) if ask else device.type
 
 
 def memory_of(device: torch.device) -> int | None:
