@@ -70,7 +70,7 @@ def test_problems_are_collected():
 
     assert attempt(problems, bad, "way") is None and attempt(problems, int, "3") == 3
     args = Args(learning_rate=0.0)
-    problems += number_problems(args, ["learning_rate"], [])
+    problems += number_problems(args, may_be_zero=set())
     assert problems == ["no way", "learning_rate: must be greater than 0, is 0.0."]
 
 

@@ -87,18 +87,16 @@ def attempt(problems: list[str], function: Callable, *args, **kwargs) -> Any:
         problems.append(str(error))
 
 
-def number_problems(args: Any, positive: list[str], not_negative: list[str]) -> list[str]:
-    """One line for each named setting that is not > 0, respectively >= 0."""
-    lines = [
-        f"{name}: must be greater than 0, is {getattr(args, name)}."
-        for name in positive
-        if not getattr(args, name) > 0
-    ]
-    return lines + [
-        f"{name}: must be 0 (off) or greater, is {getattr(args, name)}."
-        for name in not_negative
-        if not getattr(args, name) >= 0
-    ]
+def number_problems(args: Any, may_be_zero: set[str]) -> list[str]:
+    """One line for each number among the settings that is not > 0, or not >= 0 where 0 means off."""
+    lines = []
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if name in may_be_zero and not value >= 0:
+                lines.append(f"{name}: must be 0 (off) or greater, is {value}.")
+            elif name not in may_be_zero and not value > 0:
+                lines.append(f"{name}: must be greater than 0, is {value}.")
+    return lines
 
 
 def output_dir_problems(output_dir: str) -> list[str]:

@@ -1,0 +1,230 @@
+"""train_clm.py as users run it: through `accelerate launch`, on real text, at 1 and 2 processes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from data.packing import PackedRows
+from tests.runs import PROJECT, TINY, environment, metrics, run, write_corpus
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clm")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+def flags(workspace, name, **changes):
+    return {
+        **TINY, "dataset_name": str(workspace / "corpus.jsonl"), "cache_dir": str(workspace / "cache"),
+        "output_dir": str(workspace / name), **changes,
+    }  # fmt: skip
+
+
+def trained(workspace, name, processes=1, **changes):
+    """The output folder of a finished run; made once per name."""
+    settings = flags(workspace, name, **changes)
+    result = run("train_clm.py", settings, processes)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return workspace / name
+
+
+@pytest.fixture(scope="module")
+def one_process(workspace):
+    return trained(workspace, "one")
+
+
+@pytest.fixture(scope="module")
+def two_processes(workspace):
+    return trained(workspace, "two", processes=2, per_device_train_batch_size=4)
+
+
+def first_moments(output_dir):
+    """AdamW's first moments after one step, 0.1 x the gradient of each parameter, in one vector."""
+    saved = load_file(output_dir / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+    return torch.cat([saved[name].flatten() for name in sorted(saved) if name.endswith("exp_avg")])
+
+
+def test_the_gradient_of_an_update_does_not_depend_on_its_split(workspace):
+    """1 x 8, 2 x 4 and 8 x 1 micro-batches x rows, and two processes: the same gradients to 1e-6 relative."""
+    one_step = {"max_train_steps": 1, "num_warmup_steps": 0, "max_grad_norm": 0, "max_eval_samples": 8}
+    splits = {"1x8": (1, 8, 1), "2x4": (2, 4, 1), "8x1": (8, 1, 1), "2 processes": (2, 2, 2)}
+    gradients = {}
+    for name, (accumulation, rows, processes) in splits.items():
+        folder = trained(
+            workspace, f"split-{name.replace(' ', '-')}", processes, **one_step,
+            gradient_accumulation_steps=accumulation, per_device_train_batch_size=rows,
+        )  # fmt: skip
+        gradients[name] = first_moments(folder)
+    reference = gradients.pop("1x8")
+    assert reference.norm() > 0
+    for name, gradient in gradients.items():
+        assert (gradient - reference).norm() <= 1e-6 * reference.norm(), name
+
+
+def test_two_processes_train_like_one(one_process, two_processes):
+    for a, b in zip(metrics(one_process), metrics(two_processes), strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-5), (a, b)
+
+
+def test_the_linear_schedule_ends_at_zero(workspace):
+    """Also with two processes, and with an accumulation that does not divide the number of batches."""
+    for processes in (1, 2):
+        folder = trained(workspace, f"linear{processes}", processes, lr_scheduler_type="linear",
+                         gradient_accumulation_steps=3, per_device_train_batch_size=5 - processes)  # fmt: skip
+        rates = [line["learning_rate"] for line in metrics(folder) if "learning_rate" in line]
+        assert (
+            len(rates) == 6
+            and rates[-1] == 0
+            and max(rates) == pytest.approx(TINY.get("learning_rate", 2e-3))
+        )
+
+
+def brute_force(folder, rows):
+    """(mean loss per predicted token, tokens), one row at a time through transformers' own logits, in
+    float64.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    total = tokens = 0
+    for row in rows:
+        with torch.no_grad():
+            logits = model(row[None]).logits[0, :-1].double()
+        total += F.cross_entropy(logits, row[1:], reduction="sum").item()
+        tokens += len(row) - 1
+    return total / tokens, tokens
+
+
+def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_processes(
+    workspace, one_process
+):
+    rows_file = next((workspace / "cache").rglob("eval.npy"))
+    rows = PackedRows(rows_file)
+    ids = rows.__getitems__([(0, i) for i in range(len(rows))])["input_ids"]
+    n = 37 if len(ids) > 37 else len(ids)  # divisible by none of the batch sizes below
+    loss, tokens = brute_force(one_process, ids[:n])
+    for processes, batch_size in [(1, 1), (1, 7), (1, 32), (2, 7)]:
+        result = run(
+            "train_clm.py",
+            flags(
+                workspace, "one", eval_only=True, max_eval_samples=n, per_device_eval_batch_size=batch_size
+            ),
+            processes,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        report = json.loads(result.stdout.strip().splitlines()[-1])
+        assert report["loss/eval"] == pytest.approx(loss, rel=1e-6)
+        assert report["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+        assert report["eval_tokens"] == tokens
+
+
+def test_the_saved_model_completes_a_prompt_in_a_fresh_process(one_process):
+    code = (
+        "from transformers import pipeline; import sys;"
+        "print(repr(pipeline('text-generation', model=sys.argv[1])('import os', max_new_tokens=5)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(one_process)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd="/",
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "import os" in result.stdout
+    tokenizer = AutoTokenizer.from_pretrained(one_process)
+    text = "naïve = {'日本': \"\\x00\"}\t\r\n  🤗 def f(x):\n    return x\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_finished_run_is_left_alone(workspace, one_process):
+    before = {file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"}
+    result = run("train_clm.py", flags(workspace, "one"))
+    assert result.returncode == 0 and "finished" in result.stdout
+    assert before == {
+        file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"
+    }
+
+
+def test_what_a_run_leaves(one_process):
+    for name in ("args.json", "metrics.jsonl", "curves.png", "config.json", "model.safetensors", "summary.json",
+                 "tokenizer.json", "README.md"):  # fmt: skip
+        assert (one_process / name).is_file(), name
+    lines = metrics(one_process)
+    train = [line for line in lines if "loss/train" in line]
+    assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
+    assert {"epoch", "samples", "tokens", "loss/train_plain", "learning_rate", "grad_norm"} <= train[0].keys()
+    assert train[-1]["tokens"] == 6 * 8 * 32
+    evaluations = [line for line in lines if "loss/eval" in line]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert evaluations[-1]["loss/eval"] < math.log(512)
+
+
+def mistakes(workspace):
+    (workspace / "empty.jsonl").write_text('{"content": "x = 1"}\n')
+    (workspace / "file").write_text("")
+    return [
+        ({"dataset_name": str(workspace / "missing.jsonl")}, ["missing.jsonl"]),
+        ({"text_column": "body"}, ["body", "content"]),
+        ({"keywords": ["no such word anywhere"]}, ["keywords"]),
+        ({"dataset_name": str(workspace / "empty.jsonl"), "tokenizer_name": str(workspace / "one")}, ["rows"]),
+        ({"preset": "huge"}, ["huge", "laptop"]),
+        ({"block_sise": 3}, ["--block_sise", "--block_size"]),
+        ({"block_size": 2048, "config_overrides": "n_positions=64"}, ["block_size", "64"]),
+        ({"learning_rate": -1, "block_size": 0, "validation_fraction": 2},
+         ["learning_rate", "block_size", "validation_fraction"]),
+        ({"config_overrides": "n_layers=2"}, ["n_layers", "n_layer"]),
+        ({"tokenizer_name": "no/such-tokenizer"}, ["no/such-tokenizer"]),
+        ({"model_name_or_path": str(workspace / "nowhere"), "tokenizer_name": str(workspace / "one")}, ["nowhere"]),
+        ({"output_dir": str(workspace / "file" / "below")}, ["output_dir"]),
+        ({"push_checkpoints": True}, ["push_checkpoints"]),
+    ]  # fmt: skip
+
+
+def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, one_process, capsys):
+    """In one process, which is quicker; that the launcher passes a failure on is accelerate's own business."""
+    for changes, words in mistakes(workspace):
+        settings = {**flags(workspace, "mistake"), **changes}
+        argv = [str(word) for name, value in settings.items() for word in
+                [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
+        code = "import sys, train_clm; train_clm.main()"
+        result = subprocess.run(
+            [sys.executable, "-c", code, *argv],
+            cwd=PROJECT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 2, (changes, result.stderr[-2000:])
+        assert "Traceback" not in result.stderr and result.stderr.count("error:") == 1, (
+            changes,
+            result.stderr,
+        )
+        for word in words:
+            assert word in result.stderr, (changes, result.stderr)
+        assert not (workspace / "mistake").exists(), changes
+
+
+def test_processes_that_do_not_see_each_other_are_stopped(workspace):
+    """A GPU configuration on a machine without GPUs starts N separate runs that would overwrite each other."""
+    if torch.accelerator.is_available():
+        pytest.skip("needs a machine without an accelerator")
+    settings = flags(workspace, "apart")
+    result = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/multi_gpu.yaml",
+         "--num_processes", "2", "--mixed_precision", "no", "train_clm.py", "--output_dir", settings["output_dir"],
+         "--dataset_name", settings["dataset_name"]],
+        cwd=PROJECT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode != 0 and result.stderr.count("error:") == 1
+    assert "ACCELERATE_USE_CPU" in result.stderr and not (workspace / "apart").exists()
