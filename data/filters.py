@@ -1,0 +1,140 @@
+"""Which documents are trained on: keyword filter, exact duplicates, validation split, and the count of
+everything."""
+
+import hashlib
+import sys
+import time
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
+
+
+@dataclass
+class Accounting:
+    """Counts of one preparation. read = unreadable + empty + filtered + duplicate + validation + kept;
+    tokens (one EOS per document included) = rows x block_size + tokens_dropped."""
+
+    read: int = 0  # documents
+    unreadable: int = 0  # not text: None, not a string, not UTF-8
+    empty: int = 0  # nothing but white space
+    filtered: int = 0  # without any of the keywords
+    duplicate: int = 0  # same text as an earlier document
+    validation: int = 0  # held out of this split: counted in the validation split's own account
+    kept: int = 0
+    bytes: int = 0  # UTF-8, of the kept documents
+    tokens: int = 0
+    rows: int = 0
+    tokens_dropped: int = 0
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+    def hold_out(self, account: "Accounting", size: int):
+        """Move a kept document of `size` bytes to the validation split's account."""
+        self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
+        account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
+
+    def share_after_filtering(self) -> str:
+        """As the Hugging Face course prints it: documents with a keyword, of all that were read."""
+        return f"{1 - self.filtered / max(self.read, 1):.2%} of data after filtering."
+
+    def table(self, title="") -> str:
+        lines = [f"  {name.replace('_', ' '):<16}{value:>16,}" for name, value in asdict(self).items()
+                 if name != "seconds"]  # fmt: skip
+        rate = f"{self.tokens / self.seconds:,.0f} tokens/s" if self.tokens and self.seconds else ""
+        return "\n".join(
+            [title or "documents", *lines, f"  {'seconds':<16}{self.seconds:>16,.1f}  {rate}".rstrip()]
+        )
+
+
+class SeenHashes:
+    """A set of 64-bit numbers in 10 to 20 bytes each, where a Python set takes about 80: an open-addressing
+    table.
+
+    At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
+
+    def __init__(self):
+        self.slots, self.count = array("Q", bytes(8 << 12)), 0
+
+    def add(self, number: int) -> bool:
+        """False where it was there already."""
+        if self.count * 4 > len(self.slots) * 3:
+            old, self.slots, self.count = self.slots, array("Q", bytes(16 * len(self.slots))), 0
+            for known in old:
+                if known:
+                    self.add(known)
+        number = number or 1  # 0 marks a free slot
+        slot = number % len(self.slots)
+        while self.slots[slot]:
+            if self.slots[slot] == number:
+                return False
+            slot = (slot + 1) % len(self.slots)
+        self.slots[slot] = number
+        self.count += 1
+        return True
+
+
+def clean_documents(corpus, keywords: Iterable[str], counts: Accounting, seen=None) -> Iterator[dict]:
+    """The documents to train on, in order: text that is a non-empty string, contains any of the keywords
+    (all do when there are none) and was not seen before. Everything else is counted in `counts` and skipped.
+
+    `seen` (SeenHashes) carries over the duplicates known from an earlier part of the same source."""
+    keywords, column = list(keywords), corpus.text_column
+    seen = SeenHashes() if seen is None else seen
+    for document in corpus:
+        counts.read += 1
+        text = document.get(column)
+        if not isinstance(text, str):
+            counts.unreadable += 1
+            continue
+        if not text or text.isspace():
+            counts.empty += 1
+            continue
+        if keywords and not any(keyword in text for keyword in keywords):
+            counts.filtered += 1
+            continue
+        try:
+            data = text.encode()
+        except UnicodeEncodeError:  # lone surrogates: JSON escapes or bytes that were not UTF-8
+            counts.unreadable += 1
+            continue
+        if not seen.add(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")):
+            counts.duplicate += 1
+            continue
+        counts.kept += 1
+        counts.bytes += len(data)
+        yield document
+
+
+def in_validation(text: str, seed: int, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: a function of its content and the seed alone, so
+    it is the same wherever, whenever and in whatever order documents are read."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+def show_progress(documents: Iterable[dict], counts: Accounting, what: str, enabled=True) -> Iterator[dict]:
+    """Pass documents through while showing documents/s and the share kept: a bar on a terminal, else a line
+    now and then, on stderr."""
+    if not enabled:
+        yield from documents
+        return
+    start = last = time.monotonic()
+    bar = tqdm(desc=what, unit=" documents", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+    with bar:
+        for document in documents:
+            yield document
+            now, share = time.monotonic(), (counts.kept + counts.validation) / counts.read
+            if not bar.disable:
+                bar.set_postfix(kept=f"{share:.1%}", refresh=False)
+                bar.update(counts.read - bar.n)
+            elif now - last > SECONDS_BETWEEN_LINES:
+                last = now
+                rate = counts.read / (now - start)
+                print(f"{what}: {counts.read:,} documents, {share:.1%} kept, {rate:,.0f} documents/s",
+                      file=sys.stderr, flush=True)  # fmt: skip
