@@ -55,7 +55,8 @@ def install(importing: bool = False) -> None:
         if multiprocessing.current_process().daemon:  # a spawned data loading worker: as in _on_signal
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             return
-        if not child and "accelerate.commands.launch" not in sys.modules:
+        launcher = Path(getattr(sys.modules["__main__"], "__file__", "")).parts[-3:]
+        if not child and not any(part.startswith("accelerate") for part in launcher):
             return  # imported by a test or a notebook
         _state.forward = not child
     else:

@@ -1,0 +1,383 @@
+"""Checkpoints: what is saved comes back exactly, and no damage, full disk or kill loses the ones before."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from utils import checkpoint
+from utils.checkpoint import Checkpoints, changed_settings, disk_space, find_problem, list_checkpoints
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def build(accelerator, seed=0, width=16):
+    """A model with tied weights and dropout, and AdamW with two groups."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(50, width), torch.nn.Linear(width, width), torch.nn.Dropout(0.5),
+        torch.nn.LayerNorm(width), torch.nn.Linear(width, 50, bias=False),
+    )  # fmt: skip
+    model[4].weight = model[0].weight
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": others, "weight_decay": 0.0}, {"params": matrices, "weight_decay": 0.1}]
+    return accelerator.prepare(model, torch.optim.AdamW(groups, lr=1e-2))
+
+
+def train(accelerator, model, optimizer, steps):
+    """Losses of some steps; the random numbers go on from where they are."""
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(0, 50, (8,))
+        loss = torch.nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_a_restored_run_continues_exactly(accelerator, tmp_path):
+    """Losses, weights, learning rate, all random states, the script's extra; tied weights are tied."""
+    model, optimizer = build(accelerator)
+    train(accelerator, model, optimizer, 3)
+    optimizer.param_groups[0]["lr"] = 0.005
+    extra = {"step": 3, "rate": 0.1 + 0.2, "counts": torch.tensor([1.5, float("nan")]), "name": None}
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    checkpoints.save(3, model, optimizer, extra)
+    losses = train(accelerator, model, optimizer, 5)
+    drawn = random.random(), np.random.rand()
+    checkpoints.wait()
+
+    again, again_optimizer = build(accelerator, seed=1)
+    loaded = Checkpoints(accelerator, tmp_path).load("auto", again, again_optimizer)
+    assert loaded["rate"] == extra["rate"] and loaded["name"] is None
+    assert loaded["counts"].equal(extra["counts"]) or loaded["counts"][0] == 1.5
+    assert again[4].weight is again[0].weight
+    assert again_optimizer.param_groups[0]["lr"] == 0.005
+    assert train(accelerator, again, again_optimizer, 5) == losses
+    assert (random.random(), np.random.rand()) == drawn
+    for name, tensor in weights(model).items():
+        assert tensor.equal(again.state_dict()[name]), name
+
+
+def test_names_are_those_of_the_bare_model(accelerator, tmp_path):
+    """A compiled model's checkpoint is one for the model itself; safetensors reads the file."""
+    model, optimizer = build(accelerator)
+    Checkpoints(accelerator, tmp_path).save(1, torch.compile(model), optimizer, {}, final=True)
+    saved = load_file(tmp_path / "checkpoints/step-00000001/model.safetensors")
+    bare = {name: tensor for name, tensor in model.state_dict().items() if name != "4.weight"}  # tied
+    assert saved.keys() == bare.keys()
+    assert all(saved[name].equal(bare[name]) for name in bare)
+
+
+def test_a_save_in_the_background_is_the_save_in_the_foreground(accelerator, tmp_path):
+    """Byte by byte, although training goes on while it is written; also when the copy's memory is reused."""
+    model, optimizer = build(accelerator, width=1500)
+    background = Checkpoints(accelerator, tmp_path / "background")
+    for step in (1, 2):
+        train(accelerator, model, optimizer, 1)
+        Checkpoints(accelerator, tmp_path / "foreground", background=False).save(step, model, optimizer, {})
+        background.save(step, model, optimizer, {})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    background.wait()
+    for step in (1, 2):
+        name = f"checkpoints/step-{step:08d}"
+        here, there = tmp_path / "background" / name, tmp_path / "foreground" / name
+        assert {f.name for f in here.iterdir()} == {f.name for f in there.iterdir()}
+        assert all(f.read_bytes() == (there / f.name).read_bytes() for f in here.iterdir())
+
+
+def test_without_memory_for_a_copy_training_waits(accelerator, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoint, "SPARE_MEMORY", 1 << 60)
+    model, optimizer = build(accelerator)
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, model, optimizer, {})
+        assert checkpoints.last_good.name == f"step-{step:08d}"
+    assert len(caplog.records) == 1 and "no memory for a copy" in caplog.text
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_loaded(
+    accelerator, tmp_path, caplog, damage, file
+):
+    model, optimizer = build(accelerator)
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    checkpoints.save(1, model, optimizer, {"step": 1})
+    older = weights(model)
+    train(accelerator, model, optimizer, 1)
+    checkpoints.save(2, model, optimizer, {"step": 2})
+    checkpoints.wait()
+    damage(tmp_path / "checkpoints/step-00000002" / file)
+
+    with pytest.raises(ValueError, match=file):
+        Checkpoints(accelerator, tmp_path).load(str(checkpoints.folder / "step-00000002"), model, optimizer)
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    assert checkpoints.load("auto", model, optimizer)["step"] == 1
+    assert file in caplog.text and "step-00000002 is damaged" in caplog.text
+    assert all(older[name].equal(tensor) for name, tensor in weights(model).items())
+    checkpoints.save(2, model, optimizer, {}, final=True)
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_run_never_starts_again_from_the_beginning_by_itself(accelerator, tmp_path):
+    """When every checkpoint is damaged, the user decides; with "none" the old ones are kept aside."""
+    model, optimizer = build(accelerator)
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    assert checkpoints.load("auto", model, optimizer) is None
+    checkpoints.save(1, model, optimizer, {}, final=True)
+    flip_a_bit(checkpoints.last_good / "model.safetensors")
+    with pytest.raises(ValueError, match="no checkpoint in .* is valid"):
+        checkpoints.load("auto", model, optimizer)
+    assert checkpoints.load("none", model, optimizer) is None
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["replaced-step-00000001"]
+
+
+def test_starting_from_an_older_step_outdates_the_newer_ones(accelerator, tmp_path):
+    """Else they would be the newest for "auto", and rotation would delete the new ones."""
+    model, optimizer = build(accelerator)
+    checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=0)
+    for step in (1, 2, 3):
+        checkpoints.save(step, model, optimizer, {"step": step}, final=True)
+    checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=2)
+    assert checkpoints.load(f"{checkpoints.folder}/step-00000001", model, optimizer) == {"step": 1}
+    checkpoints.save(2, model, optimizer, {"step": "new 2"}, final=True)
+    assert [p.name for p in list_checkpoints(checkpoints.folder)] == ["step-00000001", "step-00000002"]
+    assert Checkpoints(accelerator, tmp_path).load("auto", model, optimizer) == {"step": "new 2"}
+
+
+def test_another_model_and_changed_settings_are_refused_by_name(accelerator, tmp_path):
+    model, optimizer = build(accelerator)
+    before = Checkpoints(accelerator, tmp_path)
+    before.save(1, model, optimizer, {"lr": 1}, final=True)
+    wider, wider_optimizer = build(accelerator, width=32)
+    with pytest.raises(ValueError, match=r"0.weight: \(50, 16\) there, \(50, 32\) here"):
+        Checkpoints(accelerator, tmp_path).load("auto", wider, wider_optimizer)
+
+    def refuse(extra):
+        raise ValueError(f"lr was {extra['lr']}")
+
+    untouched = weights(wider)
+    with pytest.raises(ValueError, match="lr was 1"):
+        Checkpoints(accelerator, tmp_path).load("auto", wider, wider_optimizer, check=refuse)
+    assert all(untouched[name].equal(tensor) for name, tensor in weights(wider).items())
+
+    saved = {"lr": 5e-4, "seed": 1, "old": 2, "hub": "a"}
+    now = {"lr": 1e-3, "seed": 1, "new": None, "hub": "b"}
+    assert changed_settings(saved, now, {"hub"}) == [
+        "lr: 0.0005 in the run, 0.001 now",
+        "new: missing in the run, None now",
+        "old: 2 in the run, missing now",
+    ]
+
+
+def test_old_checkpoints_go_when_the_new_one_is_complete_and_not_before(accelerator, tmp_path, caplog):
+    model, optimizer = build(accelerator)
+    checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=1)
+    checkpoints.save(1, model, optimizer, {}, final=True)
+    too_small = checkpoints.last_good.joinpath("state.json").stat().st_size // 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (too_small, limits[1]))  # every larger file: EFBIG
+    try:
+        checkpoints.save(2, model, optimizer, {})
+        checkpoints.wait()
+        assert "step-00000002 was not saved" in caplog.text and "step-00000001" in caplog.text
+        with pytest.raises(RuntimeError, match="too large.*last good checkpoint is .*step-00000001"):
+            checkpoints.save(3, model, optimizer, {}, final=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
+    assert find_problem(checkpoints.folder / "step-00000001") == ""
+    checkpoints.save(4, model, optimizer, {}, final=True)
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000004"]
+
+
+def test_a_full_disk_costs_one_checkpoint_and_nothing_older(accelerator, tmp_path, caplog):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", tmp_path]).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        model, optimizer = build(accelerator, width=256)
+        train(accelerator, model, optimizer, 1)  # 1 MB of state
+        checkpoints = Checkpoints(accelerator, tmp_path)
+        enough, text = disk_space(tmp_path, model, save_total_limit=10)
+        assert not enough and "choose another output_dir" in text and text.count("MB") == 3
+        checkpoints.save(1, model, optimizer, {"step": 1})
+        checkpoints.wait()
+        (tmp_path / "ballast").write_bytes(bytes(3 << 19))
+        checkpoints.save(2, model, optimizer, {"step": 2})
+        checkpoints.wait()
+        assert "No space left" in caplog.text and "step-00000001" in caplog.text
+        assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
+        (tmp_path / "ballast").unlink()
+        checkpoints.save(3, model, optimizer, {"step": 3}, final=True)
+        assert Checkpoints(accelerator, tmp_path).load("auto", model, optimizer) == {"step": 3}
+    finally:
+        subprocess.run(["umount", tmp_path])
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch
+from accelerate import Accelerator
+from utils.checkpoint import Checkpoints, find_problem, list_checkpoints
+folder, trials = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)  # forking below
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(512, 512)  # 3 MB with its optimizer state
+optimizer = torch.optim.AdamW(model.parameters())
+optimizer.state.update({p: {"step": torch.tensor(0.0), "exp_avg": p.clone(), "exp_avg_sq": p.clone()}
+                        for p in model.parameters()})
+delays, step, inside = random.Random(0), 0, 0
+for trial in range(trials):
+    if (pid := os.fork()) == 0:
+        checkpoints = Checkpoints(accelerator, folder, background=trial % 2 == 0)
+        while True:
+            step += 1
+            for p in model.parameters():
+                p.data.fill_(step)
+            checkpoints.save(step, model, optimizer, {"step": step})
+    time.sleep(delays.uniform(0.02, 0.2))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    inside += any(name.startswith(".tmp-step") for name in os.listdir(folder + "/checkpoints"))
+    found = list_checkpoints(folder + "/checkpoints")
+    assert all(find_problem(path) == "" for path in found), found
+    newest = Checkpoints(accelerator, folder).load("auto", model, optimizer)["step"]
+    assert newest > step or trial == 0 or newest == step, (newest, step)
+    assert all((p == newest).all() for p in model.parameters()), newest
+    assert not any(name.startswith(".") for name in os.listdir(folder + "/checkpoints"))
+    step = newest
+print(inside, "inside a save")
+"""
+
+
+def test_no_moment_to_kill_a_save_loses_a_complete_checkpoint(tmp_path):
+    """kill -9 at 40 random moments of a process that only saves; what is there is valid and of one step."""
+    script = [sys.executable, "-c", KILLED, str(tmp_path), "40"]
+    result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[0]) >= 10  # kills that really hit a save
+
+
+SEVERAL = """
+import json, os, sys
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from utils.checkpoint import Checkpoints
+folder = sys.argv[1]
+accelerator = Accelerator(cpu=True)
+
+def build(seed, sharded):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
+    if sharded:
+        return fully_shard(model), torch.optim.AdamW(model.parameters(), lr=0.1)
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+def train(model, optimizer, steps):
+    for i in range(steps):
+        x = torch.arange(12.0).view(2, 6) / 10 + i
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def outcome(model):  # a random number, and sums over the weights after one more step
+    drawn = torch.rand(1).item()
+    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+    return drawn, [p.double().sum().item() for p in whole]
+
+outcomes = {}
+for saved_as in ("ddp", "fsdp"):
+    place = os.path.join(folder, saved_as)
+    model, optimizer = build(7, saved_as == "fsdp")
+    checkpoints = Checkpoints(accelerator, place)
+    train(model, optimizer, 2)
+    torch.manual_seed(accelerator.process_index)
+    checkpoints.save(2, model, optimizer, {"step": 2})
+    train(model, optimizer, 1)  # while it is written
+    outcomes[saved_as, "unbroken"] = outcome(model)
+    checkpoints.wait()
+    accelerator.wait_for_everyone()
+    for loaded_as in ("ddp", "fsdp"):
+        model, optimizer = build(8, loaded_as == "fsdp")
+        checkpoints = Checkpoints(accelerator, place)
+        assert checkpoints.load("auto", model, optimizer) == {"step": 2}
+        train(model, optimizer, 1)
+        outcomes[saved_as, loaded_as] = outcome(model)
+    # Only the main process sees these failures; nobody may wait for it
+    checkpoints.folder = checkpoints.folder / "step-00000002" / "state.json"  # a file: no folder can be made
+    checkpoints.save(3, model, optimizer, {})
+    try:
+        checkpoints.save(3, model, optimizer, {}, final=True)
+        raise SystemExit("no error")
+    except RuntimeError as error:
+        assert "the last state was not saved" in str(error)
+    assert Checkpoints(accelerator, place).load("auto", model, optimizer) == {"step": 2}
+with open(f"{folder}/{accelerator.process_index}.json", "w") as file:
+    json.dump([[*key, *value] for key, value in outcomes.items()], file)
+accelerator.end_training()
+"""
+
+
+def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_path):
+    """Replicated and sharded, saved beside training, into either; each process has its random state back."""
+    script = tmp_path / "job.py"
+    script.write_text(SEVERAL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    command, environment = [*launcher, script, tmp_path], os.environ | settings
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    drawn = [{line[2] for line in of_rank} for of_rank in outcomes]
+    assert len(drawn[0]) == len(drawn[1]) == 1 and drawn[0] != drawn[1]
+    unbroken = outcomes[0][0][3]
+    for saved_as, loaded_as, _, sums in outcomes[0] + outcomes[1]:
+        assert sums == pytest.approx(unbroken, rel=1e-6), (saved_as, loaded_as)
+
+    for saved_as in ("ddp", "fsdp"):  # neither sharded nor several, here
+        model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+        assert Checkpoints(accelerator, tmp_path / saved_as).load("auto", model, optimizer) == {"step": 2}
+        assert torch.rand(1).item() in drawn[0]
+        model(torch.arange(12.0).view(2, 6) / 10).square().sum().backward()
+        optimizer.step()
+        assert [p.double().sum().item() for p in model.parameters()] == pytest.approx(unbroken, rel=1e-6)

@@ -1,0 +1,205 @@
+"""Stop signals really sent, to scripts really launched; and the lock of the output folder."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from utils.preemption import lock_output_dir
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+# Stands for a training script: steps of 50 ms, some seconds to save.
+JOB = """
+import os, sys, time
+from accelerate import Accelerator
+from utils.preemption import StopSignals, exit_status, install, lock_output_dir
+
+def main():
+    install()
+    print("pid", os.getpid(), flush=True)
+    accelerator = Accelerator(cpu=True)
+    if sys.argv[1] == "prepare":
+        print("ready", flush=True)
+        time.sleep(60)
+    stop = StopSignals(accelerator)
+    print("ready", flush=True)
+    for step in range(400):
+        time.sleep(0.05)
+        if number := stop.agreed():
+            print(f"process {accelerator.process_index} stops at {step} by {number}", flush=True)
+            time.sleep(float(sys.argv[2]))
+            print("saved", flush=True)
+            accelerator.wait_for_everyone()
+            stop.close()
+            sys.exit(exit_status(number))
+
+install(importing=True)
+if __name__ == "__main__":
+    main()
+"""
+
+# What accelerate's TPU launcher does (accelerate/commands/launch.py, torch_xla's xmp.spawn), without a TPU:
+# import the script, and call its main in a thread of a spawned process.
+TPU_LAUNCHER = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+
+def child(argv):
+    import job
+    sys.argv = argv
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            threads.submit(job.main).result()
+        except SystemExit as stop:
+            return stop.code
+
+if __name__ == "__main__":
+    import job
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        sys.exit(processes.submit(child, sys.argv).result())
+"""
+
+
+class Job:
+    """A launched script; its output, the ids of the processes that run main, and its end."""
+
+    def __init__(self, folder, *launcher, arguments=("train", "0.5")):
+        (folder / "job.py").write_text(JOB)
+        script = ["job.py"] if not launcher or launcher[0] == "-m" else []
+        self.log = folder / "log"
+        environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{folder}", "ACCELERATE_USE_CPU": "true"}
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, *script, *arguments], cwd=folder, env=environment,
+            stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    def wait_for(self, text, times=1, seconds=60):
+        deadline = time.monotonic() + seconds
+        while self.output.count(text) < times:
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    @property
+    def workers(self):
+        return [int(pid) for pid in re.findall(r"pid (\d+)", self.output)]
+
+    def end(self):
+        """The launcher's status, once the workers are gone too."""
+        status = self.process.wait(60)
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}").exists() for pid in self.workers):
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+        return status
+
+
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no", "--cpu")  # fmt: skip
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_one_signal_lets_the_run_save_and_says_so_with_its_status(tmp_path, number, status):
+    """Also when it arrives twice within a moment, as from a scheduler and from a launcher."""
+    job = Job(tmp_path)
+    job.wait_for("ready")
+    job.process.send_signal(number)
+    time.sleep(0.1)
+    job.process.send_signal(number)
+    assert job.end() == status, job.output
+    assert job.output.count("saved") == 1 and job.output.count("a second signal stops at once") == 1
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path):
+    job = Job(tmp_path, arguments=("train", "60"))
+    job.wait_for("ready")
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for("stops at")
+    time.sleep(1.2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.end() == 130 and "saved" not in job.output
+
+
+def test_before_training_a_signal_ends_the_run_at_once(tmp_path):
+    job = Job(tmp_path, arguments=("prepare", "0"))
+    job.wait_for("ready")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 143 and "nothing to save" in job.output
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, "terminal"])
+def test_one_process_under_accelerate_launch_saves_when_its_launcher_is_stopped(tmp_path, how):
+    """The launcher forwards nothing and dies; Ctrl-C in a terminal reaches both of them."""
+    job = Job(tmp_path, *ACCELERATE, arguments=("train", "2"))
+    job.wait_for("ready")
+    if how == "terminal":
+        os.killpg(job.process.pid, signal.SIGINT)
+    else:
+        job.process.send_signal(how)
+    job.end()
+    number = 2 if how == "terminal" else 15
+    assert f"by {number}" in job.output and "saved" in job.output and "second signal," not in job.output
+
+
+def test_several_processes_stop_at_the_same_step(tmp_path):
+    """Although only one of them has received the signal."""
+    job = Job(tmp_path, *TORCHRUN)
+    job.wait_for("ready", times=2)
+    os.kill(job.workers[1], signal.SIGTERM)
+    job.end()
+    stops = re.findall(r"process \d stops at (\d+) by 15", job.output)
+    assert len(stops) == 2 and stops[0] == stops[1] and job.output.count("saved") == 2, job.output
+
+
+def test_under_a_tpu_launcher_the_signal_reaches_the_child(tmp_path):
+    """There main() runs in a thread of a child process, and the launcher does not tell it anything."""
+    (tmp_path / "accelerate").mkdir()
+    launcher = tmp_path / "accelerate/launch.py"
+    launcher.write_text(TPU_LAUNCHER)
+    job = Job(tmp_path, str(launcher))
+    job.wait_for("ready")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 143, job.output
+    assert "saved" in job.output
+
+
+HOLD = """
+import os, sys, time
+from utils.preemption import lock_output_dir
+lock = lock_output_dir(sys.argv[1])
+print("held", flush=True)
+os.fork()
+time.sleep(60)
+"""
+
+
+def test_an_output_folder_belongs_to_one_run_and_a_killed_one_leaves_no_lock(tmp_path, caplog):
+    """A forked child that outlives the killed run (a data loading worker) does not keep the lock either."""
+    script = [sys.executable, "-c", HOLD, str(tmp_path)]
+    holder = subprocess.Popen(script, cwd=PROJECT, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=f"in use by another run .process {holder.pid} on "):
+            lock_output_dir(tmp_path, wait_seconds=0.3)
+        assert "waiting up to" in caplog.text
+        holder.kill()
+        holder.wait()
+        lock_output_dir(tmp_path, wait_seconds=5).close()
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="output_dir .*file/run cannot be written"):
+        lock_output_dir(tmp_path / "file" / "run")
