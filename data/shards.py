@@ -1,0 +1,202 @@
+"""Token shards: rows of T token ids in Parquet files, in a folder at any fsspec URL, made by data/prepare.py.
+
+    train-00000.parquet ...       one column, input_ids: fixed_size_list<uint16 | uint32>[T]; the footer
+    validation-00000.parquet ...  knows the rows, its key-value metadata the tokens
+    tokenizer/                    the tokenizer that made the ids
+    manifest.json                 settings, counts, checksums; written last: with it, the folder is complete
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from data.packing import PackedRows, tokenizer_fingerprint
+from data.storage import FIRST_CONTACT, Folder, explained
+
+MANIFEST = "manifest.json"
+PROGRESS = "progress"  # folder of a preparation that is not finished
+FORMATS = {"token-rows-1": "token rows", "text-1": "text"}
+ROW_GROUP_TOKENS = 2**22
+
+
+def to_parquet(table: pa.Table, rows_per_group: int) -> bytes:
+    """The same bytes for the same table, always: fixed encoding, no timestamps.
+
+    Byte-stream split and zstd bring token ids (stored as 4 bytes each in Parquet) below their two bytes, at
+    less time than a dictionary.
+    """
+    ids = pa.types.is_fixed_size_list(table.schema.field(0).type)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=rows_per_group, compression="zstd", use_dictionary=not ids,
+                   use_byte_stream_split=ids, write_statistics=False)
+    return sink.getvalue().to_pybytes()
+
+
+def rows_to_parquet(rows: np.ndarray) -> bytes:
+    """One shard file from token rows, uint16 or uint32 [n, T]."""
+    n, block_size = rows.shape
+    column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), block_size)
+    counts = {"rows": str(n), "tokens": str(rows.size)}
+    table = pa.table({"input_ids": column}).replace_schema_metadata(counts)
+    return to_parquet(table, max(1, ROW_GROUP_TOKENS // block_size))
+
+
+def write_shard(folder: Folder, split: str, number: int, data: bytes, **counts: int) -> dict[str, Any]:
+    """Writes shard `number` of a split; returns its entry in the manifest."""
+    name = f"{split}-{number:05d}.parquet"
+    folder.write(name, data)
+    return {"file": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def parquet_to_rows(data: bytes) -> np.ndarray:
+    """Token rows, uint16 or uint32 [n, T], of one shard file."""
+    file = pq.ParquetFile(pa.BufferReader(data))
+    column = file.schema_arrow.field("input_ids").type
+    rows = np.empty((file.metadata.num_rows, column.list_size), column.value_type.to_pandas_dtype())
+    done = 0
+    for group in range(file.num_row_groups):  # group by group: all at once would hold every token twice
+        ids = file.read_row_group(group, use_threads=False).column(0).combine_chunks().flatten().to_numpy()
+        count = len(ids) // column.list_size
+        rows[done : done + count] = ids.reshape(count, column.list_size)
+        done += count
+    return rows
+
+
+def read_manifest(url: str) -> dict[str, Any] | None:
+    """The manifest of the shards at `url`, None where there are none (and for names that are no URL or
+    folder).
+
+    Raises ValueError for a URL that cannot be read, an unfinished preparation, an unknown format.
+    """
+    if "://" not in str(url) and not Path(url).is_dir():
+        return None
+    folder = Folder(url)
+    with explained(url, "read"):
+        names = folder.names(tries=FIRST_CONTACT)
+        if MANIFEST not in names:
+            if "://" in str(url) and not names:
+                raise FileNotFoundError("nothing is there")
+            if PROGRESS in names and "settings.json" in folder.names(PROGRESS):
+                raise ValueError("its preparation is not finished; the same `python -m data.prepare` command "
+                                 "goes on where it stopped")
+            return None
+        try:
+            manifest = json.loads(folder.read(MANIFEST))
+        except ValueError as error:
+            raise ValueError(f"{MANIFEST} is not JSON ({error})") from error
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        return None
+    if manifest["format"] not in FORMATS:
+        raise ValueError(f"{url}/{MANIFEST}: unknown format {manifest['format']!r}; this version reads "
+                         f"{', '.join(FORMATS)}. Prepare the shards again.")
+    return manifest
+
+
+def is_shards(url: str) -> bool:
+    """Whether token shards lie at `url` (False for text shards, Hub ids and anything else). Raises like
+    read_manifest.
+    """
+    manifest = read_manifest(url)
+    return manifest is not None and manifest["format"] == "token-rows-1"
+
+
+def check_shards(url: str, block_size: int | None = None, tokenizer=None) -> dict[str, Any]:
+    """The manifest of token shards that fit. ValueError with every reason why they do not, and the remedy."""
+    manifest = read_manifest(url)
+    if manifest is None or manifest["format"] != "token-rows-1":
+        raise ValueError(f"{url} holds no token shards; `python -m data.prepare` makes them.")
+    problems = []
+    if block_size not in (None, manifest["block_size"]):
+        problems.append(f"block_size: {block_size}, but rows of {url} have {manifest['block_size']} tokens: "
+                        f"set --block_size {manifest['block_size']}, or prepare other shards.")
+    if tokenizer is not None and tokenizer_fingerprint(tokenizer) != manifest["tokenizer"]:
+        problems.append(f"tokenizer_name: not the tokenizer that made {url}: use {url}/tokenizer, or prepare "
+                        "other shards.")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return manifest
+
+
+def read_shard(folder: Folder, shard: dict[str, Any], block_size: int) -> np.ndarray:
+    """Rows [n, T] of one shard of the manifest. ValueError when the file is not the one the manifest
+    names.
+    """
+    name = f"{folder.url}/{shard['file']}"
+    try:
+        data = folder.read(shard["file"])
+    except FileNotFoundError as error:
+        raise ValueError(f"{name} is missing. Copy it again, or prepare the folder anew.") from error
+    if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+        raise ValueError(f"{name} is damaged: its checksum is not the one in {MANIFEST}. Copy it again, or "
+                         "delete the folder and prepare it anew.")
+    rows = parquet_to_rows(data)
+    assert rows.shape == (shard["rows"], block_size), f"{name}: {rows.shape}"
+    return rows
+
+
+def split_entry(manifest: dict[str, Any], url: str, split: str) -> dict[str, Any]:
+    entry = manifest["splits"].get(split)
+    if entry is None or entry["rows"] == 0:
+        have = ", ".join(name for name, e in manifest["splits"].items() if e["rows"])
+        raise ValueError(f"{url} has no rows for {split}, only for {have or 'nothing'}. Prepare it with "
+                         "--validation_fraction > 0, or use other shards.")
+    return entry
+
+
+def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None = None, tokenizer=None,
+                max_rows: int | None = None) -> PackedRows:
+    """Map-style rows of the shards at `url`, memory-mapped.
+
+    The first call copies them, each shard verified, to one array in `cache_dir` (2 or 4 bytes per token);
+    later calls with the same shards open it. In a run of several processes call it on one process per machine
+    first. Raises ValueError (see check_shards, read_shard), also when the disk is too small.
+    """
+    manifest = check_shards(url, block_size, tokenizer)
+    entry, block_size = split_entry(manifest, url, split), manifest["block_size"]
+    key = hashlib.sha256(json.dumps(entry["shards"], sort_keys=True).encode()).hexdigest()[:16]
+    path = Path(cache_dir) / f"shards-{split}-{key}.npy"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        need = entry["rows"] * block_size * np.dtype(manifest["dtype"]).itemsize
+        if shutil.disk_usage(path.parent).free < need:
+            raise ValueError(f"{path.parent}: mapping the rows of {url} takes {need / 1e9:.1f} GB, more than "
+                             "the disk has free. Use --streaming, or another cache folder.")
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as temporary:
+            copy = np.lib.format.open_memmap(f"{temporary}/rows.npy", "w+", manifest["dtype"],
+                                             (entry["rows"], block_size))
+            folder, done = Folder(url), 0
+            for shard in tqdm(entry["shards"], desc=f"copying {split} shards", disable=None):
+                copy[done : done + shard["rows"]] = read_shard(folder, shard, block_size)
+                done += shard["rows"]
+            copy.flush()
+            del copy
+            os.replace(f"{temporary}/rows.npy", path)
+    return PackedRows(path, max_rows)
+
+
+def fetch_tokenizer(url: str, cache_dir: str) -> str:
+    """A local folder with the tokenizer of the shards at `url`; a remote one is copied to `cache_dir`
+    once.
+    """
+    folder = Folder(url)
+    if folder.local:
+        return f"{folder.root}/tokenizer"
+    target = Path(cache_dir) / f"tokenizer-{check_shards(url)['tokenizer']}"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=target.name) as temporary:
+            copy = Path(temporary) / "tokenizer"
+            copy.mkdir()
+            for name in folder.names("tokenizer"):
+                (copy / name).write_bytes(folder.read(f"tokenizer/{name}"))
+            os.replace(copy, target)
+    return str(target)

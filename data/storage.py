@@ -1,0 +1,182 @@
+"""Files at any fsspec URL (local path, s3://, gs://, hf://, memory://): whole writes, and patience with
+what fails.
+"""
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+import fsspec
+
+Item = TypeVar("Item")
+
+DELAYS = (1, 2, 4, 8, 16, 32, 64)  # seconds between tries: a source may be away for two minutes
+FIRST_CONTACT = 2  # tries again when a URL is used for the first time: a mistyped one is told in seconds
+NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpx",
+                   "huggingface_hub", "requests", "s3fs", "urllib3"}
+PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+PERMANENT_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later: time-outs, broken connections, 408, 429 and 5xx answers."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        status = getattr(response, "status_code", getattr(error, "status", None))
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
+        return False
+    if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in PERMANENT_ERRNO
+    return not isinstance(error, ValueError) and type(error).__module__.split(".")[0] in NETWORK_MODULES
+
+
+def _wait(error: Exception, failures: int, what: str, tries: int | None = None) -> None:
+    """Sleeps before the next try, or raises: `error` itself if it is permanent, ConnectionError after the
+    last try.
+    """
+    if not is_transient(error):
+        raise error
+    delays = DELAYS[:tries]
+    reason = f"{type(error).__name__}: {error}".strip(": ")
+    if failures >= len(delays):
+        message = f"{what} failed {failures + 1} times in {sum(delays)} s, the last time with {reason}."
+        raise ConnectionError(message) from error
+    print(f"warning: {what} failed ({reason}); next try in {delays[failures]} s", file=sys.stderr, flush=True)
+    time.sleep(delays[failures])
+
+
+def with_retries(action: Callable[[], Item], what: str, tries: int | None = None) -> Item:
+    """action(), again with exponential backoff while it fails for a reason that may pass (`is_transient`).
+
+    Raises ConnectionError naming `what` when it did not pass in time, anything else at once.
+    """
+    failures = 0
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            _wait(error, failures, what, tries)
+            failures += 1
+
+
+def retried(start_at: Callable[[int], Iterator[Item]], what: str, position: int = 0) -> Iterator[Item]:
+    """The items of start_at(position); after a failure that may pass, goes on with start_at(items seen so
+    far).
+
+    The backoff starts over with every item that arrives. Raises like `with_retries`.
+    """
+    iterator, failures = None, 0
+    while True:
+        try:
+            iterator = start_at(position) if iterator is None else iterator
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            _wait(error, failures, f"{what}, item {position:,},", None)
+            iterator, failures = None, failures + 1
+            continue
+        position, failures = position + 1, 0
+        yield item
+
+
+@contextlib.contextmanager
+def explained(url: str, verb: str) -> Iterator[None]:
+    """What a wrong URL, a missing package or missing rights raise, as a ValueError that names the remedy."""
+    try:
+        yield
+    except (OSError, ImportError, ValueError) as error:
+        remedy = "Check its spelling."
+        if isinstance(error, ImportError):
+            remedy = "Install the package it names with pip."
+        elif isinstance(error, PermissionError):
+            remedy = "Check your credentials and the rights on it."
+        elif isinstance(error, ConnectionError):
+            remedy = "Check the address (and endpoint), the network and your credentials."
+        raise ValueError(f"{url} cannot be {verb}: {error or type(error).__name__}. {remedy}") from error
+    except Exception as error:
+        if type(error).__module__.split(".")[0] not in NETWORK_MODULES:
+            raise
+        raise ValueError(f"{url} cannot be {verb}: {type(error).__name__}: {error}. Check its spelling and "
+                         "your credentials.") from error
+
+
+class Folder:
+    """A folder at a URL. Paths are relative to it; every request is repeated while it fails for a passing
+    reason.
+    """
+
+    def __init__(self, url: str):
+        """Raises ValueError when no file system answers to `url`; makes no request."""
+        self.url = str(url).rstrip("/") or "/"
+        with explained(self.url, "opened"):
+            self.fs, self.root = fsspec.core.url_to_fs(self.url)
+        self.root = self.root.rstrip("/")
+        self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def read(self, name: str, tries: int | None = None) -> bytes:
+        """The bytes of a file. Raises FileNotFoundError, PermissionError, ConnectionError (see
+        `with_retries`).
+        """
+        return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}", tries)
+
+    def write(self, name: str, data: bytes, tries: int | None = None) -> None:
+        """The whole file or none of it: object stores store whole objects, a local file is renamed into
+        place.
+        """
+        path = self.path(name)
+
+        def store() -> None:
+            if not self.local:
+                self.fs.pipe_file(path, data)
+                return
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path + ".tmp", "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path + ".tmp", path)
+
+        with_retries(store, f"writing {self.url}/{name}", tries)
+
+    def names(self, name: str = "", tries: int | None = None) -> list[str]:
+        """Names (without folders) of what lies in the folder, sorted; [] where there is none."""
+        def entries() -> list[str]:
+            self.fs.invalidate_cache()
+            return self.fs.ls(self.path(name), detail=False)
+
+        try:
+            paths = with_retries(entries, f"listing {self.url}/{name}".rstrip("/"), tries)
+        except FileNotFoundError:
+            return []
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+
+    def remove(self, name: str) -> None:
+        """Deletes a file or a folder with what it holds; nothing happens where there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            with_retries(lambda: self.fs.rm(self.path(name), recursive=True), f"deleting {self.url}/{name}")
+
+
+class PatientCorpus:
+    """A corpus (anything with text_column) from document `start` on, opened again when it fails for a
+    passing reason.
+    """
+
+    def __init__(self, corpus, start: int = 0):
+        self.corpus, self.start, self.text_column = corpus, start, corpus.text_column
+
+    def __iter__(self) -> Iterator[dict]:
+        # Passing documents over costs reading them, but neither filter nor tokenizer.
+        return retried(lambda n: islice(self.corpus, n, None), f"reading {self.corpus.name}", self.start)

@@ -1,0 +1,257 @@
+"""Rows that never lie on this machine's disk as a whole: `--streaming`, from token shards or straight from
+text.
+
+    rows = StreamingRows(ShardSource(url), batch_size=B, seed=0, process_index=p, num_processes=P)
+    loader = DataLoader(rows, batch_size=B, num_workers=W)
+
+The order is one endless stream of positions, a function of the seed alone, the same for any number of
+processes and workers. Position k is in batch k // B, batch b goes to process b % P, and a process deals its
+batches to its workers in turn, as the DataLoader collects them. So nobody waits for anybody at the end of an
+epoch: the next one follows in the same batch. Each row of the source comes once per epoch, and a resumed run
+sees the positions that are left.
+
+What it costs: every worker of every process reads the whole source and keeps its share. Of shards that is the
+download (about 2 bytes per token and worker) and decoding at 100 to 300 M tokens/s and core; `open_shards`
+reads them once per machine instead. Of text it is tokenizing too, so that all processes together train on
+what one of them tokenizes, 0.5 to 1.5 M tokens/s and core: beyond that, prepare shards first. Text wants
+num_workers=0 or 1: the next window is made in a thread either way, and a worker tokenizes on one core
+(threads do not survive its fork).
+"""
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from data.filters import Accounting, clean_documents, in_validation
+from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
+from data.sampler import permuted
+from data.shards import check_shards, read_shard, split_entry
+from data.storage import Folder, PatientCorpus
+
+MARKS = 64  # windows whose beginnings are remembered, for resuming a text stream
+
+
+class Window(NamedTuple):
+    """A stretch of the stream, shuffled within itself."""
+
+    first: int  # position
+    epoch: int
+    row_ids: np.ndarray  # int64 [n]: rows of the source, in the order of the stream
+    load: Callable[[np.ndarray], np.ndarray]  # int64 [m], indices into row_ids -> uint16 or uint32 [m, T]
+    mark: tuple[int, ...] = ()  # where the source takes up the stream at `first` again
+
+
+def shuffled(n: int, seed: int, epoch: int, window: int) -> np.ndarray:
+    return permuted(np.arange(n), n, seed + 0x9E3779B97F4A7C15 * (window + 1), epoch)
+
+
+class ShardSource:
+    """Token shards at a URL. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones
+    together.
+
+    shuffle_shards: 0 keeps the order of the files. A worker holds its share of two such groups and one shard.
+    Raises ValueError like data.shards.check_shards.
+    """
+
+    def __init__(self, url: str, split: str = "train", *, shuffle_shards: int = 4,
+                 block_size: int | None = None, tokenizer=None):
+        manifest = check_shards(url, block_size, tokenizer)
+        entry = split_entry(manifest, url, split)
+        self.url, self.shuffle_shards, self.block_size = url, shuffle_shards, manifest["block_size"]
+        self.shards, self.dtype, self.n_rows = entry["shards"], manifest["dtype"], entry["rows"]
+        content = [shuffle_shards, *(shard["sha256"] for shard in self.shards)]
+        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
+        """Windows from the one that holds `position` on, endlessly."""
+        folder = Folder(self.url)  # opened here, in the worker: remote file systems do not survive a fork
+        sizes = np.array([shard["rows"] for shard in self.shards])
+        epoch = position // self.n_rows
+        while True:
+            first, order = epoch * self.n_rows, np.arange(len(sizes))
+            if self.shuffle_shards:
+                order = permuted(order, len(sizes), seed, epoch)
+            width = max(1, self.shuffle_shards)
+            for window, at in enumerate(range(0, len(order), width)):
+                members = order[at : at + width]
+                n = int(sizes[members].sum())
+                if first + n > position:
+                    row_ids = np.concatenate([sizes[:m].sum() + np.arange(sizes[m]) for m in members])
+                    if self.shuffle_shards:
+                        row_ids = row_ids[shuffled(n, seed, epoch, window)]
+
+                    def load(chosen, row_ids=row_ids, members=members):
+                        return self._read(folder, sizes, members, row_ids[chosen])
+
+                    yield Window(first, epoch, row_ids, load)
+                first += n
+            epoch += 1
+
+    def _read(self, folder, sizes, members, row_ids) -> np.ndarray:
+        rows = np.empty((len(row_ids), self.block_size), self.dtype)
+        for m in members:
+            inside = row_ids - sizes[:m].sum()
+            here = (0 <= inside) & (inside < sizes[m])
+            if here.any():
+                rows[here] = read_shard(folder, self.shards[m], self.block_size)[inside[here]]
+        return rows
+
+
+class TextSource:
+    """A corpus, filtered, tokenized and packed on the fly: the rows of data.prepare and prepare_rows, in
+    order, then shuffled within `shuffle_rows` consecutive ones (0 keeps the order).
+
+    A resumed run reads the source of the current epoch again up to where it was, for the duplicates, without
+    tokenizing. Raises ValueError while iterating when an epoch has no row.
+    """
+
+    def __init__(self, corpus, tokenizer, *, block_size: int, keywords=(), validation_fraction: float = 0.0,
+                 validation_seed: int = 0, split: str = "train", shuffle_rows: int = 8192):
+        self.corpus, self.tokenizer, self.block_size, self.keywords = corpus, tokenizer, block_size, keywords
+        self.validation, self.split = (validation_seed, validation_fraction), split
+        self.shuffle_rows = shuffle_rows
+        content = [corpus.fingerprint, corpus.text_column, tokenizer_fingerprint(tokenizer), block_size,
+                   sorted(set(keywords)), self.validation, split, shuffle_rows]
+        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
+        """Windows from the one that `mark` names on, endlessly; those before `position` come too."""
+        first, epoch, row, document, offset = mark or (0, 0, 0, 0, 0)
+        size = self.shuffle_rows or 1024
+        while True:
+            for rows, next_document, next_offset in self.blocks(size, document, offset):
+                order = np.arange(len(rows))
+                if self.shuffle_rows:
+                    order = shuffled(len(rows), seed, epoch, row // size)
+
+                def load(chosen, rows=rows, order=order):
+                    return rows[order[chosen]]
+
+                yield Window(first, epoch, row + order, load, (epoch, row, document, offset))
+                first, row = first + len(rows), row + len(rows)
+                document, offset = next_document, next_offset
+            if row == 0:
+                raise ValueError(f"dataset_name: {self.corpus.name} gives no row of {self.block_size} tokens "
+                                 f"for {self.split}. Take more text, a smaller block_size or other keywords.")
+            epoch, row, document, offset = epoch + 1, 0, 0, 0
+
+    def blocks(self, size: int, document: int = 0, offset: int = 0):
+        """One epoch from token `offset` of `document` (its number in the source) on.
+
+        Yields rows [size, T], the last time [1 to size, T], and the document and offset where the next row
+        begins.
+        """
+        counts, numbers = Accounting(), deque()
+
+        def texts() -> Iterator[str]:
+            for found in clean_documents(PatientCorpus(self.corpus), self.keywords, counts):
+                text, number = found[self.corpus.text_column], counts.read - 1
+                held_out = in_validation(text, *self.validation)
+                if number >= document and held_out == (self.split == "validation"):
+                    numbers.append(number)
+                    yield text
+
+        T, full = self.block_size, size * self.block_size
+        waiting = np.empty(0, token_dtype(self.tokenizer))
+        arrived = -offset  # tokens, counted from the first one to deliver
+        inside = False  # whether the last document goes on in the next batch
+        begins = [(-offset, document)]  # where documents begin, counted like `arrived`, and their numbers
+        parts = [waiting]
+        for tokens, ends in tokenize_texts(texts(), self.tokenizer):
+            starts = [end for end in ends.tolist() if end < len(tokens)]
+            for start in starts if inside else [0, *starts]:
+                begins.append((arrived + start, numbers.popleft()))
+            inside = not len(ends) or ends[-1] < len(tokens)
+            parts.append(tokens[max(0, -arrived) :])
+            arrived += len(tokens)
+            if arrived < full:
+                continue
+            waiting = np.concatenate(parts)
+            while arrived >= full:
+                begins = [(begin - full, number) for begin, number in begins]
+                current = max(i for i, (begin, _) in enumerate(begins) if begin <= 0)
+                begins, arrived = begins[current:], arrived - full
+                yield waiting[:full].reshape(size, T), begins[0][1], -begins[0][0]
+                waiting = waiting[full:]
+            parts = [waiting.copy()]
+        waiting = np.concatenate(parts)
+        if len(waiting) >= T:
+            yield waiting[: len(waiting) - len(waiting) % T].reshape(-1, T), 0, 0
+
+
+class StreamingRows(IterableDataset):
+    """Yields {"input_ids": int64 [T], "row": int, "epoch": int}, for a DataLoader with the same `batch_size`.
+
+    start, stop: positions (rows of all processes together), start a multiple of batch_size x num_processes.
+    Do not let accelerate divide the loader again: its rows are this process's already.
+    """
+
+    def __init__(self, source: ShardSource | TextSource, *, batch_size: int, seed: int,
+                 process_index: int = 0, num_processes: int = 1, start: int = 0, stop: int | None = None):
+        self.source, self.seed, self.batch_size = source, seed, batch_size
+        self.process_index, self.num_processes = process_index, num_processes
+        self.start, self.stop = start, stop
+        self.mark: list[int] = []  # of the window to begin with; [] = the beginning of the stream
+        # Where windows begin: workers write it, the training loop's process reads it, hence shared memory.
+        self.marks = torch.full((MARKS, 5), -1, dtype=torch.int64).share_memory_()
+
+    def state_dict(self, position: int) -> dict[str, Any]:
+        """What resumes the stream at `position` (rows consumed so far by all processes together)."""
+        marks = [mark for mark in self.marks.tolist() if 0 <= mark[0] <= position]
+        mark = max(marks, default=self.mark, key=lambda mark: mark[0])
+        return {"position": position, "mark": mark, "source": self.source.fingerprint, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the source is not the one the state comes from."""
+        if (state["source"], state["seed"]) != (self.source.fingerprint, self.seed):
+            raise ValueError("the stream is not the one this checkpoint was trained on: its source, its "
+                             "settings or the seed changed. Restore them, or use another --output_dir.")
+        self.start, self.mark = state["position"], list(state["mark"])
+        self.marks.fill_(-1)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        assert self.start % (self.batch_size * self.num_processes) == 0, self.start
+        worker = get_worker_info()
+        if worker:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork
+        for epoch, row_ids, rows in _one_ahead(self._shares(worker)):
+            for row_id, ids in zip(row_ids.tolist(), rows, strict=True):
+                yield {"input_ids": torch.from_numpy(ids.astype(np.int64)), "row": row_id, "epoch": epoch}
+
+    def _shares(self, worker) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(epoch, row ids [m], rows [m, T]): what of each window goes to this process and worker."""
+        index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        first_batch = self.start // self.batch_size // self.num_processes
+        for number, window in enumerate(self.source.windows(self.start, self.seed, tuple(self.mark))):
+            if self.stop is not None and window.first >= self.stop:
+                return
+            if window.mark:
+                self.marks[number % MARKS] = torch.tensor([window.first, *window.mark])
+            positions = window.first + np.arange(len(window.row_ids))
+            batch, process = np.divmod(positions // self.batch_size, self.num_processes)
+            mine = (process == self.process_index) & ((batch - first_batch) % workers == index)
+            mine &= positions >= self.start
+            if self.stop is not None:
+                mine &= positions < self.stop
+            chosen = np.flatnonzero(mine)
+            if len(chosen):
+                yield window.epoch, window.row_ids[chosen], window.load(chosen)
+
+
+def _one_ahead(items: Iterator) -> Iterator:
+    """The same items, each made in a thread while the one before it is in use."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        upcoming = pool.submit(next, items, None)
+        while (item := upcoming.result()) is not None:
+            upcoming = pool.submit(next, items, None)
+            yield item
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

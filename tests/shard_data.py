@@ -1,0 +1,45 @@
+"""Texts, a tokenizer and the command line of data.prepare for the tests of shards and streams."""
+
+import json
+import random
+from pathlib import Path
+
+from data import prepare
+from data.tokenizer import train_tokenizer
+
+
+def make_texts(n: int, seed: int = 0, words: int = 120) -> list[str]:
+    """n different texts of 1 to 2 x `words` made-up words."""
+    rng = random.Random(seed)
+    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 8))) for _ in range(400)]
+    return [f"{i} " + " ".join(rng.choices(vocabulary, k=rng.randint(1, 2 * words))) for i in range(n)]
+
+
+def write_jsonl(path: Path, texts: list) -> str:
+    rows = (json.dumps({"id": i, "text": text, "source": f"s{i % 7}"}) + "\n" for i, text in enumerate(texts))
+    path.write_text("".join(rows))
+    return str(path)
+
+
+def save_tokenizer(path: Path, seed: int = 0) -> str:
+    train_tokenizer(make_texts(50, seed), "bpe", 400, "gpt2").save_pretrained(path)
+    return str(path)
+
+
+def command(source: str, output_dir, tokenizer: str | None, **settings) -> list[str]:
+    """Arguments of `python -m data.prepare` for small shards: 2 bytes x 32 tokens x 64 rows."""
+    settings = {"block_size": 32, "shard_mb": 0.004096, "validation_fraction": 0.05, **settings}
+    if tokenizer:
+        settings["tokenizer_name"] = tokenizer
+    words = ["--dataset_name", source, "--output_dir", str(output_dir)]
+    for name, value in settings.items():
+        words += [f"--{name}", *([str(value)] if not isinstance(value, list) else value)]
+    return words
+
+
+def run(*arguments, **settings) -> int:
+    return prepare.main(command(*arguments, **settings))
+
+
+def shard_bytes(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*.parquet")}

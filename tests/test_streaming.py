@@ -1,0 +1,158 @@
+"""Streams: the same rows in the same order for any number of processes and workers, resumed at any position."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from data import storage
+from data.corpus import load_corpus
+from data.packing import prepare_rows
+from data.shards import open_shards
+from data.streaming import ShardSource, StreamingRows, TextSource
+from data.tokenizer import load_tokenizer
+from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
+
+T = 32
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A source with duplicates, its shards (seven for training, unequal), its tokenizer."""
+    folder = tmp_path_factory.mktemp("streams")
+    texts = make_texts(170)
+    source = write_jsonl(folder / "texts.jsonl", texts[:100] + texts[:30] + texts[100:])
+    tokenizer = save_tokenizer(folder / "tokenizer")
+    assert run(source, folder / "shards", tokenizer, shard_mb=0.017) == 0
+    return {"shards": str(folder / "shards"), "corpus": load_corpus(source), "tokenizer": load_tokenizer(tokenizer),
+            "cache": str(folder / "cache")}
+
+
+def sources(made, shuffle: bool) -> dict:
+    return {
+        "shards": ShardSource(made["shards"], shuffle_shards=3 if shuffle else 0),
+        "text": TextSource(made["corpus"], made["tokenizer"], block_size=T, validation_fraction=0.05,
+                           shuffle_rows=100 if shuffle else 0),
+    }
+
+
+def map_rows(made) -> np.ndarray:
+    rows = open_shards(made["shards"], "train", cache_dir=made["cache"])
+    return rows.__getitems__([(0, row) for row in range(len(rows))])["input_ids"].numpy()
+
+
+def read(rows: StreamingRows, workers: int, batches: int) -> list[dict]:
+    """The first batches of a loader, each as lists."""
+    torch.manual_seed(0)
+    loader = DataLoader(rows, batch_size=rows.batch_size, num_workers=workers)
+    return [{name: value.tolist() for name, value in batch.items()} for batch in itertools.islice(loader, batches)]
+
+
+def in_turn(per_process: list[list[dict]]) -> list[tuple]:
+    """(epoch, row, ids) of all processes in the order of the stream."""
+    batches = itertools.chain.from_iterable(zip(*per_process, strict=True))
+    return [row for batch in batches for row in zip(batch["epoch"], batch["row"], batch["input_ids"], strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["shards", "text"])
+def test_two_processes_with_two_workers_see_every_row_once_per_epoch(made, kind):
+    expected = map_rows(made)
+    n, B = len(expected), 4
+    source = sources(made, shuffle=True)[kind]
+    if kind == "shards":
+        sizes = [shard["rows"] for shard in source.shards]
+        assert len(sizes) == 7 and len(set(sizes)) > 1
+    batches = 2 * n // (2 * B) + 2  # two whole epochs and a little of the third
+    streams = [StreamingRows(source, batch_size=B, seed=1, process_index=p, num_processes=2) for p in range(2)]
+    seen = in_turn([read(stream, 2, batches) for stream in streams])
+    epochs = [[(row, ids) for e, row, ids in seen if e == epoch] for epoch in range(2)]
+    for rows in epochs:
+        assert sorted(row for row, _ in rows) == list(range(n))
+        for row, ids in rows:
+            assert ids == expected[row].tolist()
+    assert [row for row, _ in epochs[0]] != sorted(row for row, _ in epochs[0])
+    assert [row for row, _ in epochs[0]] != [row for row, _ in epochs[1]]
+    alone = StreamingRows(source, batch_size=2 * B, seed=1)
+    assert in_turn([read(alone, 0, batches)]) == seen, "the order does not depend on processes and workers"
+
+
+@pytest.mark.parametrize("kind", ["shards", "text"])
+def test_unshuffled_row_k_is_the_map_style_row_k(made, kind):
+    expected = map_rows(made)
+    stream = StreamingRows(sources(made, shuffle=False)[kind], batch_size=1, seed=0, stop=len(expected))
+    rows = list(stream)
+    assert [row["row"] for row in rows] == list(range(len(expected)))
+    assert np.array_equal(torch.stack([row["input_ids"] for row in rows]).numpy(), expected)
+
+
+def test_shards_and_prepare_rows_make_the_same_rows(made):
+    prepared = prepare_rows(made["corpus"], made["tokenizer"], block_size=T, validation_fraction=0.05, seed=0,
+                            cache_dir=made["cache"], progress=False)
+    rows = prepared.train.__getitems__([(0, row) for row in range(len(prepared.train))])["input_ids"].numpy()
+    assert np.array_equal(rows, map_rows(made))
+    held_out = open_shards(made["shards"], "validation", cache_dir=made["cache"])
+    keys = [(0, row) for row in range(len(held_out))]
+    assert torch.equal(prepared.eval.__getitems__(keys)["input_ids"], held_out.__getitems__(keys)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["shards", "text"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resumed_at_any_position_it_goes_on_as_if_uninterrupted(made, kind, workers):
+    source, B = sources(made, shuffle=True)[kind], 4
+    n = len(map_rows(made))
+    whole = read(StreamingRows(source, batch_size=B, seed=3), 0, 2 * n // B)
+    for batches in (1, n // B - 1, n // B + 5):
+        first = StreamingRows(source, batch_size=B, seed=3)
+        assert read(first, workers, batches) == whole[:batches]
+        state = first.state_dict(batches * B)
+        second = StreamingRows(source, batch_size=B, seed=3)
+        second.load_state_dict(state)
+        more = min(len(whole) - batches, 40)
+        assert read(second, workers, more) == whole[batches : batches + more]
+        if kind == "text" and batches * B > 100:  # it began with the window, not at the beginning
+            assert state["mark"][0] >= 100
+
+
+def test_a_state_of_another_stream_is_refused(made):
+    state = StreamingRows(sources(made, True)["text"], batch_size=1, seed=3).state_dict(0)
+    for other in (StreamingRows(sources(made, False)["text"], batch_size=1, seed=3),
+                  StreamingRows(sources(made, True)["text"], batch_size=1, seed=4)):
+        with pytest.raises(ValueError, match="not the one this checkpoint"):
+            other.load_state_dict(state)
+
+
+class Unsteady:
+    """A corpus whose reader breaks off after every `good` documents, `times` times."""
+
+    def __init__(self, corpus, good: int, times: int):
+        self.corpus, self.good, self.times = corpus, good, times
+        self.name, self.text_column, self.fingerprint = corpus.name, corpus.text_column, corpus.fingerprint
+
+    def __iter__(self):
+        for i, document in enumerate(self.corpus):
+            if self.times and i and i % self.good == 0:
+                self.times -= 1
+                raise ConnectionResetError("the source went away")
+            yield document
+
+
+def test_a_source_that_fails_for_a_while_is_read_on_and_one_that_stays_away_reported(made, monkeypatch, capfd):
+    waits = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    settings = {"block_size": T, "validation_fraction": 0.05, "shuffle_rows": 0}
+    unsteady = TextSource(Unsteady(made["corpus"], 50, 5), made["tokenizer"], **settings)
+    rows = list(StreamingRows(unsteady, batch_size=1, seed=0, stop=len(map_rows(made))))
+    assert np.array_equal(torch.stack([row["input_ids"] for row in rows]).numpy(), map_rows(made))
+    assert waits == [1, 2, 4, 8, 16], "the same document failed five times: exponential backoff"
+    assert "the source went away" in capfd.readouterr().err
+    gone = TextSource(Unsteady(made["corpus"], 50, 10**6), made["tokenizer"], **settings)
+    with pytest.raises(ConnectionError, match=r"texts.jsonl, item 50, failed 8 times in 127 s"):
+        list(StreamingRows(gone, batch_size=1, seed=0, stop=1000))
+
+
+def test_a_stream_without_a_row_is_reported(made, tmp_path):
+    corpus = load_corpus(write_jsonl(tmp_path / "one.jsonl", ["short"]))
+    with pytest.raises(ValueError, match="gives no row of 32 tokens"):
+        next(iter(StreamingRows(TextSource(corpus, made["tokenizer"], block_size=T), batch_size=1, seed=0)))
