@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
-from torch.utils.data import DataLoader
 
 from data.corpus import has_split, load_corpus
-from data.packing import prepare_rows, trained_tokenizer
-from data.sampler import SampleOrder, evaluation_order, keep_batch
+from data.packing import trained_tokenizer
+from data.rows import evaluation_loader, rows_from_shards, rows_from_text, training_loader
+from data.shards import fetch_tokenizer, is_shards
 from data.tokenizer import keytoken_ids, load_tokenizer
 from utils import xla
 from utils.checkpoint import Checkpoints, changed_settings
@@ -48,6 +48,7 @@ from utils.metrics import (
     start_trackers,
 )
 from utils.model import build_model, model_problems
+from utils.model_card import write_model_card
 from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_groups, skipped_updates
 from utils.preemption import StopSignals, exit_status, install, lock_output_dir
 from utils.preflight import rehearsal
@@ -151,9 +152,9 @@ PRESETS = {
 # The batch may be divided otherwise; the rows per step are compared instead.
 MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
-    "save_steps save_total_limit background_save prompts report_to log_level push_to_hub hub_model_id hub_private_repo "
-    "push_checkpoints hub_timeout max_skipped_updates max_eval_samples per_device_eval_batch_size "
-    "per_device_train_batch_size gradient_accumulation_steps".split()
+    "save_steps save_total_limit background_save prompts report_to log_level push_to_hub hub_model_id "
+    "hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
+    "per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
 )
 MAY_BE_ZERO = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
@@ -175,8 +176,10 @@ def check_args(args: TrainArgs) -> list[str]:
     if args.max_train_steps and args.num_warmup_steps > args.max_train_steps:
         problems.append(f"num_warmup_steps: {args.num_warmup_steps} are more than max_train_steps, "
                         f"{args.max_train_steps}.")
-    if args.streaming and not args.max_train_steps:
-        problems.append("streaming: nobody knows the length of a stream, set max_train_steps.")
+    if args.streaming and not (args.max_train_steps and args.max_eval_samples):
+        problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
+    if args.streaming and not args.tokenizer_name and not is_shards(args.dataset_name):
+        problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
     if args.model_name_or_path and not args.tokenizer_name:
         problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
     if args.push_checkpoints and not args.push_to_hub:
@@ -196,13 +199,17 @@ def main(args: TrainArgs | None = None) -> None:
     problems = check_args(args)
     attempt(problems, quiet_libraries, args.log_level)
     trackers = attempt(problems, check_trackers, args.report_to)
+    shards = attempt(problems, is_shards, args.dataset_name)
+    if shards and not args.tokenizer_name:
+        args.tokenizer_name = fetch_tokenizer(args.dataset_name, args.cache_dir)
+    corpus = eval_corpus = None
     source = {"dataset_config_name": args.dataset_config_name, "text_column": args.text_column}
-    corpus = attempt(problems, load_corpus, args.dataset_name, **source, streaming=args.streaming)
-    eval_corpus = None
-    if args.eval_dataset_name:
-        eval_corpus = attempt(problems, load_corpus, args.eval_dataset_name, text_column=args.text_column)
-    elif corpus and has_split(args.dataset_name, args.dataset_config_name, "validation"):
-        eval_corpus = attempt(problems, load_corpus, args.dataset_name, split="validation", **source)
+    if not shards:
+        corpus = attempt(problems, load_corpus, args.dataset_name, **source, streaming=args.streaming)
+        if args.eval_dataset_name:
+            eval_corpus = attempt(problems, load_corpus, args.eval_dataset_name, text_column=args.text_column)
+        elif corpus and has_split(args.dataset_name, args.dataset_config_name, "validation"):
+            eval_corpus = attempt(problems, load_corpus, args.dataset_name, split="validation", **source)
     tokenizer = attempt(problems, load_tokenizer, args.tokenizer_name) if args.tokenizer_name else None
     problems += model_problems(
         "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size, tokenizer
@@ -222,39 +229,38 @@ def main(args: TrainArgs | None = None) -> None:
     )
     check_launch(accelerator)
     is_main = accelerator.is_main_process
-    repo_id = None
+    repo_id, name = None, args.hub_model_id or Path(args.output_dir).resolve().name
     if args.push_to_hub and is_main:
-        name = args.hub_model_id or Path(args.output_dir).name
         repo_id = check_hub(name, args.hub_private_repo, args.push_checkpoints)
 
     # ---- Text to rows [n, T], prepared once per machine
+    text = {"keywords": args.keywords, "cache_dir": args.cache_dir}
     if tokenizer is None:
         tokenizer = trained_tokenizer(
-            corpus, keywords=args.keywords, vocab_size=args.vocab_size, algorithm="bpe",
-            model_type=args.model_type, cache_dir=args.cache_dir,
+            corpus, vocab_size=args.vocab_size, algorithm="bpe", model_type=args.model_type, **text
         )
-    rows = prepare_rows(
-        corpus, tokenizer, block_size=args.block_size, keywords=args.keywords, eval_corpus=eval_corpus,
-        validation_fraction=args.validation_fraction, seed=args.seed, cache_dir=args.cache_dir,
-    )
+    if shards:
+        rows = rows_from_shards(
+            args.dataset_name, tokenizer, block_size=args.block_size, cache_dir=args.cache_dir,
+            streaming=args.streaming,
+        )
+    else:
+        rows = rows_from_text(
+            corpus, tokenizer, block_size=args.block_size, eval_corpus=eval_corpus, seed=args.seed,
+            validation_fraction=args.validation_fraction, streaming=args.streaming,
+            max_eval_rows=args.max_eval_samples, **text,
+        )
     rows_per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows_per_step = rows_per_process * accelerator.num_processes
     tokens_per_step = rows_per_step * args.block_size
-    max_steps = args.max_train_steps or int(len(rows.train) * args.num_train_epochs) // rows_per_step
-    if len(rows.train) < rows_per_step or max_steps < 1:
+    max_steps = args.max_train_steps or int(rows.length * args.num_train_epochs) // rows_per_step
+    if max_steps < 1 or (rows.length or rows_per_step) < rows_per_step:
         raise ValueError(
-            f"dataset_name: {args.dataset_name} gives {len(rows.train)} rows of {args.block_size} tokens to "
+            f"dataset_name: {args.dataset_name} gives {rows.length} rows of {args.block_size} tokens to "
             f"train on, and one step takes {rows_per_step}. Take more text, or lower block_size, "
             "per_device_train_batch_size or gradient_accumulation_steps."
         )
-
-    def loader(dataset, order, batch_size):
-        dataloader = DataLoader(dataset, batch_size, sampler=order, collate_fn=keep_batch, drop_last=True)
-        return accelerator.prepare(dataloader)
-
-    eval_rows = min(len(rows.eval), args.max_eval_samples or len(rows.eval))
-    eval_order = evaluation_order(eval_rows, args.per_device_eval_batch_size * accelerator.num_processes)
-    eval_loader = loader(rows.eval, eval_order, args.per_device_eval_batch_size)
+    eval_loader = evaluation_loader(accelerator, rows, args.per_device_eval_batch_size, args.max_eval_samples)
 
     # ---- Model, optimizer, schedule
     set_seed(args.seed)
@@ -290,7 +296,7 @@ def main(args: TrainArgs | None = None) -> None:
     lock = lock_output_dir(args.output_dir) if is_main else None  # noqa: F841  until the end
     accelerator.wait_for_everyone()
     state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
-    facts = {"rows_per_step": rows_per_step, "max_steps": max_steps, "training_rows": len(rows.train)}
+    facts = {"rows_per_step": rows_per_step, "max_steps": max_steps, "training_rows": rows.length}
     settings = asdict(args) | facts
 
     def check_saved(saved: dict) -> None:
@@ -307,14 +313,17 @@ def main(args: TrainArgs | None = None) -> None:
     if state["step"] >= max_steps:
         accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
         return
-    order = SampleOrder(len(rows.train), args.seed, state["step"] * rows_per_step, max_steps * rows_per_step)
-    train_loader = loader(rows.train, order, args.per_device_train_batch_size)
+    train_loader, stream = training_loader(
+        accelerator, rows, args.per_device_train_batch_size, args.seed, start=state["step"] * rows_per_step,
+        stop=max_steps * rows_per_step, stream_state=saved and saved["stream"],
+    )
 
     # ---- What is seen of it
     if is_main:
         save_args(args, args.output_dir)
     metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, is_main)
     start_trackers(accelerator, "train_clm", args.output_dir, asdict(args), state["step"])
+    hardware = f"{accelerator.num_processes} x {device_name(accelerator.device)}"
     peak = peak_flops(device_name(accelerator.device))
     clock = Throughput(
         max_steps, tokens_per_step, flops, peak and peak * accelerator.num_processes,
@@ -361,8 +370,18 @@ def main(args: TrainArgs | None = None) -> None:
             checkpoints.save(state["step"], model, optimizer, final=final, extra={
                 "state": state, "settings": settings, "scheduler": scheduler.state_dict(),
                 "guard": guard.state_dict(), "metrics_offset": metrics.offset,
+                "stream": stream and stream.state_dict(state["step"] * rows_per_step),
             })
             export_model(accelerator, model, tokenizer, args.output_dir)
+            if is_main:
+                write_model_card(
+                    args.output_dir, pipeline_tag="text-generation", model_name=name.split("/")[-1],
+                    model_type=lm.config.model_type, parameters=parameters, dataset=args.dataset_name,
+                    step=state["step"], max_steps=max_steps, tokens=state["step"] * tokens_per_step,
+                    seconds=state["seconds"], hardware=hardware, settings=asdict(args), results=state["eval"],
+                    example=args.prompts[0] if args.prompts else "", repo_id=repo_id,
+                    base_model=args.model_name_or_path,
+                )
             if pusher:
                 pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "perplexity")})
                 if args.push_checkpoints:
@@ -419,7 +438,7 @@ def main(args: TrainArgs | None = None) -> None:
                 metrics.write(record)
                 state["skipped_updates"] += 1
             log({
-                "epoch": state["step"] * rows_per_step / len(rows.train),
+                "epoch": rows.length and state["step"] * rows_per_step / rows.length,
                 "samples": state["step"] * rows_per_step, "tokens": state["step"] * tokens_per_step,
                 "loss/train": weighted / max(steps, 1), "loss/train_plain": plain / max(steps, 1),
                 "learning_rate": scheduler.get_last_lr()[0], "grad_norm": norms / accelerator.num_processes,
@@ -443,8 +462,7 @@ def main(args: TrainArgs | None = None) -> None:
     if guard.consecutive > args.max_skipped_updates:
         raise RuntimeError(
             f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "
-            f"learning_rate, or look at the samples that {args.output_dir}/metrics.jsonl names. The last good "
-            "state is saved."
+            f"learning_rate, or look at the samples that {args.output_dir}/metrics.jsonl names."
         )
     if not (last or stopped_by):
         raise RuntimeError(f"the data ended at step {state['step']} of {max_steps}: see above")
@@ -458,7 +476,9 @@ def main(args: TrainArgs | None = None) -> None:
             "steps": max_steps, "tokens": max_steps * tokens_per_step, "seconds": round(clock.seconds, 1),
             **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
         }, {
+            "generate": f"python -m utils.generate {args.output_dir} --prompt 'import numpy as np'",
             "evaluate": f"python train_clm.py --eval_only true --output_dir {args.output_dir}",
+            "publish": f"hf upload {name} {args.output_dir} . --exclude 'checkpoints/*'",
         }))
     if not arrived:
         raise SystemExit(1)

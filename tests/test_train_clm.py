@@ -108,7 +108,7 @@ def brute_force(folder, rows):
 def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_processes(
     workspace, one_process
 ):
-    rows_file = next((workspace / "cache").rglob("eval.npy"))
+    rows_file = next((workspace / "cache").rglob("validation.npy"))
     rows = PackedRows(rows_file)
     ids = rows.__getitems__([(0, i) for i in range(len(rows))])["input_ids"]
     n = 37 if len(ids) > 37 else len(ids)  # divisible by none of the batch sizes below
