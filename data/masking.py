@@ -21,7 +21,7 @@ class MaskTokens:
     """collate_fn for batches of PackedRows and PairRows: {"input_ids" [B, T], "row" [B], "epoch" [B], ...}.
 
     Returns the inputs of the model: input_ids with masks applied, `slots` int64 [B, K] (the positions to
-    predict) and `slot_labels` int64 [B, K] (the hidden tokens; -100 where a slot is empty), and untouched what
+    predict) and `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots), and untouched what
     sentence pairs bring (attention_mask, token_type_ids, next_sentence_label). K is the same for every batch,
     so that shapes are static and the vocabulary is projected on K positions per row instead of T; it is the
     largest number of predictions a row can ask for, so none is ever dropped. Rows numbered -1 (padding of the
@@ -40,7 +40,7 @@ class MaskTokens:
         if not 0 < mlm_probability < 1:
             raise ValueError(f"mlm_probability {mlm_probability}: must lie between 0 and 1, usually 0.15")
         special = special_ids(tokenizer)
-        self.mlm_probability, self.seed = mlm_probability, seed
+        self.mlm_probability, self.seed = mlm_probability, seed % 2**63
         self.mask_id, self.cls_id, self.sep_id = (tokenizer.mask_token_id, tokenizer.cls_token_id,
                                                   tokenizer.sep_token_id)
         self.is_special = np.zeros(max(len(tokenizer), *special) + 1, dtype=bool)

@@ -1,0 +1,237 @@
+"""data/sentence_pairs.py: sentences, pairs of both labels, rows on disk, pairs prepared elsewhere."""
+
+import json
+import random
+import statistics
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import BertForPreTraining
+
+from data.sentence_pairs import (
+    PairBuilder,
+    load_pair_source,
+    prepare_pairs,
+    split_sentences,
+    truncate_pair,
+)
+from data.tokenizer import train_tokenizer
+
+WORDS = "the of and to in is for on with as by at from that which this it are was were be has".split()
+
+
+def write_documents(path, n=40, sentences=(2, 30), seed=0):
+    """A .jsonl of documents whose sentences tell document and number: "D7 s3 of the and to ... ." """
+    rng = random.Random(seed)
+    with open(path, "w") as file:
+        for d in range(n):
+            text = " ".join(
+                f"D{d} s{i} {' '.join(rng.choices(WORDS, k=rng.randint(3, 25)))}."
+                for i in range(rng.randint(*sentences))
+            )
+            file.write(json.dumps({"text": text}) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    texts = [" ".join(WORDS) + "." + " ".join(f"D{i} s{i}" for i in range(60))] * 5
+    return train_tokenizer(texts, "wordpiece", 400, "bert")
+
+
+def test_sentences_end_where_a_reader_ends_them():
+    assert split_sentences('He met Mr. J. Smith . It is " H. gammarus " , he said . Costs 3 @.@ 5 !') == [
+        "He met Mr. J. Smith .", 'It is " H. gammarus " , he said .', "Costs 3 @.@ 5 !",
+    ]  # fmt: skip
+    assert split_sentences("Is it (e.g. this one?) Yes. It is") == ["Is it (e.g. this one?)", "Yes.", "It is"]
+    # A heading is a sentence; so is each paragraph at least; a hard-wrapped line goes on.
+    assert split_sentences(" = Title = \n\nOne line\ngoes on. Two\nThree") == [
+        "= Title =", "One line goes on.", "Two", "Three",
+    ]  # fmt: skip
+    assert split_sentences(" \n ") == []
+
+
+def test_truncation_takes_from_the_longer_side_token_by_token():
+    for len_a in range(1, 14):
+        for len_b in range(1, 14):
+            a, b = list(range(len_a)), list(range(100, 100 + len_b))
+            expected_a, expected_b = list(a), list(b)
+            while len(expected_a) + len(expected_b) > 9:
+                if len(expected_a) > len(expected_b):
+                    expected_a.pop(0)  # A keeps its end and B its beginning: they still meet
+                else:
+                    expected_b.pop()
+            assert truncate_pair(a, b, 9) == (expected_a, expected_b)
+
+
+def numbered_documents(n, sentences, words, seed=1):
+    """Token id = document * 10000 + position in the document: every token tells where it comes from."""
+    rng, documents = random.Random(seed), []
+    for d in range(n):
+        position, document = d * 10_000, []
+        for _ in range(rng.randint(*sentences)):
+            length = rng.randint(*words)
+            document.append(np.arange(position, position + length))
+            position += length
+        documents.append(document)
+    return documents
+
+
+@pytest.mark.parametrize("sentences, words", [((1, 4), (3, 20)), ((5, 60), (3, 60)), ((2, 12), (50, 300))])
+def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
+    documents = numbered_documents(300, sentences, words)
+    builder = PairBuilder(room=125, seed=0)
+    pairs = [pair for start in range(0, 300, 60) for pair in builder.pairs(documents[start : start + 60])]
+    used = []
+    for a, b, label in pairs:
+        assert 0 < len(a) and 0 < len(b) and len(a) + len(b) <= 125
+        assert (np.diff(a) == 1).all() and (np.diff(b) == 1).all()  # running text
+        if label == 0:
+            assert b[0] == a[-1] + 1
+            used += [a, b]
+        else:
+            assert b[0] // 10_000 != a[0] // 10_000
+            used.append(a)
+    labels = [label for _, _, label in pairs]
+    assert abs(2 * sum(labels) - len(labels)) <= 1
+    # Every token of a document is used once, or counted among what was not.
+    used = np.concatenate(used)
+    assert len(np.unique(used)) == len(used)
+    total = sum(len(sentence) for document in documents for sentence in document)
+    assert len(used) + builder.unpaired + builder.truncated == total
+    assert builder.single_sentence == sum(len(document) == 1 for document in documents)
+
+
+def test_lengths_do_not_give_the_label_away():
+    builder = PairBuilder(room=125, seed=0)
+    pairs = list(builder.pairs(numbered_documents(800, (2, 25), (5, 30))))
+    lengths = {label: [(len(a), len(b)) for a, b, found in pairs if found == label] for label in (0, 1)}
+    for side in (0, 1):
+        means = [statistics.mean(pair[side] for pair in lengths[label]) for label in (0, 1)]
+        assert abs(means[0] - means[1]) < 0.08 * max(means)
+    short = [statistics.mean(sum(pair) < 100 for pair in lengths[label]) for label in (0, 1)]
+    assert abs(short[0] - short[1]) < 0.05
+
+
+def test_rows_on_disk(tmp_path, tokenizer, capsys):
+    corpus = load_pair_source(write_documents(tmp_path / "a.jsonl"))
+    pairs = prepare_pairs(
+        corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
+    )
+    printed = capsys.readouterr().out
+    assert "label 0, B follows A: 50.0%" in printed or "label 0, B follows A: 49." in printed
+    batch = pairs.train.__getitems__([(0, row) for row in range(len(pairs.train))] + [(5, -1)])
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+    documents = {"train": set(), "validation": set()}
+    for i, ids in enumerate(batch["input_ids"][:-1]):
+        n = batch["attention_mask"][i].sum()
+        tokens = tokenizer.convert_ids_to_tokens(ids.tolist())
+        seps = [k for k, token in enumerate(tokens) if token == "[SEP]"]
+        assert tokens[0] == "[CLS]" and len(seps) == 2 and seps[1] == n - 1
+        assert set(tokens[n:]) <= {"[PAD]"}
+        assert batch["token_type_ids"][i].tolist() == [
+            int(seps[0] < k <= seps[1]) for k in range(64)
+        ]  # A's [SEP] belongs to A
+        documents["train"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
+    # Padding of the last evaluation batch: never counted, and attention is not empty.
+    assert batch["next_sentence_label"][-1] == -100 and batch["attention_mask"][-1].all()
+    held_out = pairs.eval.__getitems__([(0, row) for row in range(len(pairs.eval))])
+    for ids in held_out["input_ids"]:
+        documents["validation"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
+    assert documents["train"] and documents["validation"]
+    assert not documents["train"] & documents["validation"], "a document is on both sides"
+    account = pairs.accounting["train"]
+    assert account["pairs_next"] + account["pairs_random"] == account["rows"] == len(pairs.train)
+    assert account["padding_tokens"] == 64 * len(pairs.train) - batch["attention_mask"][:-1].sum()
+
+    again = prepare_pairs(
+        corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
+    )
+    assert again.folder == pairs.folder
+    other = prepare_pairs(
+        corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=4, cache_dir=tmp_path / "cache"
+    )
+    assert other.folder != pairs.folder
+
+
+def test_label_0_means_that_b_follows_as_in_transformers():
+    text = " ".join(BertForPreTraining.forward.__doc__.split())
+    assert "0 indicates sequence B is a continuation of sequence A" in text
+    assert "1 indicates sequence B is a random sequence" in text
+
+
+def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"no breaks in number {i}"}) + "\n" for i in range(50))
+    )
+    with pytest.raises(ValueError, match="none of two sentences"):
+        prepare_pairs(
+            load_pair_source(str(tmp_path / "a.jsonl")), tokenizer, block_size=32, cache_dir=tmp_path, seed=0
+        )
+    with pytest.raises(ValueError, match="one document"):
+        prepare_pairs(
+            load_pair_source(write_documents(tmp_path / "b.jsonl", n=1, sentences=(9, 9))), tokenizer,
+            block_size=32, eval_corpus=load_pair_source(write_documents(tmp_path / "c.jsonl")),
+            cache_dir=tmp_path,
+        )  # fmt: skip
+
+
+def prepared_elsewhere(tokenizer, n=50, T=32):
+    rows = {column: [] for column in ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")}
+    for i in range(n):
+        row = tokenizer(
+            f"D{i} s{i} the of", "and to in is", padding="max_length", max_length=T, truncation=True,
+            return_token_type_ids=True,
+        )  # fmt: skip
+        for column in ("input_ids", "token_type_ids", "attention_mask"):
+            rows[column].append(row[column])
+        rows["next_sentence_label"].append(i % 2)
+    return rows
+
+
+def test_prepared_pairs_train_as_they_are(tmp_path, tokenizer):
+    rows = prepared_elsewhere(tokenizer)
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
+    corpus = load_pair_source(str(tmp_path / "pairs"))
+    pairs = prepare_pairs(
+        corpus, tokenizer, block_size=32, validation_fraction=0.1, cache_dir=tmp_path / "cache"
+    )
+    assert (len(pairs.train), len(pairs.eval)) == (45, 5)
+    for part, first in ((pairs.train, 0), (pairs.eval, 45)):
+        batch = part.__getitems__([(0, row) for row in range(len(part))])
+        for column, values in rows.items():
+            assert batch[column].tolist() == values[first : first + len(part)], column
+
+
+@pytest.mark.parametrize(
+    "column, value, message",
+    [
+        ("next_sentence_label", 2, "pair 7: next_sentence_label is 2"),
+        ("input_ids", [9999] * 32, "token id 9999"),
+        ("attention_mask", [0] * 10 + [1] * 22, "padding on the right"),
+        ("token_type_ids", [1] * 5 + [0] * 27, "token_type_ids must be"),
+        ("next_sentence_label", None, "without the column next_sentence_label"),
+        ("input_ids", None, "without the column input_ids"),
+    ],
+)
+def test_prepared_pairs_that_are_not_right_are_refused(tmp_path, tokenizer, column, value, message):
+    rows = prepared_elsewhere(tokenizer)
+    if value is None:
+        del rows[column]
+    else:
+        rows[column][7] = value
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
+    with pytest.raises(ValueError, match=message):
+        prepare_pairs(
+            load_pair_source(str(tmp_path / "pairs")), tokenizer, block_size=32, cache_dir=tmp_path / "cache"
+        )
+
+
+def test_prepared_pairs_longer_than_the_block_are_refused(tmp_path, tokenizer):
+    datasets.Dataset.from_dict(prepared_elsewhere(tokenizer)).save_to_disk(tmp_path / "pairs")
+    with pytest.raises(ValueError, match="set block_size 32"):
+        prepare_pairs(
+            load_pair_source(str(tmp_path / "pairs")), tokenizer, block_size=16, cache_dir=tmp_path / "cache"
+        )
