@@ -4,8 +4,7 @@
         subprocess.run(command, env=hub.env(home))          # again on it (same port) knows everything
         hub.commits("ada/model")                            # what arrived, oldest first
 
-    python -m tests.hub_server FOLDER --port 8008           # by hand: export
-    HF_ENDPOINT=http://127.0.0.1:8008
+    python -m tests.hub_server FOLDER --port 8008           # by hand; prints what to put before a command
 
 Serves models and data sets: whoami, create, info, refs, commits, tree, paths-info, branches, preupload, LFS
 batch and PUT, commit, download with ranges, validate-yaml. Xet uploads (the default of installed clients) are
@@ -35,7 +34,7 @@ from tests.xet_store import XetStore
 
 TOKEN = "hf_" + "loopbackAdaWritesThisTokenOnly42"     # whoever searches files for a leak searches for this
 ADA = {"name": "ada", "orgs": {"analytical-engines": "write", "royal-society": "read"}, "role": "write"}
-EMPTY_LINE = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
+INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".npy", ".png", ".parquet", ".arrow", ".tar", ".gz", ".zst")
 
 
@@ -66,11 +65,11 @@ class Refused(Exception):
 
 
 class HubServer:
-    def __init__(self, root, tokens=None, port=0):
-        self.root = Path(root)
+    def __init__(self, root, port=0, xet=False):
+        self.root, self.uses_xet = Path(root), xet
         for name in ("blobs", "repos"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
-        self.tokens = {TOKEN: ADA} if tokens is None else tokens    # {token: user}; remove one to revoke it
+        self.tokens = {TOKEN: ADA}                                  # {token: user}; remove one to revoke it
         self.faults: list[Fault] = []
         self.log: list[dict] = []                                   # one entry per request, oldest first
         self.lock = threading.RLock()
@@ -80,14 +79,19 @@ class HubServer:
         self.http.daemon_threads = True
         self.port = self.http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.xet = XetStore(self.root / "xet", self.url)
+        self.xet = XetStore(self.root / "xet")
 
     def __enter__(self):
         threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *exc):
+        self.stop()
+
+    def stop(self):
         """Gone for everybody, kept-alive connections included."""
+        if self.stopping.is_set():
+            return
         self.stopping.set()
         self.http.shutdown()
         self.http.server_close()
@@ -96,12 +100,12 @@ class HubServer:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def env(self, home, token=TOKEN, xet=False):
-        """The environment of a client process: this server, a Hub cache of its own, and a token (None:
-        none)."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-        env.update(HF_ENDPOINT=self.url, HF_HOME=str(home), HF_HUB_DISABLE_XET="0" if xet else "1",
-                   HF_HUB_DISABLE_TELEMETRY="1", NO_PROXY="127.0.0.1", no_proxy="127.0.0.1")
+    def env(self, home, token=TOKEN):
+        """The environment of a client process: this server, a home of its own, a token (None: none)."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        env.update(HF_ENDPOINT=self.url, HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1",
+                   NO_PROXY="127.0.0.1",
+                   HF_HUB_DISABLE_XET="0" if self.uses_xet else "1", HF_XET_XORB_COMPRESSION_POLICY="none")
         return env if token is None else {**env, "HF_TOKEN": token}
 
     # ---- repositories, also for tests that look behind the HTTP ----
@@ -126,7 +130,7 @@ class HubServer:
             if self._path(repo_id, kind).exists():
                 raise Refused(409, "You already created this repo")
             self.save_repo(repo_id, kind, {"private": private, "refs": {}, "commits": {}})
-            self.commit(repo_id, kind, "main", "initial commit", [(p, b) for p, b in EMPTY_LINE.items()])
+            self.commit(repo_id, kind, "main", "initial commit", [(p, b) for p, b in INITIAL.items()])
 
     def commit(self, repo_id, kind, branch, title, changes):
         """One commit; changes: (path, bytes | sha256 of a stored blob | None to delete, path/ for a
@@ -173,6 +177,8 @@ class HubServer:
     def commits(self, repo_id, branch="main", kind="models"):
         """[{"oid", "title", "files": {path: {"sha256", "size", ...}}}], oldest first, the initial one left
         out."""
+        if not self._path(repo_id, kind).exists():
+            return []
         repo, found = self.repo(repo_id, kind), []
         oid = repo["refs"].get(branch)
         while oid:

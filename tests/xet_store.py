@@ -1,12 +1,72 @@
-"""The storage side of Xet uploads for tests/hub_server.py (not answered yet: every call is a 404)."""
+"""The storage side of Xet uploads, for tests/hub_server.py: takes what the real hf_xet sends and puts the
+files back together, so that what a default install of huggingface_hub pushes can be read and checked.
+
+Protocol: https://huggingface.co/docs/xet. A xorb is a row of chunks, each behind a header of 8 bytes; a shard
+says of which chunks of which xorbs a file consists, and its sha256. Served: POST xorbs and shards; everything
+else is a 404, which tells the client that no chunk is known yet. Chunks must come uncompressed. Downloads do
+not offer Xet, so the client uses plain HTTP.
+"""
+
+import hashlib
+import re
+import struct
+from pathlib import Path
+
+
+def _hex(raw):
+    """32 bytes as Xet prints them: four little-endian numbers."""
+    return struct.pack(">4Q", *struct.unpack("<4Q", raw)).hex()
 
 
 class XetStore:
-    def __init__(self, root, url):
-        self.root, self.url = root, url
-
-    def has(self, sha256):
-        return False
+    def __init__(self, root):
+        self.root = Path(root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.files: dict[str, list[tuple[str, int, int]]] = {}  # sha256 -> (xorb, first chunk, stop chunk)
 
     def call(self, method, path, data):
-        return 404, b"{}"
+        """(HTTP status, answer) for one request below the storage address."""
+        if method == "POST" and (found := re.fullmatch(r"/v1/xorbs/default/(\w{64})", path)):
+            (self.root / found[1]).write_bytes(data)
+            return 200, {"was_inserted": True}
+        if method == "POST" and path == "/v1/shards":
+            self.files.update(read_shard(data))
+            return 200, {"result": 1}
+        return 404, {"error": "unknown"}
+
+    def has(self, sha256):
+        return sha256 in self.files
+
+    def read(self, sha256):
+        content = b"".join(
+            b"".join(read_chunks((self.root / xorb).read_bytes(), start, stop))
+            for xorb, start, stop in self.files[sha256]
+        )
+        assert hashlib.sha256(content).hexdigest() == sha256, "the chunks of this file do not have its hash"
+        return content
+
+
+def read_shard(data):
+    """{sha256 of a file: [(xorb, first chunk, stop chunk), ...]}; every entry of a shard has 48 bytes."""
+    files, at = {}, 48  # behind the header
+    while (name := data[at:at + 32]) != b"\xff" * 32:
+        flags, count = struct.unpack_from("<2I", data, at + 32)
+        entries = []
+        for i in range(1, count + 1):
+            xorb, _, _, start, stop = struct.unpack_from("<32s4I", data, at + 48 * i)
+            entries.append((_hex(xorb), start, stop))
+        at += 48 * (1 + count * (2 if flags >> 31 else 1))  # with verification entries?
+        assert flags >> 30 & 1, f"file {_hex(name)} comes without its sha256"
+        files[_hex(data[at:at + 32])] = entries
+        at += 48
+    return files
+
+
+def read_chunks(xorb, start, stop):
+    at = 0
+    for i in range(stop):
+        stored, scheme = int.from_bytes(xorb[at + 1:at + 4], "little"), xorb[at + 4]
+        if i >= start:
+            assert scheme == 0, "compressed: run the client with HF_XET_XORB_COMPRESSION_POLICY=none"
+            yield xorb[at + 8:at + 8 + stored]
+        at += 8 + stored

@@ -46,6 +46,7 @@ BRANCH = "checkpoints"  # training states live beside the model, on a branch of 
 BESIDE = ("metrics.jsonl",)  # what a continued run needs beside its checkpoint: the log that it goes on with
 # The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
 COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
+CHECK_SECONDS, PUSH_SECONDS = 10, 60  # of silence of the server, before training and during
 
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
 REMEDIES = {
@@ -66,7 +67,7 @@ def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool =
     Takes seconds, also when nobody answers. Raises ValueError with the remedy: no token or a bad one, a name
     that the Hub refuses, a namespace or repository that this token cannot write to, no connection.
     """
-    _bound_waiting(10)
+    _bound_waiting(CHECK_SECONDS)
     if not get_token():
         raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")
     try:
@@ -200,8 +201,8 @@ class HubPusher:
         self.error = self.said = ""
         self.commit_times: deque[float] = deque()
         self.thread = threading.Thread(target=self._work, name="hub-push", daemon=True)
-        _bound_waiting(60)
-        os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", "60s")  # of 300, times its tries
+        _bound_waiting(PUSH_SECONDS)
+        os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{PUSH_SECONDS}s")  # of 300, times its tries
         disable_progress_bars()  # they would write over ours
 
     def push(
@@ -411,7 +412,7 @@ def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None
     what was saved is checked where checkpoints are loaded. Raises ValueError when the Hub cannot be reached.
     """
     output_dir, what = Path(output_dir), f"checkpoints of {repo_id}"
-    _bound_waiting(60)
+    _bound_waiting(PUSH_SECONDS)
     api = HfApi()
     try:
         revision = _ask(what, api.repo_info, repo_id, revision=BRANCH, timeout=10).sha

@@ -46,7 +46,7 @@ def write_model_card(
     mit, other).
     """
     output_dir = Path(output_dir)
-    base_on_hub = base_model and not os.path.exists(base_model)  # the Hub refuses metadata that names a folder
+    base_on_hub = base_model and not os.path.exists(base_model)  # the Hub refuses folders in metadata
     results = {name: value for name, value in results.items() if value is not None and math.isfinite(value)}
     evaluated = {
         "task_type": pipeline_tag,
@@ -63,7 +63,9 @@ def write_model_card(
         tags=["pretraining", "accelerate", model_type],
         model_name=model_name,
         eval_results=[
-            EvalResult(metric_type=name.split("/")[0], metric_name=name, metric_value=round(value, 6), **evaluated)
+            EvalResult(
+                metric_type=name.split("/")[0], metric_name=name, metric_value=round(value, 6), **evaluated
+            )
             for name, value in results.items()
             if name in METRICS
         ]
@@ -73,11 +75,12 @@ def write_model_card(
     def link(name: str, kind: str, on_hub: bool) -> str:
         return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub else f"`{name}`"
 
+    weights = link(base_model, "", base_on_hub) if base_model else None
     card = ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         title=model_name,
-        origin="trained further from " + link(base_model, "", base_on_hub) if base_model else "trained from scratch",
+        origin=f"trained further from {weights}" if weights else "trained from scratch",
         model_type=model_type,
         parameters=parameters,
         dataset_link=link(dataset, "datasets/", dataset_on_hub),

@@ -1,0 +1,421 @@
+"""Publishing on the Hub, against a Hub on loopback with the real client, over both of its transports.
+
+Programs run in processes of their own, as the client reads HF_ENDPOINT when it is imported. Whatever they
+print and leave is searched for the token.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.hub_server import ADA, TOKEN, Fault, HubServer
+
+PROJECT = Path(__file__).resolve().parent.parent
+UPLOAD = "PUT /lfs|POST /xet/v1/xorbs"  # of weights, on either transport
+ALWAYS = float("inf")
+PRELUDE = """
+import os, sys, time
+from pathlib import Path
+from utils import hub
+from utils.hub import HubPusher, check_hub, fetch_checkpoint
+
+out = Path(sys.argv[1])
+out.mkdir(exist_ok=True)
+
+def save(step, size=20_000):
+    "What a save leaves: weights in a new file, the rest rewritten in place, each naming its step."
+    (out / ".weights").write_bytes(step.to_bytes(4, "big") * (size // 4))
+    os.replace(out / ".weights", out / "model.safetensors")
+    for name in ("config.json", "metrics.jsonl", "curves.png"):
+        (out / name).write_text(f"step {step}")
+    (out / "README.md").write_text(f"---\\nlicense: mit\\n---\\nstep {step}\\n")
+
+def tell(what):
+    print(">", what, flush=True)
+
+def wait(pusher, *states):
+    "Wait for the next event of such a state."
+    while True:
+        for event in pusher.poll():
+            if event["state"] in states:
+                return event
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture(params=["lfs", "xet"])
+def both(request, tmp_path):
+    with HubServer(tmp_path / "server", xet=request.param == "xet") as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer(tmp_path / "server") as hub:
+        yield hub
+
+
+class Program:
+    """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`."""
+
+    def __init__(self, hub, folder, code):
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(folder / "run")]
+        self.folder, self.output = folder, ""
+        self.process = subprocess.Popen(
+            command, cwd=PROJECT, env=hub.env(folder / "home"), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+
+    def go(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def told(self):
+        """What it passes to `tell` next."""
+        line = "-"
+        while line and not line.startswith("> "):
+            self.output += (line := self.process.stdout.readline())
+        return line
+
+    def until(self, hub, request):
+        """Wait until the server has seen a request that matches."""
+        while not any(re.search(request, entry["line"]) for entry in hub.log):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.02)
+
+    def end(self, status=0):
+        self.output += self.process.communicate(timeout=30)[0]
+        assert self.process.returncode == status, self.output
+        assert TOKEN not in self.output
+        kept = [p for p in self.folder.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
+        assert not kept, f"the token is in {kept}"
+        return self.output
+
+
+def steps(hub, repo_id="ada/model"):
+    """The steps of the revisions on the server, oldest first; every file of a revision must be of one
+    step."""
+    found = []
+    for commit in hub.commits(repo_id):
+        of = set()
+        for name, entry in commit["files"].items():
+            content = hub.read(entry)
+            if name == "model.safetensors":
+                assert content == content[:4] * 5000
+                of.add(int.from_bytes(content[:4], "big"))
+            elif name != ".gitattributes":
+                of.add(int(re.search(rb"step (\d+)", content)[1]))
+        assert len(of) == 1, f"revision {commit['title']} mixes steps {of}"
+        found.append(of.pop())
+    assert found == sorted(found)
+    return found
+
+
+def upload_by_hand(hub, folder, output):
+    """Run the command that the program printed."""
+    words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
+    words[0] = str(Path(sys.executable).parent / "hf")
+    done = subprocess.run(words, env=hub.env(folder / "home"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_revision_is_the_model_of_its_step(both, tmp_path):
+    """from_pretrained(revision) gives the very weights of the local save; card, log and curves belong to
+    them."""
+    Program(both, tmp_path, """
+    import torch
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+    pusher = HubPusher(check_hub("model", private=True), out)
+    saved = {}
+    for step in (1, 2, 3):
+        torch.manual_seed(step) model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16,
+        vocab_size=50, bos_token_id=0, eos_token_id=0)) save(step) model.save_pretrained(out) os.link(out /
+        "model.safetensors", out / f".kept-{step}") pusher.push(step, {"loss": 1 / step, "perplexity": None})
+        event = wait(pusher, "done") saved[event["revision"]] = model.state_dict()
+    assert pusher.finish(30) and pusher.status == "step 3 pushed" and not (out / ".hub").exists()
+    rewritten = os.path.samefile(out / ".kept-1", out / ".kept-2")
+    assert not rewritten, "save_pretrained rewrites weights in place: a hard link does not freeze them"
+    for revision, weights in saved.items():
+        loaded = AutoModelForCausalLM.from_pretrained("ada/model", revision=revision).state_dict()
+        assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    """).end()
+    commits = both.commits("ada/model")
+    titles = [commit["title"] for commit in commits]
+    assert titles == ["Step 1, loss 1", "Step 2, loss 0.5", "Step 3, loss 0.3333"]
+    for step, commit in enumerate(commits, 1):
+        assert all(f"step {step}".encode() in both.read(commit["files"][name])
+                   for name in ("README.md", "metrics.jsonl", "curves.png"))
+    assert both.repo("ada/model")["private"]
+    assert both.uses_xet == any("/xet/v1/xorbs" in entry["line"] for entry in both.log)
+
+
+def test_newer_snapshots_replace_those_that_wait(both, tmp_path):
+    """On a slow network, with files rewritten all the time: whole revisions in order, the last one among
+    them."""
+    both.faults.append(Fault(UPLOAD, "slow", rate=40_000, times=ALWAYS))
+    states = Program(both, tmp_path, """
+    pusher = HubPusher(check_hub("ada/model"), out)
+    for step in range(1, 13):
+        save(step)
+        pusher.push(step)
+        time.sleep(0.1)
+    assert pusher.finish(30)
+    print([event["state"] for event in pusher.poll()])
+    """).end()
+    published = steps(both)
+    assert published[-1] == 12 and 1 < len(published) < 12
+    assert (len(published), 12 - len(published)) == (states.count("done"), states.count("replaced"))
+
+
+PASSING = {
+    "server error": Fault("POST .*/commit/", status=500),
+    "rate limit": Fault("POST .*/commit/", status=429, headers={"Retry-After": "3"}),
+    "a commit has happened since": Fault("POST .*/commit/", status=412),
+    "another commit is in progress": Fault("POST .*/commit/", status=409),
+    "connection lost in mid upload": Fault(UPLOAD, "drop", after=4096),
+    "connection lost in mid commit": Fault("POST .*/commit/", "drop", after=100),
+    "answer to the commit lost": Fault("POST .*/commit/", "lost"),
+    "storage away": Fault(UPLOAD, status=503),
+    "gateway": Fault("GET .*/tree/", status=502),
+}
+
+
+def test_passing_troubles_lose_nothing(both, tmp_path):
+    """One trouble per push: each revision stays whole and arrives, after the wait that the server asks
+    for."""
+    program = Program(both, tmp_path, f"""
+    pusher = HubPusher(check_hub("ada/model"), out)
+    for step in range(1, 1 + {len(PASSING)}):
+        input()
+        save(step)
+        pusher.push(step)
+        tell(wait(pusher, "done", "failed"))
+    assert pusher.finish(1)
+    """)
+    for step, (what, fault) in enumerate(PASSING.items(), 1):
+        both.faults, began = [replace(fault)], len(both.log)
+        program.go()
+        assert "'done'" in program.told(), program.output
+        assert both.faults[0].times == 0, f"{what} has not happened"
+        assert steps(both)[-1] == step, what
+        if what == "rate limit":
+            refused, again = [e["time"] for e in both.log[began:] if "/commit/" in e["line"]]
+            assert again - refused >= 3
+    program.end()
+
+
+def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
+    """One ValueError each, naming what is wrong and the remedy; nothing but the repository asked for is
+    created."""
+    hub.tokens["hf_reader"] = {**ADA, "role": "read"}
+    hub.create("royal-society/minutes")
+    Program(hub, tmp_path, """
+    good = os.environ["HF_TOKEN"]
+    def told(model_id, token=good):
+        os.environ["HF_TOKEN"] = token
+        try:
+            return check_hub(model_id)
+        except ValueError as error:
+            return str(error)
+
+    assert told("model") == told("ada/model") == "ada/model"
+    assert told("analytical-engines/model") == "analytical-engines/model"
+    for what in [told("model", ""), told("model", "hf_revoked"), told("model", "hf_reader")]:
+        assert "hf auth login" in what and "HF_TOKEN" in what, what
+    assert "ada, analytical-engines, royal-society" in told("babbage/model")
+    for what in [told("royal-society/minutes"), told("royal-society/new")]:
+        assert "may not write" in what, what
+    assert "hub_model_id" in told("a b") and "hub_model_id" in told("ada/model/x")
+    """).end()
+    created = sorted(str(p.relative_to(tmp_path / "server/repos/models")) for p in tmp_path.rglob("*.json"))
+    assert created == ["ada/model.json", "analytical-engines/model.json", "royal-society/minutes.json"]
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_no_answer_ends_before_any_work(hub, tmp_path, how):
+    hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
+    program = Program(hub, tmp_path, """
+    hub.CHECK_SECONDS = 1
+    input()
+    try:
+        check_hub("model")
+    except ValueError as error:
+        print(error)
+    """)
+    if how == "gone":
+        hub.stop()
+    program.go()
+    assert "train without push_to_hub" in program.end()
+
+
+def test_token_revoked_during_training(both, tmp_path):
+    """Said once; training goes on; nothing is lost: the printed command works with a good token."""
+    program = Program(both, tmp_path, """
+    pusher = HubPusher(check_hub("ada/model"), out)
+    for step in (1, 2, 3):
+        save(step)
+        pusher.push(step)
+        tell(wait(pusher, "done", "failed"))
+        input()
+    save(4)
+    pusher.push(4)
+    sys.exit(0 if pusher.finish(20) else 1)
+    """)
+    assert "'done'" in program.told()
+    tokens, both.tokens = both.tokens, {}
+    program.go(), program.go(), program.go()
+    output = program.end(status=1)
+    assert output.count("was not published") == 1 and "hf auth login" in output
+    both.tokens = tokens
+    upload_by_hand(both, tmp_path, output)
+    assert steps(both) == [1, 4]
+
+
+@pytest.mark.parametrize("how", ["gone", "silent"])
+def test_server_lost_before_the_last_push(both, tmp_path, how):
+    """The wait is bounded and the exit is not held up; files are kept, and the printed command works
+    later."""
+    program = Program(both, tmp_path, """
+    pusher = HubPusher(check_hub("ada/model"), out)
+    save(1)
+    pusher.push(1)
+    tell(wait(pusher, "done"))
+    input()
+    save(2)
+    pusher.push(2)
+    sys.exit(0 if pusher.finish(3) else 1)
+    """)
+    assert "'done'" in program.told()
+    if how == "gone":
+        both.stop()
+    both.faults.append(Fault(UPLOAD, "hang", times=ALWAYS))
+    program.go()
+    output = program.end(status=1)
+    assert "step 2 did not reach ada/model" in output
+    assert not (tmp_path / "run/.hub").exists()
+    both.stop()
+    with HubServer(tmp_path / "server", port=both.port, xet=both.uses_xet) as again:
+        assert steps(again) == [1]
+        upload_by_hand(again, tmp_path, output)
+        assert steps(again) == [1, 2]
+
+
+@pytest.mark.parametrize("when", ["upload", "commit"])
+def test_killed_during_a_push(both, tmp_path, when):
+    """The same program again ends with whole revisions and the last model, and clears away what was
+    frozen."""
+    code = """
+    pusher = HubPusher(check_hub("ada/model"), out)
+    assert not (out / ".hub").exists()
+    for step in (1, 2):
+        save(step)
+        pusher.push(step)
+        wait(pusher, "done")
+    assert pusher.finish(1)
+    """
+    match = UPLOAD if when == "upload" else "POST .*/commit/"
+    both.faults.append(Fault(match, "hang", times=ALWAYS))
+    program = Program(both, tmp_path, code)
+    program.until(both, match)
+    program.process.kill()
+    program.end(status=-9)
+    assert (tmp_path / "run/.hub").exists() and steps(both) == []
+    both.faults.clear()
+    Program(both, tmp_path, code).end()
+    assert steps(both) == [1, 2]
+
+
+def test_commit_quota(hub, tmp_path):
+    """Beyond the quota snapshots wait and are replaced by newer ones; the end has some commits kept for
+    it."""
+    Program(hub, tmp_path, """
+    pusher = HubPusher(check_hub("ada/model"), out, commits_per_hour=2)
+    for step in (1, 2, 3, 4, 5):
+        save(step)
+        pusher.push(step)
+        wait(pusher, "done") if step < 3 else time.sleep(0.2)
+    assert "quota" in pusher.status, pusher.status
+    assert pusher.finish(10)
+    """).end()
+    assert steps(hub) == [1, 2, 5]
+
+
+def test_full_disk_or_vanished_file_does_not_end_training(hub, tmp_path):
+    Program(hub, tmp_path, """
+    pusher = HubPusher(check_hub("ada/model"), out)
+    save(1)
+    pusher.push(1, files=["model.safetensors", "not-there.json"])
+    assert wait(pusher, "failed")["push_step"] == 1
+    save(2)
+    pusher.push(2)
+    assert pusher.finish(10)
+    """).end()
+    assert steps(hub) == [2]
+
+
+def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
+    """One file where there were shards: no revision holds both."""
+    Program(hub, tmp_path, """
+    pusher = HubPusher(check_hub("ada/model"), out)
+    for i in (1, 2):
+        (out / f"model-0000{i}-of-00002.safetensors").write_bytes(b"half")
+    (out / "model.safetensors.index.json").write_text("{}")
+    (out / "adapter.safetensors").write_bytes(b"not ours")
+    pusher.push(1)
+    wait(pusher, "done")
+    for path in out.glob("*s*"):
+        path.unlink()
+    save(2)
+    pusher.push(2)
+    assert pusher.finish(10)
+    """).end()
+    names = {name for name in hub.commits("ada/model")[-1]["files"] if "safetensors" in name}
+    assert names == {"model.safetensors", "adapter.safetensors"}
+
+
+def test_training_state_comes_back_on_another_machine(both, tmp_path):
+    """Byte for byte; the branch holds one state; a failed download leaves nothing that looks like a state."""
+    program = Program(both, tmp_path, """
+    check_hub("ada/model")
+    assert fetch_checkpoint("ada/model", out) is None
+    pusher = HubPusher(check_hub("ada/model", push_checkpoints=True), out)
+    assert fetch_checkpoint("ada/model", out) is None
+    for step in (10, 20):
+        folder = out / f"checkpoints/step-{step:08d}"
+        (folder / "rng").mkdir(parents=True)
+        pusher.push_checkpoint()
+        for name in ("model.safetensors", "rng/0.pt", "manifest.json"):
+            (folder / name).write_bytes(os.urandom(5000))
+        (out / "metrics.jsonl").write_text(f"up to step {step}")
+        pusher.push_checkpoint()
+        pusher.push_checkpoint()
+        assert wait(pusher, "done")["push_step"] == step
+    assert pusher.finish(10) and pusher.poll() == []
+    tell("pushed")
+    input()
+    new = out.with_name("new")
+    try:
+        fetch_checkpoint("ada/model", new)
+    except ValueError as error:
+        assert not list(new.glob("checkpoints/*")) and not list(new.glob(".fetch*"))
+    input() assert fetch_checkpoint("ada/model", new) == fetch_checkpoint("ada/model", new) == new /
+    "checkpoints" / folder.name for old in [*folder.rglob("*"), out / "metrics.jsonl"]:
+        assert old.is_dir() or old.read_bytes() == (new / old.relative_to(out)).read_bytes()
+    assert not list(new.glob(".*"))
+    """)
+    program.told()
+    both.faults.append(Fault("GET .*/resolve/.*/0.pt", status=403, times=ALWAYS))
+    program.go()
+    program.until(both, "GET .*/0.pt")
+    both.faults.clear()
+    program.go()
+    program.end()
+    commits = both.commits("ada/model", "checkpoints")
+    assert [len([n for n in c["files"] if n.startswith("checkpoints/")]) for c in commits] == [3, 3]
