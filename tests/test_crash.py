@@ -1,0 +1,131 @@
+"""A run that is killed again and again ends with the weights and the lines of one that was left alone.
+
+    CRASH_KILLS=50 pytest tests/test_crash.py -k one_process      # the default is a few kills, for CI
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+
+KILLS = int(os.environ.get("CRASH_KILLS", 0))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crash")
+    write_corpus(folder / "corpus.jsonl", 30)
+    return folder
+
+
+def start(script, flags, processes, log):
+    """Without `accelerate launch` in between, which would only add its start to every kill."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    words = [str(word) for name, value in flags.items() for word in
+             (f"--{name}", *(value if isinstance(value, list) else [value]))]  # fmt: skip
+    command = [sys.executable, *(launcher if processes > 1 else []), script, *words]
+    settings = {"env": environment(processes, ACCELERATE_USE_CPU="true"), "start_new_session": True}
+    return subprocess.Popen(command, cwd=PROJECT, stdout=log, stderr=log, **settings)
+
+
+def kill_all(process):
+    """SIGKILL to the launcher and all below it; torchrun's workers are not in its process group."""
+    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            pass
+    psutil.wait_procs(family[1:])
+    process.wait()
+
+
+def in_a_save(output_dir):
+    """A checkpoint or the model for users is being written."""
+    folders = (output_dir, output_dir / "checkpoints")
+    names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
+    return any(name.startswith((".tmp-step-", ".export")) for name in names)
+
+
+def run_with_interruptions(script, flags, processes, interruptions, span):
+    """Start, interrupt up to `span` seconds after the first new line, start again; at last to the end.
+
+    interruptions: "kill"; "kill save", in the next save; "kill start", within 8 s of the start; "term",
+    SIGTERM to what was launched. Returns how many met a save.
+    """
+    moments, in_saves = random.Random(0), 0
+    output_dir = flags["output_dir"]
+    lines = output_dir / "metrics.jsonl"
+    log = open(output_dir.parent / "log", "w+")
+
+    def size():
+        return lines.stat().st_size if lines.exists() else 0
+
+    for kind in [*interruptions, None]:
+        before = size()
+        process = start(script, flags, processes, log)
+        if kind is None:
+            assert process.wait(1500) == 0, tail(log)
+            return in_saves
+        if kind == "kill start":
+            time.sleep(moments.uniform(0, 8))
+        else:
+            while size() <= before and process.poll() is None:
+                before = min(before, size())  # a resumed run cuts what came after its checkpoint
+                time.sleep(0.005)
+            time.sleep(moments.uniform(0, span))
+        while kind == "kill save" and not in_a_save(output_dir) and process.poll() is None:
+            time.sleep(0.0005)
+        assert process.poll() is None, f"ended before its interruption: {tail(log)}"
+        if kind == "term":
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == (143 if processes == 1 else 1), tail(log)
+        else:
+            kill_all(process)
+            in_saves += in_a_save(output_dir)
+
+
+def tail(log):
+    log.seek(0)
+    return log.read()[-4000:]
+
+
+def check(workspace, script, processes, interruptions):
+    steps = 50 + 50 * len(interruptions)
+    common = {
+        **TINY, "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
+        "prompts": "none", "max_train_steps": steps, "save_steps": 7, "eval_steps": 25,
+    }  # fmt: skip
+    unbroken, broken = (workspace / f"{processes}-{name}" / "run" for name in ("unbroken", "broken"))
+    for folder in (unbroken, broken):
+        folder.parent.mkdir()
+    run_with_interruptions(script, {**common, "output_dir": unbroken}, processes, [], 0)
+    flags = {**common, "output_dir": broken}
+    in_saves = run_with_interruptions(script, flags, processes, interruptions, span=0.5)
+    print(f"{script}, {processes} processes: {len(interruptions)} interruptions, {in_saves} in a save")
+    assert metrics(broken) == metrics(unbroken)
+    last = f"checkpoints/step-{steps:08d}"
+    for file in (f"{last}/model.safetensors", f"{last}/optimizer.safetensors", "model.safetensors"):
+        expected, found = load_file(unbroken / file), load_file(broken / file)
+        assert expected.keys() == found.keys()
+        assert all(expected[name].equal(found[name]) for name in expected), file
+
+
+def kills():
+    return [("kill", "kill save", "kill", "kill start", "kill save")[i % 5] for i in range(KILLS)]
+
+
+def test_one_process_killed_and_stopped(workspace):
+    check(workspace, "train_clm.py", 1, kills() or ["kill save", "term"])
+
+
+def test_two_processes_killed(workspace):
+    check(workspace, "train_clm.py", 2, kills() or ["kill"])
