@@ -1,0 +1,83 @@
+"""How long training stands still for a checkpoint, and how long writing takes.
+
+    python tests/benchmarks/checkpoint_stall.py --gigabytes 1.5 --folder /where/checkpoints/go
+
+Prints the stall of background saves beside copying the same bytes once in memory, and the time of a
+foreground save beside `dd conv=fsync` of the same bytes; medians of some rounds, each pair in turn.
+"""
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from accelerate import Accelerator
+
+from utils.checkpoint import Checkpoints
+
+
+def seconds(function, *args):
+    start = time.perf_counter()
+    function(*args)
+    return time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gigabytes", type=float, default=0.5)
+    parser.add_argument("--folder", default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+
+    accelerator = Accelerator()
+    device = accelerator.device
+    layers = max(1, round(args.gigabytes * 1e9 / 12 / 1024**2))  # 3 float32 tensors of 1024 x 1024 for each
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(layers))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():  # as after a step, without taking one
+        moments = {"exp_avg": torch.rand_like(parameter), "exp_avg_sq": torch.rand_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    size = sum(tensor.nbytes for tensor in tensors)
+    target = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type == "cuda") for t in tensors]
+
+    def copy():
+        for there, here in zip(target, tensors, strict=True):
+            there.copy_(here, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    first_copy = seconds(copy)  # into pages that the system must find first
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
+    foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1, background=False)
+    first_stall = background.save(0, model, optimizer, {})
+    background.wait()
+    print(f"{size / 1e9:.2f} GB, {len(tensors)} tensors, {device}")
+    print(f"first    copy in memory {first_copy:6.3f} s   stall {first_stall:6.3f} s")
+
+    dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
+    rows = []
+    for step in range(1, args.rounds + 1):
+        copied, stalled = seconds(copy), background.save(step, model, optimizer, {})
+        background.wait()
+        written = seconds(foreground.save, step, model, optimizer, {})
+        shutil.rmtree(folder / "foreground")
+        rows.append((copied, stalled, written, seconds(lambda: subprocess.run(dd, capture_output=True))))
+        (folder / "dd").unlink()
+    copied, stalled, written, dumped = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(f"then     copy in memory {copied:6.3f} s   stall {stalled:6.3f} s   ratio {stalled / copied:.2f}")
+    print(f"         dd with fsync  {dumped:6.3f} s   foreground {written:6.3f} s   ratio {written / dumped:.2f}")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
