@@ -22,7 +22,11 @@ def launcher_precision() -> str | None:
     On a TPU accelerate's bf16 means XLA_USE_BF16, which turns weights and optimizer state into bfloat16, and
     the TPU launcher hands the YAML's choice to no process. So accelerate gets "no", and `autocast_forward`
     does it."""
-    return "no" if is_xla() else None
+    if not is_xla():
+        return None
+    if not is_torch_xla_available(check_is_tpu=True):
+        os.environ.setdefault("LOCAL_RANK", "0")  # accelerate takes -1 on XLA's CPU, and no process prints
+    return "no"
 
 
 def xla_precision() -> str:
@@ -49,14 +53,6 @@ def sync() -> None:
         import torch_xla
 
         torch_xla.sync()
-
-
-def seed_device(seed: int) -> None:
-    """torch.manual_seed does not reach XLA's own stream; the seed is data there, no new graph."""
-    if is_xla():
-        import torch_xla
-
-        torch_xla.manual_seed(seed)
 
 
 def compiled_graphs() -> int | None:
