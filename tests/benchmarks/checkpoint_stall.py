@@ -75,7 +75,7 @@ def main():
         (folder / "dd").unlink()
     copied, stalled, written, dumped = (statistics.median(column) for column in zip(*rows, strict=True))
     print(f"then     copy in memory {copied:6.3f} s   stall {stalled:6.3f} s   ratio {stalled / copied:.2f}")
-    print(f"         dd with fsync  {dumped:6.3f} s   foreground {written:6.3f} s   ratio {written / dumped:.2f}")
+    print(f"     dd with fsync  {dumped:6.3f} s   foreground {written:.3f} s   ratio {written / dumped:.2f}")
     shutil.rmtree(folder)
 
 
