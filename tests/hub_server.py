@@ -40,7 +40,7 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".npy", ".png", ".parquet", ".arr
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests whose "METHOD /path" matches `match` (a regular expression).
+    """What happens to `times` requests whose "METHOD /path" matches `match`, after the first `skip` of them.
 
     kind "status": answered with `status` and `headers`; "drop": the connection is reset after `after` bytes
     of the body; "hang": never answered; "slow": the body is read at `rate` bytes per second, then served as
@@ -52,6 +52,7 @@ class Fault:
     status: int = 500
     headers: dict = field(default_factory=dict)
     times: float = 1
+    skip: int = 0
     after: int = 0
     rate: float = 1e6
 
@@ -218,7 +219,9 @@ class Handler(BaseHTTPRequestHandler):
         hub.log.append(self.entry)
         with hub.lock:
             fault = next((f for f in hub.faults if f.times > 0 and re.search(f.match, line)), None)
-            if fault:
+            if fault and fault.skip:
+                fault.skip, fault = fault.skip - 1, None
+            elif fault:
                 fault.times -= 1
         try:
             if fault and fault.kind == "drop":

@@ -127,18 +127,22 @@ def upload_by_hand(hub, folder, output):
 
 
 def test_each_revision_is_the_model_of_its_step(both, tmp_path):
-    """from_pretrained(revision) gives the very weights of the local save; card, log and curves belong to
-    them."""
+    """from_pretrained(revision) gives the very weights of the local save; card and curves belong to them."""
     Program(both, tmp_path, """
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
     pusher = HubPusher(check_hub("model", private=True), out)
     saved = {}
     for step in (1, 2, 3):
-        torch.manual_seed(step) model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16,
-        vocab_size=50, bos_token_id=0, eos_token_id=0)) save(step) model.save_pretrained(out) os.link(out /
-        "model.safetensors", out / f".kept-{step}") pusher.push(step, {"loss": 1 / step, "perplexity": None})
-        event = wait(pusher, "done") saved[event["revision"]] = model.state_dict()
+        torch.manual_seed(step)
+        sizes = dict(n_layer=1, n_head=2, n_embd=16, vocab_size=50, bos_token_id=0, eos_token_id=0)
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
+        save(step)
+        model.save_pretrained(out)
+        os.link(out / "model.safetensors", out / f".kept-{step}")
+        pusher.push(step, {"loss": 1 / step, "perplexity": None})
+        event = wait(pusher, "done")
+        saved[event["revision"]] = model.state_dict()
     assert pusher.finish(30) and pusher.status == "step 3 pushed" and not (out / ".hub").exists()
     rewritten = os.path.samefile(out / ".kept-1", out / ".kept-2")
     assert not rewritten, "save_pretrained rewrites weights in place: a hard link does not freeze them"
@@ -405,8 +409,11 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
         fetch_checkpoint("ada/model", new)
     except ValueError as error:
         assert not list(new.glob("checkpoints/*")) and not list(new.glob(".fetch*"))
-    input() assert fetch_checkpoint("ada/model", new) == fetch_checkpoint("ada/model", new) == new /
-    "checkpoints" / folder.name for old in [*folder.rglob("*"), out / "metrics.jsonl"]:
+    (new / "metrics.jsonl").write_text("of a run that did not get far")
+    input()
+    assert fetch_checkpoint("ada/model", new) == new / "checkpoints" / folder.name
+    assert fetch_checkpoint("ada/model", new) is None
+    for old in [*folder.rglob("*"), out / "metrics.jsonl"]:
         assert old.is_dir() or old.read_bytes() == (new / old.relative_to(out)).read_bytes()
     assert not list(new.glob(".*"))
     """)
@@ -419,3 +426,31 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
     program.end()
     commits = both.commits("ada/model", "checkpoints")
     assert [len([n for n in c["files"] if n.startswith("checkpoints/")]) for c in commits] == [3, 3]
+
+
+def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
+    """Through the real libraries: named splits, streamed and not, a tokenizer, a name that is not there."""
+    lines = [f'{{"text": "document {i}"}}\n'.encode() for i in range(5)]
+    files = {"data/train.jsonl": b"".join(lines), "data/validation.jsonl": lines[0]}
+    hub.put("ada/text", files, "datasets")
+    Program(hub, tmp_path, """
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from data.corpus import has_split, load_corpus
+    from data.tokenizer import load_tokenizer
+
+    texts = [f"document {i}" for i in range(5)]
+    for streaming in (False, True):
+        corpus = load_corpus("ada/text", streaming=streaming)
+        assert [document[corpus.text_column] for document in corpus] == texts
+    assert has_split("ada/text", None, "validation") and not has_split("ada/text", None, "test")
+    try:
+        load_corpus("ada/missing")
+        raise SystemExit("found a data set that is not there")
+    except ValueError as error:
+        assert "ada/missing" in str(error)
+    words = Tokenizer(models.WordLevel({"document": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[UNK]")
+    words.push_to_hub("ada/words")
+    assert load_tokenizer("ada/words").encode("document") == [0]
+    """).end()

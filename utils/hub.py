@@ -43,7 +43,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
 BRANCH = "checkpoints"  # training states live beside the model, on a branch of their own
-BESIDE = ("metrics.jsonl",)  # what a continued run needs beside its checkpoint: the log that it goes on with
+BESIDE = ("args.json", "metrics.jsonl")  # what a run goes on writing when it continues from a checkpoint
 # The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
 COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
 CHECK_SECONDS, PUSH_SECONDS = 10, 60  # of silence of the server, before training and during
@@ -222,16 +222,12 @@ class HubPusher:
         self._freeze(step, "main", files, message, r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
     def push_checkpoint(self) -> None:
-        """Freeze the newest complete checkpoint of output_dir for the branch of training states.
+        """Freeze the newest complete checkpoint of output_dir, and BESIDE, for the branch of training states.
 
         There it replaces the older one in the same commit. Does nothing where it was pushed already.
         """
-        complete = sorted((self.output_dir / "checkpoints").glob("step-*/manifest.json"))
-        if not complete:
-            return
-        folder = complete[-1].parent
-        step = int(folder.name.removeprefix("step-"))
-        if BRANCH in self.wanted and self.wanted[BRANCH].step == step:
+        step, folder = _newest_checkpoint(self.output_dir)
+        if not folder or BRANCH in self.wanted and self.wanted[BRANCH].step == step:
             return
         files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
         files += [name for name in BESIDE if (self.output_dir / name).is_file()]
@@ -404,12 +400,19 @@ def _copy(source: Path, target: Path, linked: bool) -> None:
 # ---- On a fresh machine
 
 
-def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
-    """Download the newest training state that push_checkpoint has published; its folder, or None if there is
-    none.
+def _newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
+    """(step, folder) of the newest complete one; (-1, None) without any."""
+    complete = [path.parent for path in output_dir.glob("checkpoints/step-*/manifest.json")]
+    steps = {int(folder.name.removeprefix("step-")): folder for folder in complete}
+    return max(steps.items(), default=(-1, None))
 
-    The folder appears whole or not at all, the files beside it only where they are missing. Whether it holds
-    what was saved is checked where checkpoints are loaded. Raises ValueError when the Hub cannot be reached.
+
+def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
+    """Download the training state that push_checkpoint has published, if output_dir has none as new.
+
+    Returns its folder, or None where there was nothing to fetch. The folder appears whole or not at all;
+    whether it holds what was saved is checked where checkpoints are loaded. BESIDE is replaced by the files
+    of that state. Raises ValueError when the Hub cannot be reached.
     """
     output_dir, what = Path(output_dir), f"checkpoints of {repo_id}"
     _bound_waiting(PUSH_SECONDS)
@@ -419,18 +422,18 @@ def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None
     except (RepositoryNotFoundError, RevisionNotFoundError):
         return None
     files = _ask(what, api.list_repo_files, repo_id, revision=revision)
-    paths = [name.split("/") for name in files if re.fullmatch(r"checkpoints/step-\d+/manifest.json", name)]
-    found = sorted(path[1] for path in paths)
-    if not found:
+    found = [re.fullmatch(r"checkpoints/(step-(\d+))/manifest.json", name) for name in files]
+    step, name = max(((int(match[2]), match[1]) for match in found if match), default=(-1, ""))
+    if step <= _newest_checkpoint(output_dir)[0]:
         return None
-    target = output_dir / "checkpoints" / found[-1]
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
-            wanted = [f"checkpoints/{found[-1]}/*", *BESIDE]
-            _ask(what, snapshot_download, repo_id, revision=revision, local_dir=folder, allow_patterns=wanted)
-            for name in BESIDE:
-                if Path(folder, name).exists() and not (output_dir / name).exists():
-                    os.replace(Path(folder, name), output_dir / name)
-            os.replace(Path(folder, "checkpoints", found[-1]), target)
+    target = output_dir / "checkpoints" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
+        wanted = [f"checkpoints/{name}/*", *BESIDE]
+        _ask(what, snapshot_download, repo_id, revision=revision, local_dir=folder, allow_patterns=wanted)
+        for beside in BESIDE:
+            if Path(folder, beside).exists():
+                os.replace(Path(folder, beside), output_dir / beside)
+        shutil.rmtree(target, ignore_errors=True)  # without a manifest: a save that did not finish
+        os.replace(Path(folder, "checkpoints", name), target)
     return target

@@ -33,7 +33,6 @@ def write_model_card(
     example: str,
     split: str = "train",
     eval_split: str = "validation",
-    dataset_on_hub: bool = False,
     repo_id: str | None = None,
     base_model: str | None = None,
     license: str = "unknown",
@@ -46,7 +45,9 @@ def write_model_card(
     mit, other).
     """
     output_dir = Path(output_dir)
-    base_on_hub = base_model and not os.path.exists(base_model)  # the Hub refuses folders in metadata
+    # The Hub refuses metadata that names a folder as data set or base model.
+    dataset_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)) and not os.path.exists(dataset)
+    base_on_hub = base_model and not os.path.exists(base_model)
     results = {name: value for name, value in results.items() if value is not None and math.isfinite(value)}
     evaluated = {
         "task_type": pipeline_tag,

@@ -1,0 +1,70 @@
+"""The model card: its metadata as the Hub reads it, its lines for using the model as a newcomer runs them."""
+
+import re
+
+import pytest
+from huggingface_hub import ModelCard
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from utils.model_card import write_model_card
+
+FACTS = {
+    "model_name": "my: model", "parameters": 12_345, "dataset": "ada/text", "step": 100, "max_steps": 100,
+    "tokens": 2_000_000, "seconds": 90.0, "hardware": "2 x cpu",
+    "settings": {"learning_rate": 3e-4, "prompts": ["a\n"]},
+    "results": {"loss/eval": 2.5, "perplexity": 12.18, "bits_per_byte": float("nan"), "eval_tokens": 4000},
+}  # fmt: skip
+
+GPT2 = {"pipeline_tag": "text-generation", "model_type": "gpt2", "example": "x"}
+
+
+@pytest.mark.parametrize("pipeline_tag", ["text-generation", "fill-mask"])
+def test_how_to_use_it_runs(tmp_path, pipeline_tag, capsys):
+    words = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "a": 2, "b": 3, "<mask>": 4}, unk_token="b"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<s>", "bos_token": "<s>", "mask_token": "<mask>"}
+    sizes = {"vocab_size": 5, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    if pipeline_tag == "text-generation":
+        model, example = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, **sizes)), "a \"b\"\n"
+    else:
+        sizes |= {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+        model, example = RobertaForMaskedLM(RobertaConfig(**sizes)), "a <mask> b"
+    model.save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
+    facts = {**FACTS, "model_type": model.config.model_type, "example": example}
+    write_model_card(tmp_path, pipeline_tag=pipeline_tag, **facts)
+    lines = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.S)[1]
+    exec(lines, {})
+    assert ("generated_text" if pipeline_tag == "text-generation" else "token_str") in capsys.readouterr().out
+
+
+def test_metadata(tmp_path):
+    """As the Hub's own reader finds it: finite results only, data set and base model that the Hub has."""
+    write_model_card(tmp_path, base_model="openai-community/gpt2", license="mit", **FACTS, **GPT2)
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.license, data.library_name, data.pipeline_tag) == ("mit", "transformers", "text-generation")
+    assert data.datasets == ["ada/text"] and data.base_model == "openai-community/gpt2"
+    results = [(r.metric_type, r.metric_value) for r in data.eval_results]
+    assert results == [("loss", 2.5), ("perplexity", 12.18)]
+    assert {r.dataset_name for r in data.eval_results} == {"ada/text"} and data.model_name == "my: model"
+    text = (tmp_path / "README.md").read_text()
+    assert "curves.png" not in text and "has not finished" not in text and "nan" not in text
+
+
+def test_unfinished_run_on_local_files(tmp_path):
+    """No folder reaches the metadata, as the Hub would refuse it; without results there is no model-index."""
+    (tmp_path / "curves.png").touch()
+    changes = {"dataset": f"{tmp_path}/text.jsonl", "step": 7, "results": {}, "base_model": str(tmp_path)}
+    write_model_card(tmp_path, repo_id="ada/model", **{**FACTS, **GPT2, **changes})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.datasets is None and card.data.base_model is None and card.data.eval_results is None
+    assert str(tmp_path) not in card.content.split("---")[1]
+    for expected in ("step 7 of 100", "(curves.png)", 'model="ada/model"', "Not evaluated yet"):
+        assert expected in card.content
