@@ -174,8 +174,9 @@ class Snapshot:
 class HubPusher:
     """Pushes snapshots of `output_dir` to `repo_id` from one background thread; see the top of this file.
 
-    Files are frozen in output_dir/.hub until they have arrived. `status` is a few words for the progress
-    line. `say` gets what a person should read, on the thread of the caller of `poll` and `finish`. Beyond
+    With `push_checkpoints` the newest complete checkpoint is published too, on a branch where it replaces the
+    older one. Files are frozen in output_dir/.hub until they have arrived. `status` is a few words for the
+    progress line. `say` gets what a person should read, on the thread that calls `poll` and `finish`. Beyond
     `commits_per_hour`, pushes wait, and newer ones replace them meanwhile.
     """
 
@@ -184,10 +185,11 @@ class HubPusher:
         repo_id: str,
         output_dir: str | os.PathLike,
         say: Callable[[str], Any] = print,
+        push_checkpoints: bool = False,
         commits_per_hour: int = COMMITS_PER_HOUR,
     ):
         self.repo_id, self.output_dir, self.say = repo_id, Path(output_dir), say
-        self.commits_per_hour = commits_per_hour
+        self.push_checkpoints, self.commits_per_hour = push_checkpoints, commits_per_hour
         self.status = ""
         self.frozen = self.output_dir / ".hub"  # on the same file system, so that weights can be hard links
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
@@ -208,12 +210,10 @@ class HubPusher:
     def push(
         self, step: int, metrics: dict[str, float | None] | None = None, files: list[str] | None = None
     ) -> None:
-        """Freeze the files of output_dir (or the `files` of it), which must be of one step, for the main
-        branch.
+        """Freeze the files of output_dir (or these `files` of it), all of one step, for the main branch.
 
         Never raises for the network or the disk. Weights (*.safetensors) are frozen as hard links, so whoever
-        saves must replace them, as save_pretrained does, not rewrite them in place. All other files are
-        copied.
+        saves must replace them, as save_pretrained does, not rewrite them in place. The others are copied.
         """
         if files is None:
             files = [p.name for p in self.output_dir.iterdir() if p.is_file() and not p.name.startswith(".")]
@@ -221,21 +221,12 @@ class HubPusher:
         message = ", ".join([f"Step {step}", *numbers])
         self._freeze(step, "main", files, message, r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
-    def push_checkpoint(self) -> None:
-        """Freeze the newest complete checkpoint of output_dir, and BESIDE, for the branch of training states.
-
-        There it replaces the older one in the same commit. Does nothing where it was pushed already.
-        """
-        step, folder = _newest_checkpoint(self.output_dir)
-        if not folder or BRANCH in self.wanted and self.wanted[BRANCH].step == step:
-            return
-        files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
-        files += [name for name in BESIDE if (self.output_dir / name).is_file()]
-        self._freeze(step, BRANCH, files, f"Training state after step {step}", "checkpoints/.*")
-
     def poll(self) -> list[dict]:
-        """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is
-        new."""
+        """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.
+
+        Also looks for a checkpoint to push: they are written in the background and complete at any time.
+        """
+        self._push_checkpoint()
         with self.changed:
             events, self.events = self.events, []
         for event in events:
@@ -249,6 +240,7 @@ class HubPusher:
 
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the newest snapshots to arrive: True if they did. Ends pushing."""
+        self._push_checkpoint()
         with self.changed:
             self.finishing = True
             self.changed.notify_all()
@@ -274,6 +266,15 @@ class HubPusher:
         return shlex.join([*command, "--commit-message", snapshot.message])
 
     # ---- The caller's thread
+
+    def _push_checkpoint(self) -> None:
+        """Freeze the newest complete checkpoint and what belongs beside it, unless that was done before."""
+        step, folder = _newest_checkpoint(self.output_dir) if self.push_checkpoints else (-1, None)
+        if not folder or BRANCH in self.wanted and self.wanted[BRANCH].step == step:
+            return
+        files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
+        files += [name for name in BESIDE if (self.output_dir / name).is_file()]
+        self._freeze(step, BRANCH, files, f"Training state after step {step}", "checkpoints/.*")
 
     def _freeze(self, step: int, branch: str, names: list[str], message: str, replaces: str) -> None:
         folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
@@ -408,7 +409,7 @@ def _newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
 
 
 def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
-    """Download the training state that push_checkpoint has published, if output_dir has none as new.
+    """Download the training state that HubPusher has published, if output_dir has none as new.
 
     Returns its folder, or None where there was nothing to fetch. The folder appears whole or not at all;
     whether it holds what was saved is checked where checkpoints are loaded. BESIDE is replaced by the files
