@@ -33,7 +33,7 @@ from data.corpus import Corpus, load_corpus
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
 from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
 from data.shards import MANIFEST, PROGRESS, rows_to_parquet, to_parquet, write_shard
-from data.storage import FIRST_CONTACT, Folder, PatientCorpus, explained
+from data.storage import FIRST_CONTACT, Folder, PatientCorpus, explained, with_retries
 from data.tokenizer import load_tokenizer
 
 SECONDS_BETWEEN_RECORDS = 300
@@ -314,8 +314,10 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     """
     check_args(args)
     folder = Folder(args.output_dir)
-    corpus = load_corpus(args.dataset_name, dataset_config_name=args.dataset_config_name, split=args.split,
-                         text_column=args.text_column, streaming=True)
+    corpus = with_retries(
+        lambda: load_corpus(args.dataset_name, dataset_config_name=args.dataset_config_name, split=args.split,
+                            text_column=args.text_column, streaming=True),
+        f"opening {args.dataset_name}", FIRST_CONTACT)
     settings = {"format": "text-1" if args.text_only else "token-rows-1", "dataset_name": args.dataset_name,
                 "dataset_config_name": args.dataset_config_name, "split": args.split,
                 "content": corpus.fingerprint, "text_column": corpus.text_column,
@@ -338,6 +340,11 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
             else:
                 counts, rows = write_text_shards(args, corpus, records), {}
             accounts = split_accounts(counts, records)
+            if not records.shards["train"]:
+                for name in (PROGRESS, "tokenizer"):
+                    folder.remove(name)
+                raise ValueError(f"dataset_name: {args.dataset_name} gives nothing to train on. Check "
+                                 f"keywords, or take more text.\n{counts.table()}")
             splits = {split: {"rows": accounts[split].rows, "shards": shards}
                       for split, shards in records.shards.items()}
             manifest = {"format": settings["format"], **rows, "settings": settings, "splits": splits,

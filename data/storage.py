@@ -20,11 +20,13 @@ FIRST_CONTACT = 2  # tries again when a URL is used for the first time: a mistyp
 NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpx",
                    "huggingface_hub", "requests", "s3fs", "urllib3"}
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-PERMANENT_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
+PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
 
 
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later: time-outs, broken connections, 408, 429 and 5xx answers."""
+    if isinstance(error, ValueError) and error.__cause__:  # explained to the user: what counts is why
+        return is_transient(error.__cause__)
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -34,9 +36,10 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
         return False
-    if isinstance(error, OSError):
-        return error.errno not in PERMANENT_ERRNO
-    return not isinstance(error, ValueError) and type(error).__module__.split(".")[0] in NETWORK_MODULES
+    network = type(error).__module__.split(".")[0] in NETWORK_MODULES
+    if network or isinstance(error, ConnectionError | TimeoutError):
+        return not isinstance(error, ValueError)
+    return isinstance(error, OSError) and error.errno not in PERMANENT_ERRNO  # None: a damaged file
 
 
 def _wait(error: Exception, failures: int, what: str, tries: int | None = None) -> None:
@@ -46,6 +49,8 @@ def _wait(error: Exception, failures: int, what: str, tries: int | None = None) 
     if not is_transient(error):
         raise error
     delays = DELAYS[:tries]
+    if failures >= len(delays) and tries is not None:
+        raise error
     reason = f"{type(error).__name__}: {error}".strip(": ")
     if failures >= len(delays):
         message = f"{what} failed {failures + 1} times in {sum(delays)} s, the last time with {reason}."
@@ -57,7 +62,8 @@ def _wait(error: Exception, failures: int, what: str, tries: int | None = None) 
 def with_retries(action: Callable[[], Item], what: str, tries: int | None = None) -> Item:
     """action(), again with exponential backoff while it fails for a reason that may pass (`is_transient`).
 
-    Raises ConnectionError naming `what` when it did not pass in time, anything else at once.
+    Raises ConnectionError naming `what` when it did not pass in time, or the error itself after `tries` more
+    tries where that is given; anything else at once.
     """
     failures = 0
     while True:

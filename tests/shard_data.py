@@ -26,12 +26,12 @@ def save_tokenizer(path: Path, seed: int = 0) -> str:
     return str(path)
 
 
-def command(source: str, output_dir, tokenizer: str | None, **settings) -> list[str]:
+def command(source: str, folder, tokenizer: str | None, **settings) -> list[str]:
     """Arguments of `python -m data.prepare` for small shards: 2 bytes x 32 tokens x 64 rows."""
-    settings = {"block_size": 32, "shard_mb": 0.004096, "validation_fraction": 0.05, **settings}
-    if tokenizer:
-        settings["tokenizer_name"] = tokenizer
-    words = ["--dataset_name", source, "--output_dir", str(output_dir)]
+    usual = {"dataset_name": source, "output_dir": folder, "block_size": 32, "shard_mb": 0.004096,
+             "validation_fraction": 0.05}
+    settings = usual | ({"tokenizer_name": tokenizer} if tokenizer else {}) | settings
+    words = []
     for name, value in settings.items():
         words += [f"--{name}", *([str(value)] if not isinstance(value, list) else value)]
     return words

@@ -1,0 +1,260 @@
+"""data.prepare: every token accounted for, the same shards after any interruption, every kind of document
+survived.
+"""
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from data import packing, prepare, storage
+from data.corpus import load_corpus
+from data.filters import in_validation
+from data.shards import check_shards
+from data.tokenizer import load_tokenizer
+from tests.shard_data import command, make_texts, run, save_tokenizer, shard_bytes, write_jsonl
+
+PROJECT = Path(__file__).resolve().parent.parent
+KILLS = int(os.environ.get("KILLS", "2"))  # moments at which the preparation is killed
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def manifest_of(folder) -> dict:
+    return json.loads((Path(folder) / "manifest.json").read_text())
+
+
+def tokens_of(folder, split: str) -> np.ndarray:
+    files = sorted(Path(folder).glob(f"{split}-*.parquet"))
+    rows = [np.stack(pq.read_table(file)["input_ids"].to_numpy()) for file in files]
+    return np.concatenate(rows).reshape(-1)
+
+
+ODD = [  # what a JSON line can hold, and the column of the account that must count it
+    ("read", "kept as it is"), ("empty", ""), ("empty", " \n\t"), ("unreadable", None), ("unreadable", 17),
+    ("unreadable", ["a", "list"]), ("duplicate", "kept as it is"), ("kept", "NUL \0 bytes \0\0 inside"),
+    ("unreadable", "a lone surrogate \ud800"), ("kept", "<|endoftext|> written out is text"),
+    ("kept", "the end"),
+]
+
+
+def test_every_document_and_every_token_is_accounted_for(tmp_path, tokenizer):
+    long_line = ("all on one line " * 200 + "x" * 5000) * 40  # more than one batch of the tokenizer
+    odd = [text for _, text in ODD]
+    texts = odd + make_texts(150) + [long_line] + make_texts(30)  # the last 30 are duplicates
+    source = Path(write_jsonl(tmp_path / "odd.jsonl", texts))
+    damaged = b'{"text": "not UTF-8: \xff\xfe"}\n{"text": "cut off\n{"other": 1}\n'
+    source.write_bytes(source.read_bytes() + damaged)
+    assert run(str(source), tmp_path / "shards", tokenizer) == 0
+    accounts = manifest_of(tmp_path / "shards")["accounting"]
+    train, held = accounts["train"], accounts["validation"]
+    assert train["read"] == len(texts) + 3
+    assert train["unreadable"] == sum(kind == "unreadable" for kind, _ in ODD) + 3
+    assert (train["empty"], train["duplicate"]) == (2, 31)
+    assert train["read"] == sum(train[name] for name in (
+        "unreadable", "empty", "filtered", "duplicate", "validation", "kept"))
+
+    # An independent count: one document at a time through transformers' own tokenizer, in one Python list.
+    reference = {"train": [], "validation": []}
+    size = {"train": 0, "validation": 0}
+    hub_tokenizer, seen = load_tokenizer(tokenizer), set()
+    for text in texts:
+        if isinstance(text, str) and text.strip() and text not in seen and "\ud800" not in text:
+            seen.add(text)
+            split = "validation" if in_validation(text, 0, 0.05) else "train"
+            ids = hub_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            reference[split] += [*ids, hub_tokenizer.eos_token_id]
+            size[split] += len(text.encode())
+    for split, account in accounts.items():
+        rows, dropped = divmod(len(reference[split]), 32)
+        assert account["tokens"] == len(reference[split])
+        assert (account["rows"], account["tokens_dropped"]) == (rows, dropped)
+        assert account["bytes"] == size[split]
+        assert tokens_of(tmp_path / "shards", split).tolist() == reference[split][: rows * 32]
+    assert held["kept"] == train["validation"] > 0
+
+
+def test_a_document_of_50_mb_on_one_line_is_one_document(tmp_path, tokenizer):
+    line = ("one long line " + "y" * 50 + " ") * (50_000_000 // 65)
+    source = write_jsonl(tmp_path / "long.jsonl", ["before", line, "after"])
+    assert run(source, tmp_path / "texts", None, text_only=[]) == 0
+    account = manifest_of(tmp_path / "texts")["accounting"]["train"]
+    assert (account["kept"], account["bytes"]) == (3, len(line) + 11)
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, tokenizer, monkeypatch, text_only):
+    texts = make_texts(120)
+    source = write_jsonl(tmp_path / "texts.jsonl", texts[:70] + texts[50:])
+    settings = {"text_only": []} if text_only else {}
+    settings["shard_mb"] = 0.02
+    assert run(source, tmp_path / "whole", tokenizer, **settings) == 0
+    # A record after every batch of one or two documents; every ninth write is the end of a run.
+    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_RECORDS", 0)
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
+    writes, write = [], storage.Folder.write
+
+    class Killed(BaseException):
+        pass
+
+    def write_or_die(folder, name, data, tries=None):
+        writes.append(name)
+        if len(writes) % 9 == 0:
+            raise Killed
+        write(folder, name, data, tries)
+
+    monkeypatch.setattr(storage.Folder, "write", write_or_die)
+    runs, status = 0, None
+    while status is None:
+        runs += 1
+        with contextlib.suppress(Killed):
+            status = run(source, tmp_path / "parts", tokenizer, **settings)
+    assert runs > 3 and status == 0
+    assert shard_bytes(tmp_path / "parts") == shard_bytes(tmp_path / "whole")
+    whole, parts = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "parts")
+    for manifest in (whole, parts):
+        for account in manifest["accounting"].values():
+            del account["seconds"]
+    assert parts == whole
+    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("whole", "parts")]
+    assert names[0] == names[1]
+
+
+def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp_path, tokenizer):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(4000))
+    arguments = command(source, tmp_path / "killed", tokenizer, shard_mb=0.1)
+    assert prepare.main(command(source, tmp_path / "whole", tokenizer, shard_mb=0.1)) == 0
+    shards = len(shard_bytes(tmp_path / "whole"))
+    rng, environment = random.Random(time.time_ns()), {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start():
+        words = [sys.executable, "-m", "data.prepare", *arguments]
+        return subprocess.Popen(words, cwd=PROJECT, env=environment, text=True, stdout=subprocess.DEVNULL,
+                                stderr=subprocess.PIPE)
+
+    moments = []
+    for i in range(KILLS):
+        # The moment: so many shards are there, and a few milliseconds more: anywhere in the work.
+        target = round(shards * (i + rng.random()) / KILLS * 0.95)
+        process = start()
+        while process.poll() is None and len(shard_bytes(tmp_path / "killed")) < target:
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+        moments.append((target, process.returncode))
+    last = start()
+    errors = last.communicate()[1]
+    assert last.returncode == 0, errors
+    assert any(code == -signal.SIGKILL for _, code in moments), moments
+    assert shard_bytes(tmp_path / "killed") == shard_bytes(tmp_path / "whole"), moments
+    assert check_shards(str(tmp_path / "killed"))["splits"] == check_shards(str(tmp_path / "whole"))["splits"]
+    assert not list((tmp_path / "killed").rglob("*.tmp")) and not (tmp_path / "killed" / "progress").exists()
+    print(f"killed when so many of {shards} shards were there: {moments}")
+
+
+def test_text_shards_hold_the_kept_documents_with_all_columns(tmp_path):
+    texts = [*make_texts(100), None, "needle in a haystack", "needle again"] * 2
+    source = write_jsonl(tmp_path / "texts.jsonl", texts)
+    assert run(source, tmp_path / "all", None, text_only=[]) == 0
+    assert run(source, tmp_path / "some", None, text_only=[], keywords=["needle", "absent"]) == 0
+    files = sorted((tmp_path / "some").glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert rows == [{"id": 101, "text": "needle in a haystack", "source": f"s{101 % 7}"},
+                    {"id": 102, "text": "needle again", "source": f"s{102 % 7}"}]
+    account = manifest_of(tmp_path / "some")["accounting"]["train"]
+    expected = {"read": 206, "filtered": 200, "unreadable": 2, "duplicate": 2, "kept": 2}
+    assert {name: account[name] for name in expected} == expected
+    assert len(shard_bytes(tmp_path / "all")) > 1
+    again = [document["text"] for document in load_corpus(str(tmp_path / "all"))]
+    assert again == [text for text in texts[:103] if text], "they are a source again"
+
+
+def test_mixed_columns_become_text_and_a_later_misfit_is_the_users_to_solve(tmp_path, capsys):
+    def write(rows):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(tmp_path / "rows.jsonl")
+
+    mixed = write([{"text": "one", "x": 1}, {"text": "two", "x": "b"}, {"text": "three", "x": {"y": [1]}}])
+    assert run(mixed, tmp_path / "mixed", None, text_only=[]) == 0
+    table = pq.read_table(tmp_path / "mixed" / "train-00000.parquet")
+    assert table["x"].to_pylist() == ["1", "b", '{"y": [1]}']
+    late = write([*({"text": text, "x": 1} for text in make_texts(50)), {"text": "last", "x": "b"}])
+    assert run(late, tmp_path / "late", None, text_only=[]) == 2
+    assert re.search(r"column x: a value is not int64", capsys.readouterr().err)
+
+
+def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp_path, tokenizer, capsys):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(50))
+    assert run(source, tmp_path / "shards", tokenizer) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")}
+    assert run(source, tmp_path / "shards", tokenizer) == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")} == before
+    assert "nothing to do" in capsys.readouterr().out
+    assert run(source, tmp_path / "shards", tokenizer, block_size=64, seed=3) == 2
+    error = capsys.readouterr().err
+    assert "block_size 32, now 64" in error and "seed 0, now 3" in error and "Traceback" not in error
+    write_jsonl(tmp_path / "texts.jsonl", make_texts(51))
+    assert run(source, tmp_path / "shards", tokenizer) == 2
+    assert "content" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"block_size": 1, "shard_mb": 0, "validation_fraction": 1},
+     r"(?s)tokenizer_name: none.*block_size: .*is 1\..*validation_fraction: .*is 1\.0.*shard_mb: .*is 0\.0"),
+    ({"tokenizer_name": "/nowhere"}, "tokenizer_name '/nowhere' cannot be loaded"),
+    ({"dataset_name": "/nowhere.jsonl", "text_only": []}, "no such file"),
+    ({"output_dir": "/proc/nowhere", "text_only": []}, "/proc/nowhere cannot be written"),
+    ({"output_dir": str(PROJECT), "text_only": []}, "is not empty and holds no shards"),
+    ({"keywords": ["absent"], "text_only": []}, "gives nothing to train on"),
+])
+def test_a_users_mistake_is_one_message_and_status_2(tmp_path, capsys, settings, message):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(5))
+    assert run(source, tmp_path / "shards", None, **settings) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    assert error.count("error:") == 1 and "Traceback" not in error
+
+
+def test_two_runs_at_once_are_refused(tmp_path, capsys):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(5))
+    with prepare._only_run(storage.Folder(tmp_path / "shards")):
+        assert run(source, tmp_path / "shards", None, text_only=[]) == 2
+    assert "another run is preparing" in capsys.readouterr().err
+    assert run(source, tmp_path / "shards", None, text_only=[]) == 0
+
+
+def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch, capsys):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(300))
+    assert run(source, tmp_path / "whole", tokenizer) == 0
+    corpus, away = load_corpus(source), True
+
+    class Gone(type(corpus)):
+        def __iter__(self):
+            for i, document in enumerate(super().__iter__()):
+                if away and i == 280:
+                    raise TimeoutError("no answer")
+                yield document
+
+    monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: Gone(**vars(corpus)))
+    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_RECORDS", 0)
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    assert run(source, tmp_path / "shards", tokenizer) == 1
+    assert "item 280, failed 8 times" in capsys.readouterr().err
+    away = False
+    assert run(source, tmp_path / "shards", tokenizer) == 0
+    assert shard_bytes(tmp_path / "shards") == shard_bytes(tmp_path / "whole")
