@@ -40,21 +40,22 @@ class Accounting:
         account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
 
     def share_after_filtering(self) -> str:
-        """As the Hugging Face course prints it: documents with a keyword, of all that were read."""
-        return f"{1 - self.filtered / max(self.read, 1):.2%} of data after filtering."
+        """As the Hugging Face course prints it: documents with a keyword (duplicates too), of all read."""
+        return f"{self.share_kept(duplicates=True):.2%} of data after filtering."
+
+    def share_kept(self, duplicates=False) -> float:
+        kept = self.kept + self.validation + duplicates * self.duplicate
+        return kept / max(self.read, 1)
 
     def table(self, title="") -> str:
-        lines = [f"  {name.replace('_', ' '):<16}{value:>16,}" for name, value in asdict(self).items()
-                 if name != "seconds"]  # fmt: skip
-        rate = f"{self.tokens / self.seconds:,.0f} tokens/s" if self.tokens and self.seconds else ""
-        return "\n".join(
-            [title or "documents", *lines, f"  {'seconds':<16}{self.seconds:>16,.1f}  {rate}".rstrip()]
-        )
+        rows = [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
+        if self.tokens and self.seconds:
+            rows.append(("tokens per second", f"{self.tokens / self.seconds:,.0f}"))
+        return "\n".join([title, *(f"  {name:<18}{value:>18}" for name, value in rows)])
 
 
 class SeenHashes:
-    """A set of 64-bit numbers in 10 to 20 bytes each, where a Python set takes about 80: an open-addressing
-    table.
+    """A set of 64-bit numbers in 11 to 21 bytes each, where a Python set takes about 80 (open addressing).
 
     At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
 
@@ -125,16 +126,17 @@ def show_progress(documents: Iterable[dict], counts: Accounting, what: str, enab
         yield from documents
         return
     start = last = time.monotonic()
-    bar = tqdm(desc=what, unit=" documents", disable=not sys.stderr.isatty(), dynamic_ncols=True)
-    with bar:
+    read_before = counts.read  # by an interrupted run that this one continues
+    terminal = sys.stderr.isatty()
+    with tqdm(desc=what, unit=" documents", initial=counts.read, disable=not terminal) as bar:
         for document in documents:
             yield document
-            now, share = time.monotonic(), (counts.kept + counts.validation) / counts.read
-            if not bar.disable:
+            now, share = time.monotonic(), counts.share_kept()
+            if terminal:
                 bar.set_postfix(kept=f"{share:.1%}", refresh=False)
                 bar.update(counts.read - bar.n)
             elif now - last > SECONDS_BETWEEN_LINES:
                 last = now
-                rate = counts.read / (now - start)
+                rate = (counts.read - read_before) / (now - start)
                 print(f"{what}: {counts.read:,} documents, {share:.1%} kept, {rate:,.0f} documents/s",
-                      file=sys.stderr, flush=True)  # fmt: skip
+                      file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""Text to training rows: tokenize, end every document with EOS, cut the stream of tokens into rows of
-block_size.
+"""Text to training rows: tokenize, end every document with EOS, cut the stream of tokens into rows of T.
 
     prepared = prepare_rows(corpus, tokenizer, block_size=128, seed=0, cache_dir="cache")
     prepared.train.__getitems__([(0, 5), (0, 2)])["input_ids"]     # int64 [2, 128]
@@ -15,7 +14,7 @@ import shutil
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from data.tokenizer import TRAINING_BYTES, load_tokenizer, sample_texts, split_t
 
 MANIFEST = "sizes.json"
 FORMAT = 1  # part of every cache key: raise it when rows of old caches would differ
-BATCH_BYTES = 1 << 21  # characters encoded in one call; the encodings of one batch take about 100 MB
+BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
 
 
 def token_dtype(tokenizer) -> np.dtype:
@@ -45,20 +44,18 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 
 def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (tokens [n], ends [d]) in the order of texts: token ids with EOS after each document, in
-    `token_dtype`, and int64 offsets in `tokens` just after those EOS. A very long document spans several
-    yields.
+    """Yields (tokens [k], ends [d]) in the order of texts: token ids with EOS after each document, in
+    `token_dtype`, and int64 offsets in `tokens` just after those EOS. A long document spans several yields.
 
-    Special tokens written out in a text are text (nanoGPT's encode_ordinary): a document that mentions
-    <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded while the
-    last is converted. Raises ValueError where the tokenizer has no EOS token."""
+    Special tokens written out in a text are text, as with nanoGPT's encode_ordinary: a document that
+    mentions <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded
+    while the one before is converted. ValueError where the tokenizer has no token to end documents with."""
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if eos is None:
-        raise ValueError(
-            "the tokenizer has no eos_token, which ends documents: choose another --tokenizer_name"
-        )
+        raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no eos_token to end documents with; "
+                         "choose another tokenizer")
     dtype = token_dtype(tokenizer)
-    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, to be set up for whole texts
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -70,15 +67,14 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
             if last:
                 tokens.append(eos)
                 ends.append(len(tokens))
-        # array() reads a list of ints in half of numpy's time
+        # array() reads a list of ints in half of the time that numpy takes
         return np.frombuffer(array("I", tokens), np.uint32).astype(dtype), np.array(ends, np.int64)
 
     running = deque()
     with ThreadPoolExecutor(1) as encoder:
         for pieces, lasts in _batches(texts):
-            running.append(
-                (encoder.submit(backend.encode_batch_fast, pieces, add_special_tokens=False), lasts)
-            )
+            batch = encoder.submit(backend.encode_batch_fast, pieces, add_special_tokens=False)
+            running.append((batch, lasts))
             if len(running) == 2:
                 encodings, lasts = running.popleft()
                 yield convert(encodings.result(), lasts)
@@ -87,17 +83,16 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
 
 
 def _batches(texts) -> Iterator[tuple[list[str], list[bool]]]:
-    """Pieces of documents, about BATCH_BYTES at a time, and whether each is its document's last."""
+    """Pieces of documents, about BATCH_CHARACTERS at a time, and whether each is the last of its document."""
     pieces, lasts, size = [], [], 0
     for text in texts:
         for piece in split_text(text):
+            if size >= BATCH_CHARACTERS:
+                yield pieces, lasts
+                pieces, lasts, size = [], [], 0
             pieces.append(piece)
             lasts.append(False)
             size += len(piece)
-            if size >= BATCH_BYTES and len(pieces) > 1:
-                held = [pieces.pop()], [lasts.pop()]
-                yield pieces, lasts
-                (pieces, lasts), size = held, len(piece)
         lasts[-1] = True
     if pieces:
         yield pieces, lasts
@@ -111,22 +106,50 @@ class RowPacker:
         self.rest = np.empty(0, dtype)
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
-        """tokens [n] -> the rows they complete [k, T], k >= 0."""
+        """tokens [k] -> the rows they complete [n, T], n >= 0."""
         tokens = np.concatenate([self.rest, tokens])
         cut = len(tokens) - len(tokens) % self.block_size
-        self.rest = tokens[cut:].copy()  # a copy, so that the whole array is not kept alive
+        self.rest = tokens[cut:].copy()  # a copy, which does not keep the whole array alive
         return tokens[:cut].reshape(-1, self.block_size)
 
 
+class RowFile:
+    """Writes a .npy file [n, T] whose n is known only at the end: the header, of fixed size, comes last."""
+
+    HEADER = 128
+
+    def __init__(self, path, block_size: int, dtype):
+        self.file, self.block_size, self.dtype, self.rows = open(path, "wb"), block_size, np.dtype(dtype), 0
+        self.file.write(bytes(self.HEADER))
+
+    def write(self, rows: np.ndarray) -> None:
+        """rows [n, T]"""
+        self.file.write(np.ascontiguousarray(rows).data)
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        shape = (self.rows, self.block_size)
+        header = repr({"descr": self.dtype.str, "fortran_order": False, "shape": shape}).encode()
+        self.file.seek(0)
+        self.file.write(b"\x93NUMPY\x01\x00" + (self.HEADER - 10).to_bytes(2, "little"))
+        self.file.write(header.ljust(self.HEADER - 11) + b"\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+_RowFile = RowFile
+
+
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of a .npy file [n, T], memory-mapped. Keys are (epoch, row); it pickles as its path alone."""
+    """Rows of a .npy file [n, T], memory-mapped. Keys are (epoch, row). It pickles as its path alone."""
 
     def __init__(self, path, max_rows: int | None = None):
         self.path, self.max_rows = str(path), max_rows
-        self._open()
+        self.rows = np.load(self.path, mmap_mode="r")[:max_rows]
 
-    def _open(self):
-        self.rows = np.load(self.path, mmap_mode="r")[: self.max_rows]
+    def __reduce__(self):
+        return PackedRows, (self.path, self.max_rows)
 
     @property
     def block_size(self) -> int:
@@ -137,46 +160,11 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict:
         """keys (epoch, row) -> {"input_ids": int64 [B, T], "row": int64 [B], "epoch": int64 [B]}; row -1 is
-        padding, zeros."""
-        epoch, row = torch.tensor(keys, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-        tokens = self.rows[row.clamp(min=0).numpy()].astype(np.int64)
-        tokens[row.numpy() < 0] = 0
-        return {"input_ids": torch.from_numpy(tokens), "row": row, "epoch": epoch}
-
-    def __getitem__(self, key: tuple[int, int]) -> dict:
-        return {name: value[0] for name, value in self.__getitems__([key]).items()}
-
-    def __getstate__(self):
-        return {"path": self.path, "max_rows": self.max_rows}
-
-    def __setstate__(self, state):
-        self.__dict__.update(state)
-        self._open()
-
-
-class _RowFile:
-    """A .npy file [n, T] whose n is known only at the end: the header has a fixed size and is written
-    last."""
-
-    HEADER = 128
-
-    def __init__(self, path, block_size, dtype):
-        self.file, self.block_size, self.dtype, self.rows = open(path, "wb"), block_size, np.dtype(dtype), 0
-        self.file.write(bytes(self.HEADER))
-
-    def write(self, rows: np.ndarray):
-        self.file.write(rows.data)
-        self.rows += len(rows)
-
-    def close(self):
-        shape = (self.rows, self.block_size)
-        header = repr({"descr": self.dtype.str, "fortran_order": False, "shape": shape}).encode()
-        self.file.seek(0)
-        self.file.write(b"\x93NUMPY\x01\x00" + (self.HEADER - 10).to_bytes(2, "little"))
-        self.file.write(header.ljust(self.HEADER - 11) + b"\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        padding, zeros. For a DataLoader whose collate_fn passes batches on unchanged."""
+        epoch, row = np.array(keys, np.int64).reshape(-1, 2).T
+        tokens = self.rows[np.maximum(row, 0)].astype(np.int64)
+        tokens[row < 0] = 0
+        return {"input_ids": torch.from_numpy(tokens), "row": torch.tensor(row), "epoch": torch.tensor(epoch)}
 
 
 @dataclass
@@ -188,23 +176,13 @@ class PreparedRows:
     folder: str
 
 
-def prepare_rows(
-    corpus,
-    tokenizer,
-    *,
-    block_size: int,
-    keywords=(),
-    validation_fraction: float = 0.05,
-    eval_corpus=None,
-    seed: int = 0,
-    cache_dir="cache",
-    progress=True,
-) -> PreparedRows:
+def prepare_rows(corpus, tokenizer, *, block_size: int, keywords=(), validation_fraction: float = 0.05,
+                 eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True) -> PreparedRows:
     """Rows for training and evaluation, from the cache where the same were prepared before.
 
-    Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents (by
-    content hash and seed). The cache key covers everything that shapes the rows. Several processes may call
-    this at once: one prepares, the others wait. Raises ValueError where either split has no row."""
+    Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents, chosen by
+    content hash and seed. The cache key covers everything that shapes the rows. Several processes may call
+    this at once: one prepares, the others wait. Raises ValueError where a split gets no row."""
     settings = {
         "format": FORMAT,
         "corpus": [corpus.fingerprint, corpus.text_column],
@@ -215,132 +193,100 @@ def prepare_rows(
         "block_size": block_size,
     }
 
+    def split_of(text):
+        held_out = eval_corpus is None and in_validation(text, seed, validation_fraction)
+        return "validation" if held_out else "train"
+
     def build(folder):
-        manifest = _write_rows(
-            folder,
-            corpus,
-            tokenizer,
-            block_size,
-            settings["keywords"],
-            validation_fraction,
-            eval_corpus,
-            seed,
-            progress,
-        )
-        manifest["settings"] = settings
+        train = Split(folder / "train.npy", block_size, tokenizer)
+        validation = Split(folder / "validation.npy", block_size, tokenizer)
+        splits = {"train": train, "validation": validation}
+        _pack(corpus, tokenizer, keywords, lambda text: splits[split_of(text)], train.counts, progress)
+        if eval_corpus is not None:
+            _pack(eval_corpus, tokenizer, keywords, lambda text: validation, validation.counts, progress)
+        for split in splits.values():
+            split.close()
+        if progress:
+            print(train.counts.table(f"{corpus.name}, train"))
+            print(validation.counts.table(f"{(eval_corpus or corpus).name}, validation"))
+            if keywords:
+                print(train.counts.share_after_filtering(), flush=True)
+        _check_rows(train.counts, validation.counts, corpus, eval_corpus, settings, validation_fraction)
+        manifest = {
+            "settings": settings,
+            "accounting": {name: split.counts.as_dict() for name, split in splits.items()},
+            "eval_bytes_per_token": validation.counts.bytes / validation.counts.tokens,
+        }
         (folder / "preparation.json").write_text(json.dumps(manifest, indent=1))
 
     folder = build_once(cache_dir, "rows", settings, build)
     manifest = json.loads((folder / "preparation.json").read_text())
-    return PreparedRows(
-        PackedRows(folder / "train.npy"),
-        PackedRows(folder / "validation.npy"),
-        manifest["accounting"],
-        manifest["eval_bytes_per_token"],
-        str(folder),
-    )
+    return PreparedRows(PackedRows(folder / "train.npy"), PackedRows(folder / "validation.npy"),
+                        manifest["accounting"], manifest["eval_bytes_per_token"], str(folder))
 
 
-def _write_rows(
-    folder, corpus, tokenizer, block_size, keywords, fraction, eval_corpus, seed, progress
-) -> dict:
-    dtype, splits = token_dtype(tokenizer), ("train", "validation")
-    counts = {split: Accounting() for split in splits}
-    packers = {split: RowPacker(block_size, dtype) for split in splits}
-    files = {split: _RowFile(folder / f"{split}.npy", block_size, dtype) for split in splits}
+class Split:
+    """The rows of one split on their way to disk, and their account."""
 
-    def prepare(source, read, split_of):
-        """One pass over a source, counted in `read`; each document's tokens go to the rows of its split."""
-        started, owners = time.monotonic(), deque()  # the splits of the documents that are being tokenized
+    def __init__(self, path, block_size, tokenizer):
+        self.counts = Accounting()
+        self.packer = RowPacker(block_size, token_dtype(tokenizer))
+        self.file = RowFile(path, block_size, token_dtype(tokenizer))
 
-        def texts():
-            documents = clean_documents(source, keywords, read)
-            for document in show_progress(documents, read, f"preparing {source.name}", progress):
-                text = document[source.text_column]
-                owners.append(counts[split_of(text)])
-                if owners[-1] is not read:
-                    read.hold_out(owners[-1], len(text.encode()))
-                yield text
+    def add(self, tokens: np.ndarray):
+        self.counts.tokens += len(tokens)
+        self.file.write(self.packer.add(tokens))
 
-        for tokens, ends in tokenize_texts(texts(), tokenizer):
-            parts, start = {split: [] for split in splits}, 0
-            for end in ends.tolist():
-                parts[owner(owners.popleft())].append(tokens[start:end])
-                start = end
-            if start < len(tokens):  # a document that goes on in the next batch
-                parts[owner(owners[0])].append(tokens[start:])
-            for split in splits:
-                if parts[split]:
-                    found = np.concatenate(parts[split])
-                    counts[split].tokens += len(found)
-                    files[split].write(packers[split].add(found))
-        read.seconds = round(time.monotonic() - started, 3)
-
-    def owner(account):
-        return splits[account is counts["validation"]]
-
-    if eval_corpus is None:
-        prepare(corpus, counts["train"], lambda text: splits[in_validation(text, seed, fraction)])
-    else:
-        prepare(corpus, counts["train"], lambda text: "train")
-        prepare(eval_corpus, counts["validation"], lambda text: "validation")
-    for split in splits:
-        files[split].close()
-        counts[split].rows, counts[split].tokens_dropped = files[split].rows, len(packers[split].rest)
-    if progress:
-        if keywords:
-            print(counts["train"].share_after_filtering())
-        for split in splits:
-            print(counts[split].table(f"{split} split, rows of {block_size} tokens"), flush=True)
-    _check_rows(counts, corpus, eval_corpus, keywords, block_size, fraction)
-    return {
-        "accounting": {split: counts[split].as_dict() for split in splits},
-        "eval_bytes_per_token": counts["validation"].bytes / counts["validation"].tokens,
-    }
+    def close(self):
+        self.file.close()
+        self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.packer.rest)
 
 
-def _check_rows(counts, corpus, eval_corpus, keywords, block_size, fraction):
-    train, validation = counts["train"], counts["validation"]
+def _pack(corpus, tokenizer, keywords, split_of: Callable[[str], Split], counts: Accounting, progress):
+    """One pass over a corpus, counted in `counts`; each document's tokens go to the split of its text."""
+    started, splits = time.monotonic(), deque()  # splits: of the documents that are being tokenized
+
+    def texts():
+        documents = clean_documents(corpus, keywords, counts)
+        for document in show_progress(documents, counts, f"preparing {corpus.name}", progress):
+            text = document[corpus.text_column]
+            splits.append(split_of(text))
+            if splits[-1].counts is not counts:
+                counts.hold_out(splits[-1].counts, len(text.encode()))
+            yield text
+
+    for tokens, ends in tokenize_texts(texts(), tokenizer):
+        parts, start = {}, 0
+        for end in ends.tolist():
+            parts.setdefault(splits.popleft(), []).append(tokens[start:end])
+            start = end
+        if start < len(tokens):  # a document that goes on in the next batch
+            parts.setdefault(splits[0], []).append(tokens[start:])
+        for split, found in parts.items():
+            split.add(np.concatenate(found))
+    counts.seconds = round(time.monotonic() - started, 3)
+
+
+def _check_rows(train, validation, corpus, eval_corpus, settings, fraction):
+    keywords, block_size = settings["keywords"], settings["block_size"]
     if keywords and not train.kept + train.validation:
-        raise ValueError(
-            f"keywords {' '.join(keywords)}: none of the {train.read:,} documents of {corpus.name} contains any"
-            " of them. Name other keywords, or none to keep everything."
-        )
-    for split, count, source in (("train", train, corpus), ("validation", validation, eval_corpus or corpus)):
-        if count.rows == 0:
-            remedy = "lower block_size or name more text"
+        raise ValueError(f"keywords {' '.join(keywords)}: none of the {train.read:,} documents of "
+                         f"{corpus.name} contains any of them; name others, or none to keep everything")
+    sources = (("train", train, corpus), ("validation", validation, eval_corpus or corpus))
+    for split, counts, source in sources:
+        if not counts.rows:
+            remedy = "lower block_size or take more text"
             if split == "validation" and eval_corpus is None:
-                remedy = f"raise validation_fraction ({fraction}), lower block_size, or name validation data"
-            raise ValueError(
-                f"block_size {block_size}: the {split} split of {source.name} has {count.kept:,} documents"
-                f" with {count.tokens:,} tokens, less than one row. Remedy: {remedy}."
-            )
+                remedy = f"raise validation_fraction {fraction}, lower block_size or name validation data"
+            raise ValueError(f"block_size {block_size}: the {split} split of {source.name} is "
+                             f"{counts.kept:,} documents, {counts.tokens:,} tokens, no whole row; {remedy}")
 
 
-def trained_tokenizer(
-    corpus,
-    *,
-    vocab_size: int,
-    algorithm: str,
-    model_type: str,
-    keywords=(),
-    max_bytes: int = TRAINING_BYTES,
-    seed: int = 0,
-    cache_dir="cache",
-    progress=True,
-):
-    """A tokenizer trained on at most max_bytes of the corpus, or the same one from the cache."""
-    settings = [
-        FORMAT,
-        corpus.fingerprint,
-        corpus.text_column,
-        sorted(set(keywords)),
-        vocab_size,
-        algorithm,
-        model_type,
-        max_bytes,
-        seed,
-    ]
+def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str, keywords=(),
+                      max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True):
+    """A tokenizer trained on a sample of at most max_bytes of the corpus, or the same one from the cache."""
+    settings = [FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(keywords)), vocab_size, algorithm,
+                model_type, max_bytes, seed]
 
     def build(folder):
         counts = Accounting()
@@ -348,30 +294,27 @@ def trained_tokenizer(
         documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer", progress)
         texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed=seed)
         if not texts:
-            raise ValueError(
-                f"{corpus.name} has no text to train a tokenizer on, with keywords {list(keywords)}"
-            )
-        train_tokenizer(texts, algorithm, vocab_size, model_type, progress=progress).save_pretrained(folder)
+            raise ValueError(f"keywords {' '.join(keywords)}: none of the {counts.read:,} documents of "
+                             f"{corpus.name} contains any of them, so no tokenizer can be trained")
+        train_tokenizer(texts, algorithm, vocab_size, model_type).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))
 
 
-def build_once(cache_dir, kind: str, settings, build) -> Path:
-    """The folder of `cache_dir` that build(folder) filled for these settings (JSON), built if it is missing
-    or damaged.
+def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) -> Path:
+    """The folder of `cache_dir` that build(folder) filled for these settings, or fills it now.
 
-    It appears by a rename, complete; a manifest written last holds the size of every file. Of several
-    processes one builds and the others wait; a killed one leaves neither a lock nor a folder that would be
-    taken for whole."""
+    It appears by a rename, complete, with the size of every file on record. Of several processes one builds
+    and the others wait; a killed one leaves neither a lock nor a folder that could be taken for whole."""
     key = hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
     folder, building = Path(cache_dir) / f"{kind}-{key}", Path(cache_dir) / f"{kind}-{key}.tmp"
-    if _is_intact(folder):
+    if _is_whole(folder):
         return folder
     os.makedirs(cache_dir, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not _is_intact(folder):
-            shutil.rmtree(building, ignore_errors=True)
-            shutil.rmtree(folder, ignore_errors=True)
+        if not _is_whole(folder):
+            for leftover in (building, folder):
+                shutil.rmtree(leftover, ignore_errors=True)
             building.mkdir()
             try:
                 build(building)
@@ -383,7 +326,7 @@ def build_once(cache_dir, kind: str, settings, build) -> Path:
     return folder
 
 
-def _is_intact(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / MANIFEST).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())

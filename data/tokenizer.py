@@ -1,8 +1,8 @@
 """Load a tokenizer, or train one: byte-level BPE, Unigram or WordPiece.
 
-    python -m data.tokenizer --output_dir my-tokenizer                               # BPE on the installed
-    Python python -m data.tokenizer --algorithm unigram --model_type roberta --vocab_size 32000 \\
-        --dataset_name Salesforce/wikitext --dataset_config_name wikitext-103-raw-v1 --output_dir my-tokenizer
+    python -m data.tokenizer --output_dir my-tokenizer                       # BPE on the installed Python
+    python -m data.tokenizer --algorithm unigram --vocab_size 32000 --dataset_name Salesforce/wikitext \\
+        --dataset_config_name wikitext-103-raw-v1 --output_dir my-tokenizer  # the Keras TPU example's
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from tokenizers import (
     AddedToken,
@@ -29,146 +30,102 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from data.corpus import load_corpus
 from data.filters import Accounting, clean_documents, show_progress
 
-TRAINING_BYTES = 100_000_000  # of text a tokenizer is trained on
-LONGEST_PIECE = 1 << 20  # characters: a longer document is encoded in pieces, see split_text
+TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
+LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 SPACE = re.compile(r"(?<=\S)(?=\s)")
 
-# Special tokens by model family, in the order of their ids: the ids that the families' model configurations
-# expect.
-ROBERTA = {
-    "bos_token": "<s>",
-    "pad_token": "<pad>",
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "cls_token": "<s>",
-    "sep_token": "</s>",
-    "mask_token": AddedToken("<mask>", lstrip=True, special=True),
-}
-BERT = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
-CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
-FAMILIES = {
-    **dict.fromkeys(("roberta", "xlm-roberta", "camembert"), ROBERTA),
-    **dict.fromkeys(("bert", "distilbert", "electra", "mobilebert"), BERT),
-}
+# Special tokens by model family, in the order of their ids, which are those of the families' configurations.
+# RoBERTa counts its positions from the pad id (1): another one would silently turn that token into padding.
+ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>",
+           "cls_token": "<s>", "sep_token": "</s>",
+           "mask_token": AddedToken("<mask>", lstrip=True, special=True)}
+BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+        "mask_token": "[MASK]"}
+CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # GPT-2's
+FAMILIES = {**dict.fromkeys(("roberta", "xlm-roberta", "camembert"), ROBERTA),
+            **dict.fromkeys(("bert", "distilbert", "electra", "mobilebert"), BERT)}
+USUAL_ALGORITHM = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}
 
 
 def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
-    """A tokenizer of the Hub or of a folder. ValueError where there is none, or none of the tokenizers
-    library."""
+    """A tokenizer of the Hub or of a folder. ValueError where there is none of the tokenizers library."""
+    asked = f"tokenizer_name {str(name_or_path)!r}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"tokenizer_name {str(name_or_path)!r} cannot be loaded: {str(error).strip()}\n  Remedies: check the"
-            " name, the network and your login, or leave it empty to train a tokenizer on the corpus."
-        ) from error
+        raise ValueError(f"{asked} cannot be loaded: {str(error).strip()}\n  Remedies: check the spelling, "
+                         "the network and your login, or leave it empty to train one.") from error
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"tokenizer_name {str(name_or_path)!r} has no tokenizer.json: choose one with a fast version"
-        )
+        raise ValueError(f"{asked} has no tokenizer.json; choose one that has")
     return tokenizer
 
 
-def train_tokenizer(
-    texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str, progress=False
-) -> PreTrainedTokenizerFast:
-    """Train on texts, with the special tokens of the model's family: RoBERTa's (pad id 1, as its
-    configuration and its position ids expect), BERT's (pad id 0), or <|endoftext|> for causal models.
+def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str,
+                    progress=False) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on texts, with the special tokens of the model's family.
 
-    bpe: byte-level, GPT-2's; round-trips any text. unigram: as in transformers' Keras TPU example.
-    wordpiece: BERT's, cased. Says so when the texts do not give vocab_size tokens. Raises ValueError."""
-    if algorithm not in ("bpe", "unigram", "wordpiece"):
-        raise ValueError(f"algorithm {algorithm!r} is unknown: choose bpe, unigram or wordpiece")
+    bpe: byte-level, GPT-2's, round-trips any text. unigram: as in transformers' Keras TPU example. wordpiece:
+    BERT's, cased. A warning names the size reached where it is not vocab_size. Raises ValueError."""
+    if algorithm not in USUAL_ALGORITHM:
+        raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_ALGORITHM)}")
     special = dict(FAMILIES.get(model_type, CAUSAL))
-    if special["unk_token"] == "<|endoftext|>" and algorithm != "bpe":
-        special["unk_token"] = (
-            "<unk>"  # byte-level BPE knows every byte, the others need a token for the unknown
-        )
-    names = {str(token): token for token in special.values()}
+    if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
+        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
+    names = list(dict.fromkeys(str(token) for token in special.values()))
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size {vocab_size} is too small: {algorithm} needs at least {smallest}")
-    backend, trainer = _untrained(
-        algorithm, vocab_size, list(names.values()), str(special["unk_token"]), progress
-    )
-    pieces = (piece for text in texts for piece in split_text(text))
-    try:
-        backend.train_from_iterator(pieces, trainer=trainer)
-    except (
-        Exception
-    ) as error:  # the library raises bare Exception, for example when Unigram finds too few pieces
-        raise ValueError(
-            f"vocab_size {vocab_size}: the {algorithm} tokenizer could not be trained ({error}). Lower it or"
-            " read more text."
-        ) from error
-    _add_template(backend, special)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
-    )
-    if len(tokenizer) != vocab_size:
-        print(
-            f"warning: vocab_size {vocab_size:,} was asked for, the text gave {len(tokenizer):,}: "
-            + (
-                "the model is built for that number"
-                if len(tokenizer) < vocab_size
-                else "its alphabet is that large"
-            ),
-            file=sys.stderr,
-        )
-    return tokenizer
-
-
-def _untrained(algorithm, vocab_size, special_tokens, unknown, progress):
-    common = {"vocab_size": vocab_size, "special_tokens": special_tokens, "show_progress": progress}
+        raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
+    common = {"vocab_size": vocab_size, "special_tokens": names, "show_progress": progress}
     if algorithm == "bpe":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
-        return backend, trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
-    if algorithm == "unigram":
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
+    elif algorithm == "unigram":
         backend = Tokenizer(models.Unigram())
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-        )
+        quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+        backend.normalizer = normalizers.Sequence(quotes)
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
         backend.decoder = decoders.Metaspace()
-        return backend, trainers.UnigramTrainer(unk_token=unknown, **common)
-    backend = Tokenizer(models.WordPiece(unk_token=unknown))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    return backend, trainers.WordPieceTrainer(**common)
-
-
-def _add_template(backend, special):
-    if "cls_token" not in special:
-        return
-    cls, sep = special["cls_token"], special["sep_token"]
-    pair = f"{cls} $A {sep} $B:1 {sep}:1" if cls == "[CLS]" else f"{cls} $A {sep} {sep} $B {sep}"
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{cls} $A {sep}",
-        pair=pair,
-        special_tokens=[(token, backend.token_to_id(token)) for token in (cls, sep)],
-    )
+        trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
+    else:
+        backend = Tokenizer(models.WordPiece(unk_token=special["unk_token"]))
+        backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**common)
+    try:
+        backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer=trainer)
+    except Exception as error:  # the library raises bare Exceptions, as where Unigram finds too little
+        raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
+                         "lower vocab_size or take more text") from error
+    if "cls_token" in special:
+        first, last = special["cls_token"], special["sep_token"]
+        second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
+            special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)],
+        )
+    # clean_up_tokenization_spaces would make decode() drop spaces that the text had
+    special["clean_up_tokenization_spaces"] = False
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    if len(tokenizer) != vocab_size:
+        print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "
+              f"{len(tokenizer):,}; models are built for the number reached", file=sys.stderr, flush=True)
+    return tokenizer
 
 
 def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
-    """A long document in pieces, so that encoding one of 50 MB takes no more memory than any other batch.
+    """A long document in pieces, so that one of 50 MB takes no more memory to encode than any other batch.
 
-    The cut is made before a space between two letters, where every common pre-tokenizer (byte-level,
-    Metaspace, BERT) cuts too, so the tokens stay the same; only a text with 64 Ki characters without such a
-    place is cut before other white space or, failing that, anywhere, and then a token or two around the cut
-    can differ."""
+    The cut is made before a space between two letters. Every common pre-tokenizer (byte-level, Metaspace,
+    BERT) cuts there too, so the tokens stay the same. Only a text that has no such place in 64 Ki
+    characters is cut at other white space or, failing that, anywhere; then the tokens next to the cut can
+    differ."""
     start = 0
     while len(text) - start > longest:
-        low, high = start + longest, min(start + longest + (1 << 16), len(text))
+        low, high = start + longest, start + longest + (1 << 16)
         found = BETWEEN_WORDS.search(text, low, high) or SPACE.search(text, low, high)
         cut = found.start() if found else low
         yield text[start:cut]
@@ -177,102 +134,75 @@ def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, seed: int = 0) -> list[str]:
-    """A fair sample of a stream of any length, in memory of max_bytes: every document has the same chance,
-    wherever it stands. Documents draw a number from their content and the seed; those with the smallest are
-    kept. The order is that of the numbers, so the same documents give the same sample. max_documents 0: no
-    such bound."""
-    heap, size = [], 0  # largest number first
+    """A fair sample of a stream of any length, held in max_bytes: wherever a document stands, its chance is
+    the same. Documents draw a number from (content, seed) and the smallest numbers stay, so that the order
+    of the stream does not matter. max_documents 0: no bound of that kind."""
+    held, size = [], 0  # a heap, largest number first
     for text in texts:
         data = text.encode("utf-8", "replace")
-        number = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
-        rank = -int.from_bytes(number, "big")
-        if heap and size >= max_bytes and rank < heap[0][0]:
-            continue
-        heapq.heappush(heap, (rank, len(data), text))
+        draw = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
+        heapq.heappush(held, (-int.from_bytes(draw, "big"), len(data), text))
         size += len(data)
-        while len(heap) > 1 and (size > max_bytes or 0 < max_documents < len(heap)):
-            size -= heapq.heappop(heap)[1]
-    return [text for _, _, text in sorted(heap, reverse=True)]
+        while len(held) > 1 and (size > max_bytes or 0 < max_documents < len(held)):
+            size -= heapq.heappop(held)[1]
+    return [text for _, _, text in sorted(held, reverse=True)]
 
 
 def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[str]]:
-    """Token ids of keywords, with and without a leading space, and the spellings of them that are not one
-    token."""
-    ids, missing = {}, []
+    """Ids of the keywords that are one token, with and without a leading space, and the spellings that are
+    not."""
+    ids, missing = [], []
     for keyword in keywords:
         for spelling in (keyword.strip(), " " + keyword.strip()):
             found = tokenizer(spelling, add_special_tokens=False)["input_ids"]
             if len(found) == 1 and found[0] != tokenizer.unk_token_id:
-                ids[found[0]] = spelling
+                ids += found
             else:
                 missing.append(spelling)
-    return list(ids), missing
+    return list(dict.fromkeys(ids)), list(dict.fromkeys(missing))
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(
-        prog="python -m data.tokenizer",
-        description=__doc__,
-        allow_abbrev=False,
+        prog="python -m data.tokenizer", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--output_dir", required=True, help="where the tokenizer is saved; AutoTokenizer loads it from there")
-    add("--algorithm", default="bpe", choices=("bpe", "unigram", "wordpiece"))
-    add(
-        "--model_type",
-        default="",
-        help="decides the special tokens; default: gpt2, roberta or bert by algorithm",
-    )
+    add("--output_dir", required=True, help="AutoTokenizer loads it from there")
+    add("--algorithm", default="bpe", choices=list(USUAL_ALGORITHM))
     add("--vocab_size", type=int, default=32_000, help="tokens, special ones included")
+    add("--model_type", help="decides the special tokens; without it gpt2, roberta or bert, by algorithm")
     add("--dataset_name", default="installed-python", help="any source that data/corpus.py knows")
     add("--dataset_config_name")
     add("--split", default="train")
-    add("--text_column", help="default: content or text")
+    add("--text_column", help="without it content or text")
     add("--streaming", action="store_true", help="read a Hub data set while it downloads")
     add("--keywords", nargs="*", default=[], help="only documents with any of these")
-    add(
-        "--max_bytes",
-        type=int,
-        default=TRAINING_BYTES,
-        help="of text to train on, a fair sample of what is read",
-    )
+    add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on: a fair sample of what is read")
     add("--max_documents", type=int, default=0, help="to train on, 0 = no bound")
-    add(
-        "--read_documents",
-        type=int,
-        default=0,
-        help="stop reading the source after so many, 0 = read all of it",
-    )
+    add("--read_documents", type=int, default=0, help="read only the first so many of the source, 0 = all")
     add("--seed", type=int, default=0, help="of the sample")
     add("--push_to_hub", action="store_true")
-    add("--hub_model_id", help="user/name; default: the name of output_dir")
+    add("--hub_model_id", help="user/name; without it the name of output_dir")
     add("--hub_private_repo", action="store_true")
     args = parser.parse_args(arguments)
-    corpus = load_corpus(
-        args.dataset_name,
-        dataset_config_name=args.dataset_config_name,
-        split=args.split,
-        text_column=args.text_column,
-        streaming=args.streaming,
-    )
+
+    corpus = load_corpus(args.dataset_name, dataset_config_name=args.dataset_config_name, split=args.split,
+                         text_column=args.text_column, streaming=args.streaming)
+    if args.read_documents:
+        corpus = replace(corpus, rows=lambda rows=corpus.rows: itertools.islice(rows(), args.read_documents))
     counts = Accounting()
-    documents = show_progress(
-        clean_documents(corpus, args.keywords, counts), counts, f"reading {corpus.name}"
-    )
-    documents = itertools.takewhile(lambda _: not 0 < args.read_documents < counts.read, documents)
-    texts = sample_texts(
-        (d[corpus.text_column] for d in documents), args.max_bytes, args.max_documents, args.seed
-    )
-    print(counts.table(corpus.name), f"training on {len(texts):,} documents", sep="\n", flush=True)
+    documents = clean_documents(corpus, args.keywords, counts)
+    documents = show_progress(documents, counts, f"reading {corpus.name}")
+    texts = (document[corpus.text_column] for document in documents)
+    texts = sample_texts(texts, args.max_bytes, args.max_documents, args.seed)
+    print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, {counts.empty:,} "
+          f"empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); training on {len(texts):,} "
+          f"with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     if not texts:
-        raise ValueError(
-            f"dataset_name {corpus.name}: no text is left to train on; check keywords {args.keywords}"
-        )
-    usual = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}[args.algorithm]
-    tokenizer = train_tokenizer(
-        texts, args.algorithm, args.vocab_size, args.model_type or usual, progress=True
-    )
+        raise ValueError(f"dataset_name {corpus.name}: no text to train on; check keywords {args.keywords}")
+    model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
+    tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, progress=terminal)
     tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")
     if args.push_to_hub:
@@ -283,6 +213,6 @@ def main(arguments=None):
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except ValueError as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)
