@@ -72,11 +72,11 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
         special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
-    names = list(dict.fromkeys(str(token) for token in special.values()))
+    names = {str(token): token for token in special.values()}
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
-    common = {"vocab_size": vocab_size, "special_tokens": names, "show_progress": progress}
+    common = {"vocab_size": vocab_size, "special_tokens": list(names.values()), "show_progress": progress}
     if algorithm == "bpe":
         backend = Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,6 +109,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         )
     # clean_up_tokenization_spaces would make decode() drop spaces that the text had
     special["clean_up_tokenization_spaces"] = False
+    if "[CLS]" in names:
+        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     if len(tokenizer) != vocab_size:
         print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "
@@ -178,7 +180,7 @@ def main(arguments=None):
     add("--text_column", help="without it content or text")
     add("--streaming", action="store_true", help="read a Hub data set while it downloads")
     add("--keywords", nargs="*", default=[], help="only documents with any of these")
-    add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on: a fair sample of what is read")
+    add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on, a fair sample")
     add("--max_documents", type=int, default=0, help="to train on, 0 = no bound")
     add("--read_documents", type=int, default=0, help="read only the first so many of the source, 0 = all")
     add("--seed", type=int, default=0, help="of the sample")
@@ -196,8 +198,8 @@ def main(arguments=None):
     documents = show_progress(documents, counts, f"reading {corpus.name}")
     texts = (document[corpus.text_column] for document in documents)
     texts = sample_texts(texts, args.max_bytes, args.max_documents, args.seed)
-    print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, {counts.empty:,} "
-          f"empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); training on {len(texts):,} "
+    print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
+          f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); training on {len(texts):,} "
           f"with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     if not texts:
         raise ValueError(f"dataset_name {corpus.name}: no text to train on; check keywords {args.keywords}")
