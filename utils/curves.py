@@ -131,8 +131,7 @@ def _draw_panel(axis, histories, key: str, x: str):
 
 def _mark_events(axes, resumes: list, lines: list[dict], x: str):
     """Dotted lines where the run was resumed, triangles where updates were skipped."""
-    steps, totals = _series(lines, "skipped_updates", "step")
-    skipped = steps[np.diff(totals, prepend=0) > 0]
+    skipped = np.array([line["step"] for line in lines if line.get("event") == "skipped_update"], float)
     for axis in axes:
         for i, at in enumerate(_positions(lines, np.array(resumes, float), x)):
             label = "" if i else f"resumed ({len(resumes)})"
@@ -140,7 +139,7 @@ def _mark_events(axes, resumes: list, lines: list[dict], x: str):
         if len(skipped):
             foot = axis.get_xaxis_transform()  # x in data, y in heights of the axes
             axis.plot(_positions(lines, skipped, x), np.full(len(skipped), 0.02), "^", color="#c53030", ms=5,
-                      transform=foot, label=f"skipped updates ({totals[-1]:.0f})")
+                      transform=foot, label=f"skipped updates ({len(skipped)})")
 
 
 def _label_loss(axis, visible: list[np.ndarray], right_label: str):

@@ -40,7 +40,7 @@ class MetricsLog:
         self.offset = len(kept)
         self.file = open(self.path, "r+b" if self.path.exists() else "w+b", buffering=0)
         self.file.truncate(self.offset)
-        last_step = json.loads(kept.splitlines()[-1])["step"] if kept else None
+        last_step = json.loads(kept.splitlines()[-1]).get("step", 0) if kept else None
         _note_start(Path(output_dir), last_step)
 
     def write(self, record: dict):

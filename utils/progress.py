@@ -77,14 +77,14 @@ class Progress:
         self.bar.close()
 
 
-def quiet_libraries(log_level: str = "error", is_main_process: bool = True):
+def quiet_libraries(log_level: str = "error"):
     """Show libraries' messages from `log_level` on: debug, info, warning, error or critical. Processes other
-    than the main one show errors only. Python warnings come with "warning", progress bars with "info".
+    than the first show errors only. Python's warnings come with "warning", progress bars with "info".
     """
     levels = ("debug", "info", "warning", "error", "critical")
     if log_level not in levels:
-        raise ValueError(f"log_level is {log_level!r}: choose one of {', '.join(levels)}")
-    level = getattr(logging, log_level.upper()) if is_main_process else logging.ERROR
+        raise ValueError(f"log_level is {log_level!r}: choose one of {', '.join(levels)}.")
+    level = logging.ERROR if os.environ.get("RANK", "0") != "0" else getattr(logging, log_level.upper())
     import datasets
     import huggingface_hub.utils
     import transformers
@@ -93,6 +93,7 @@ def quiet_libraries(log_level: str = "error", is_main_process: bool = True):
         logging.getLogger(name).setLevel(level)
     if level > logging.WARNING:
         warnings.filterwarnings("ignore")
+        warnings.filterwarnings("default", module=r"(__main__|train_|utils\.|data\.)")  # ours are meant
     if level > logging.INFO:
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
