@@ -342,15 +342,16 @@ def _article_rows(rows) -> Iterator[dict]:
 
 def _articles(lines: Iterable[str | None]) -> Iterator[dict]:
     """A heading after a blank line opens an article. A line that cannot be read is a document by itself."""
-    article, blank = [], True
+    article, blank, started = [], True, False
     for line in lines:
         if not isinstance(line, str):
             yield {"text": None}
             continue
-        if blank and article and TITLE.match(line):
+        if blank and started and TITLE.match(line):
             yield {"text": "".join(article)}
             article = []
         blank = not line.strip()
+        started = started or not blank
         article.append(line if line.endswith("\n") else line + "\n")
     if article:
         yield {"text": "".join(article)}

@@ -1,0 +1,251 @@
+"""Every source gives the same documents, everything odd is counted, and mistakes are named."""
+
+import ast
+import bz2
+import gzip
+import itertools
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from inspect import cleandoc
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from data.corpus import CUT_AFTER, DOCSTRING, LONG_FILE, has_split, load_corpus
+from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
+from tests.runs import PROJECT
+
+TEXTS = ["plain", "two\nlines\n", 'quotes " and, commas', "été 日本 🎉", "tab\tand \x00 NUL", "   indented"]
+ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(TEXTS)]
+
+
+def texts(corpus):
+    return [document[corpus.text_column] for document in corpus]
+
+
+def write_lines(path, lines):
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return str(path)
+
+
+def test_installed_python_is_the_source_on_this_machine():
+    corpus = load_corpus("installed-python")
+    assert corpus.columns == ["repo_name", "path", "copies", "size", "content", "license"]
+    assert corpus.text_column == "content" and not has_split("installed-python", None, "validation")
+    head = list(itertools.islice(corpus, 400))
+    assert head == list(itertools.islice(corpus, 400))
+    by_path = {document["path"]: document for document in corpus}
+    assert not any(os.path.isabs(path) or path.endswith(".pyc") for path in by_path)
+    for module, owner in ((json, "CPython"), (pytest, "pytest"), (datasets, "datasets")):
+        name = f"{module.__name__}/__init__.py"
+        with open(module.__file__, encoding="utf-8", newline="") as source:
+            assert by_path[name]["content"] == source.read()
+        assert by_path[name]["repo_name"].startswith(owner)
+    assert int(by_path["json/__init__.py"]["size"]) == os.path.getsize(json.__file__)
+
+
+def test_the_fingerprint_of_the_installation_is_the_same_in_another_process():
+    command = "from data.corpus import load_corpus; print(load_corpus('installed-docs').fingerprint)"
+    other = subprocess.run([sys.executable, "-c", command], cwd=PROJECT, capture_output=True, text=True,
+                           env=os.environ | {"PYTHONHASHSEED": "7"}, check=True)
+    assert other.stdout.strip() == load_corpus("installed-docs").fingerprint
+
+
+def test_installed_docs_are_the_docstrings_that_ast_finds():
+    found = missed = wrong = 0
+    for document in itertools.islice(load_corpus("installed-python"), 0, 1200, 6):
+        try:
+            tree = ast.parse(document["content"] or "")
+        except SyntaxError:  # lib2to3's test data
+            continue
+        by_ast = [node.body[0].value.value for node in ast.walk(tree)
+                  if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+                  and ast.get_docstring(node) and "\\" not in ast.get_docstring(node)]
+        lexical = [match[2] for match in DOCSTRING.finditer(document["content"] or "")]
+        triple = [text for text in by_ast if "\n" in text]  # the others may stand in single quotes
+        found += sum(text in lexical for text in triple)
+        missed += sum(text not in lexical for text in triple)
+        wrong += sum("\\" not in text and cleandoc(text) not in map(cleandoc, by_ast) for text in lexical)
+    assert found > 500 and missed < 0.02 * found and wrong < 0.03 * found
+    documents = list(itertools.islice(load_corpus("installed-docs"), 50))
+    assert all(len(document["text"]) >= 400 and ">>>" not in document["text"] for document in documents)
+
+
+def test_every_file_format_gives_the_same_documents(tmp_path):
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "c.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode())
+    (tmp_path / "d.json.bz2").write_bytes(bz2.compress(lines))
+    table = pa.Table.from_pylist(ROWS)
+    pa.parquet.write_table(table, tmp_path / "e.parquet")
+    with pa.ipc.new_stream(tmp_path / "f.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    with pa.ipc.new_file(tmp_path / "g.arrow", table.schema) as file:
+        file.write_table(table)
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.json.bz2", "e.parquet", "f.arrow", "g.arrow", "saved"):
+        corpus = load_corpus(str(tmp_path / name))
+        assert list(corpus) == ROWS == list(pickle.loads(pickle.dumps(corpus))), name
+    assert list(load_corpus(f"file://{tmp_path}/a.jsonl")) == ROWS
+    assert list(load_corpus(str(tmp_path / "[ab].jsonl*"))) == ROWS + ROWS
+    no_nul = [row for row in ROWS if "\0" not in row["text"]]  # Python 3.10's csv stops at NUL
+    with open(tmp_path / "h.csv", "w", newline="", encoding="utf-8") as file:
+        file.write("text,id\r\n")
+        file.writelines('"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["id"]) for row in no_nul)
+    assert list(load_corpus(str(tmp_path / "h.csv"))) == no_nul
+    for row in ROWS:
+        folder = tmp_path / "txt"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{row['id']}.txt").write_bytes(row["text"].encode())
+    assert texts(load_corpus(str(folder))) == texts(load_corpus(str(tmp_path / "a.jsonl")))
+
+
+def test_odd_documents_are_counted_and_none_stops_the_run(tmp_path):
+    long = "word and " * 5_600_000  # 50 MB on one line
+    rows = [{"text": ""}, {"text": long}, {"text": "a\0b"}, {"text": None}, {"text": 7}, {"text": ["x"]},
+            {"other": "x"}, {"text": "good"}, {"text": "good"}, {"text": " \n\t"}, {"text": "\ud800"}]
+    path = write_lines(tmp_path / "odd.jsonl", [
+        *(json.dumps(row).encode() for row in rows),
+        b'{"text": "\xff\xfe"}', b"{not json", b"[1, 2]", b"[" * 100_000, b"", b'"text"',
+        b'{"text": "last"}'])
+    counts = Accounting()
+    kept = [document["text"] for document in clean_documents(load_corpus(path), [], counts)]
+    assert kept == [long, "a\0b", "good", "last"]
+    assert (counts.read, counts.kept, counts.duplicate, counts.empty, counts.unreadable) == (18, 4, 1, 2, 11)
+    assert counts.bytes == len(long) + 3 + 4 + 4
+
+
+def test_bytes_that_are_not_utf8_are_counted_in_every_format(tmp_path):
+    bad = [b"before", b"\xff\xfe\xfa", b"after"]
+    (tmp_path / "text.csv").write_bytes(b"text\n" + b"\n".join(bad) + b"\n")
+    offsets = b"".join(i.to_bytes(4, "little") for i in (0, 6, 9, 14))
+    values = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(b"".join(bad)))
+    pa.parquet.write_table(pa.table({"text": values}), tmp_path / "text.parquet")
+    (tmp_path / "many").mkdir()
+    for i, data in enumerate(bad):
+        (tmp_path / "many" / f"{i}.txt").write_bytes(data)
+    for name in ("text.csv", "text.parquet", "many"):
+        counts = Accounting()
+        corpus = load_corpus(str(tmp_path / name))
+        kept = [document["text"] for document in clean_documents(corpus, [], counts)]
+        assert kept == ["before", "after"], name
+        assert (counts.read, counts.unreadable) == (3, 1), name
+
+
+ARTICLE = " \n = Title {0} = \n \n Some text of {0} . \n \n = = Part = = \n \n More , with a = b = c . \n"
+
+
+def test_wikitext_becomes_one_document_per_article(tmp_path):
+    whole = "".join(ARTICLE.format(i) for i in range(5))
+    (tmp_path / "wiki.txt").write_text(whole)
+    rows = [json.dumps({"text": line.strip(" \n") and line}).encode() for line in whole.splitlines(True)]
+    lines = write_lines(tmp_path / "wiki.jsonl", rows)  # as the Hub has it: a row per line
+    for path in (str(tmp_path / "wiki.txt"), lines):
+        articles = texts(load_corpus(path))
+        assert len(articles) == 5 and all(f"Title {i} =" in text for i, text in enumerate(articles))
+        assert "".join("".join(articles).split()) == "".join(whole.split())
+    assert "".join(texts(load_corpus(str(tmp_path / "wiki.txt")))) == whole
+
+
+def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    draw = random.Random(0)
+    whole = "".join(f"line {draw.random()}\n" + "\n" * (draw.random() < 0.2) for _ in range(60_000))
+    (tmp_path / "long.txt").write_text(whole)
+    pieces = texts(load_corpus(str(tmp_path / "long.txt")))
+    assert "".join(pieces) == whole and len(whole) > LONG_FILE
+    assert all(CUT_AFTER <= len(piece) < CUT_AFTER + 4096 and piece.endswith("\n\n") for piece in pieces[:-1])
+    (tmp_path / "short.txt").write_text(whole[: LONG_FILE])
+    assert texts(load_corpus(str(tmp_path / "short.txt"))) == [whole[: LONG_FILE]]
+
+
+def test_splits_of_folders_and_saved_data_sets(tmp_path):
+    parts = {"train": ROWS[:4], "validation": ROWS[4:]}
+    datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(
+        str(tmp_path / "saved"))
+    for folder in ("folder", "plain"):
+        (tmp_path / folder).mkdir()
+    for split, rows in parts.items():
+        write_lines(tmp_path / "folder" / f"my-{split}-0.jsonl", [json.dumps(row).encode() for row in rows])
+        assert list(load_corpus(str(tmp_path / "saved"), split=split)) == rows
+        assert list(load_corpus(str(tmp_path / "folder"), split=split)) == rows
+        assert all(has_split(str(tmp_path / name), None, split) for name in ("folder", "saved"))
+    for name in ("part1", "test_of_it"):  # no file says train: the words in names mean nothing
+        write_lines(tmp_path / "plain" / f"{name}.jsonl", [json.dumps(ROWS[0]).encode()])
+    assert len(texts(load_corpus(str(tmp_path / "plain")))) == 2
+    assert not has_split(str(tmp_path / "plain"), None, "test")
+    with pytest.raises(ValueError, match="no split 'test'"):
+        load_corpus(str(tmp_path / "saved"), split="test")
+
+
+def test_the_fingerprint_follows_the_content(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [b'{"text": "one"}'])
+    first = load_corpus(path).fingerprint
+    assert load_corpus(path).fingerprint == first
+    write_lines(tmp_path / "a.jsonl", [b'{"text": "one, two"}'])
+    assert load_corpus(path).fingerprint != first
+
+
+def test_mistakes_are_named_with_their_remedy(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [b'{"title": "x", "body": "y"}'])
+    with pytest.raises(ValueError, match="neither a column content nor text.*title, body"):
+        load_corpus(path)
+    with pytest.raises(ValueError, match="no column 'words'.*title, body"):
+        load_corpus(path, text_column="words")
+    assert texts(load_corpus(path, text_column="body")) == ["y"]
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="holds no readable documents"):
+        load_corpus(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(ValueError, match="no such file"):
+        load_corpus(str(tmp_path / "missing.jsonl"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "image.png").touch()
+    with pytest.raises(ValueError, match="no file of the types .jsonl"):
+        load_corpus(str(tmp_path / "other"))
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ValueError, match="damaged.parquet is damaged"):
+        load_corpus(str(tmp_path / "damaged.parquet"))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9999))[:5000])
+    with pytest.raises(ValueError, match="cut.jsonl.gz is damaged"):
+        load_corpus(str(tmp_path / "cut.jsonl.gz"))
+
+
+def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
+    draw = random.Random(1)
+    words = ["import pandas as pd", "np.zeros", "seaborn", "pass", "return x"]
+    documents = [" ".join(draw.choices(words, k=2)) + f" {i}" for i in range(500)]
+    path = write_lines(tmp_path / "a.jsonl", [json.dumps({"content": text}).encode() for text in documents])
+    counts = Accounting()
+    corpus = load_corpus(path)
+    documents_kept = clean_documents(corpus, ["pandas", "seaborn"], counts)
+    kept = [document["content"] for document in show_progress(documents_kept, counts, "filtering")]
+    expected = [text for text in documents if "pandas" in text or "seaborn" in text]
+    assert kept == expected and counts.filtered == 500 - len(expected)
+    assert counts.share_after_filtering() == f"{len(expected) / 500:.2%} of data after filtering."
+    assert f"{counts.filtered:,}" in counts.table("title")
+
+
+def test_seen_hashes_is_a_set():
+    draw, seen, reference = random.Random(2), SeenHashes(), set()
+    pool = [draw.getrandbits(64) for _ in range(20_000)]
+    for number in draw.choices(pool, k=40_000):
+        assert seen.add(number) == (number not in reference)
+        reference.add(number)
+    assert seen.count == len(reference)
+    assert seen.add(0) and not seen.add(0)
+
+
+def test_the_validation_split_is_a_function_of_content_and_seed():
+    documents = [f"document {i}" for i in range(20_000)]
+    held_out = {text for text in documents if in_validation(text, 0, 0.05)}
+    assert abs(len(held_out) - 1000) < 4 * 31  # four standard deviations
+    other = {text for text in documents if in_validation(text, 1, 0.05)}
+    assert len(held_out & other) < 100
+    assert held_out < {text for text in documents if in_validation(text, 0, 0.1)}
+    assert not any(in_validation(text, 0, 0.0) for text in documents)
