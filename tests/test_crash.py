@@ -49,53 +49,45 @@ def kill_all(process):
 
 
 def in_a_save(output_dir):
-    """A checkpoint or the model for users is being written."""
-    folders = (output_dir, output_dir / "checkpoints")
-    names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
-    return any(name.startswith((".tmp-step-", ".export")) for name in names)
+    return any(name.startswith(".tmp-step-") for name in os.listdir(output_dir / "checkpoints"))
 
 
-def run_with_interruptions(script, flags, processes, interruptions, span):
-    """Start, interrupt up to `span` seconds after the first new line, start again; at last to the end.
+def run_with_interruptions(script, flags, processes, interruptions):
+    """Start, interrupt after a random number of steps, start again; at last to the end.
 
     interruptions: "kill"; "kill save", in the next save; "kill start", within 8 s of the start; "term",
     SIGTERM to what was launched. Returns how many met a save.
     """
     moments, in_saves = random.Random(0), 0
     output_dir = flags["output_dir"]
-    lines = output_dir / "metrics.jsonl"
-    log = open(output_dir.parent / "log", "w+")
-
-    def size():
-        return lines.stat().st_size if lines.exists() else 0
-
+    log = output_dir.parent / "log"
     for kind in [*interruptions, None]:
-        before = size()
-        process = start(script, flags, processes, log)
+        seen = log.stat().st_size if log.exists() else 0
+        with open(log, "a") as out:
+            process = start(script, flags, processes, out)
+
+        def steps_done(seen=seen):
+            return log.read_bytes()[seen:].count(b"\nstep ")
+
         if kind is None:
-            assert process.wait(1500) == 0, tail(log)
+            assert process.wait(1500) == 0, log.read_text()[-4000:]
             return in_saves
         if kind == "kill start":
             time.sleep(moments.uniform(0, 8))
         else:
-            while size() <= before and process.poll() is None:
-                before = min(before, size())  # a resumed run cuts what came after its checkpoint
-                time.sleep(0.005)
-            time.sleep(moments.uniform(0, span))
+            steps = moments.randint(1, 50)
+            while steps_done() < steps and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.05))
         while kind == "kill save" and not in_a_save(output_dir) and process.poll() is None:
             time.sleep(0.0005)
-        assert process.poll() is None, f"ended before its interruption: {tail(log)}"
+        assert process.poll() is None, f"ended by itself: {log.read_text()[-4000:]}"
         if kind == "term":
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == (143 if processes == 1 else 1), tail(log)
+            assert process.wait(60) == (143 if processes == 1 else 1), log.read_text()[-4000:]
         else:
             kill_all(process)
-            in_saves += in_a_save(output_dir)
-
-
-def tail(log):
-    log.seek(0)
-    return log.read()[-4000:]
+            in_saves += (output_dir / "checkpoints").is_dir() and in_a_save(output_dir)
 
 
 def check(workspace, script, processes, interruptions):
@@ -107,9 +99,9 @@ def check(workspace, script, processes, interruptions):
     unbroken, broken = (workspace / f"{processes}-{name}" / "run" for name in ("unbroken", "broken"))
     for folder in (unbroken, broken):
         folder.parent.mkdir()
-    run_with_interruptions(script, {**common, "output_dir": unbroken}, processes, [], 0)
+    run_with_interruptions(script, {**common, "output_dir": unbroken}, processes, [])
     flags = {**common, "output_dir": broken}
-    in_saves = run_with_interruptions(script, flags, processes, interruptions, span=0.5)
+    in_saves = run_with_interruptions(script, flags, processes, interruptions)
     print(f"{script}, {processes} processes: {len(interruptions)} interruptions, {in_saves} in a save")
     assert metrics(broken) == metrics(unbroken)
     last = f"checkpoints/step-{steps:08d}"
