@@ -194,8 +194,7 @@ def main(args: TrainArgs | None = None) -> None:
     args = args or parse_args(TrainArgs, PRESETS)
     if args.eval_only and not args.model_name_or_path:
         args.model_name_or_path = args.tokenizer_name = args.output_dir
-    if args.model_name_or_path and args.config_overrides == TrainArgs.config_overrides:
-        args.config_overrides = ""  # the shape of the preset's model, not of these weights
+        args.config_overrides = ""  # the saved configuration counts
     problems = check_args(args)
     attempt(problems, quiet_libraries, args.log_level)
     trackers = attempt(problems, check_trackers, args.report_to)
@@ -279,7 +278,7 @@ def main(args: TrainArgs | None = None) -> None:
     keytoken_list, not_single = keytoken_ids(tokenizer, args.keytokens)
     keytokens = keytoken_table(keytoken_list, len(tokenizer), accelerator.device)  # [V], 1 at key tokens
     if not_single:
-        accelerator.print(f"keytokens: without weight, as they are not one token: {', '.join(not_single)}")
+        accelerator.print(f"keytokens: without weight, as they are not one token: {', '.join(map(repr, not_single))}")
 
     def batch_sums(batch: dict) -> torch.Tensor:
         """[loss sum over predicted tokens, predicted tokens]; padding rows count as nothing."""

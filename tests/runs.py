@@ -38,9 +38,15 @@ def command(script: str, flags: dict, processes: int = 1) -> list[str]:
     launcher += ["--config_file", f"accelerate_configs/{config}.yaml"]
     if processes > 1:
         launcher += ["--num_processes", str(processes), "--mixed_precision", "no", "--main_process_port", "0"]
-    words = [str(word) for name, value in flags.items() for word in
-             [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
-    return [*launcher, script, *words]
+    return [*launcher, script, *arguments(flags)]
+
+
+def arguments(flags: dict) -> list[str]:
+    """{"max_train_steps": 6, "keywords": ["a", "b"]} -> --max_train_steps 6 --keywords a b"""
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return words
 
 
 def environment(processes: int = 1, **changes: str) -> dict[str, str]:

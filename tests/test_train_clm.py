@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.packing import PackedRows
-from tests.runs import PROJECT, TINY, environment, metrics, run, write_corpus
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, run, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def mistakes(workspace):
         ({"dataset_name": str(workspace / "missing.jsonl")}, ["missing.jsonl"]),
         ({"text_column": "body"}, ["body", "content"]),
         ({"keywords": ["no such word anywhere"]}, ["keywords"]),
-        ({"dataset_name": str(workspace / "empty.jsonl"), "tokenizer_name": str(workspace / "one")}, ["rows"]),
+        ({"dataset_name": str(workspace / "empty.jsonl"), "tokenizer_name": str(workspace / "one")}, ["one row"]),
         ({"preset": "huge"}, ["huge", "laptop"]),
         ({"block_sise": 3}, ["--block_sise", "--block_size"]),
         ({"block_size": 2048, "config_overrides": "n_positions=64"}, ["block_size", "64"]),
@@ -191,27 +191,36 @@ def mistakes(workspace):
     ]  # fmt: skip
 
 
-def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, one_process, capsys):
-    """In one process, which is quicker; that the launcher passes a failure on is accelerate's own business."""
-    for changes, words in mistakes(workspace):
-        settings = {**flags(workspace, "mistake"), **changes}
-        argv = [str(word) for name, value in settings.items() for word in
-                [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
-        code = "import sys, train_clm; train_clm.main()"
-        result = subprocess.run(
-            [sys.executable, "-c", code, *argv],
-            cwd=PROJECT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-        )
-        assert result.returncode == 2, (changes, result.stderr[-2000:])
-        assert "Traceback" not in result.stderr and result.stderr.count("error:") == 1, (
-            changes,
-            result.stderr,
-        )
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+import train_clm
+for argv in json.load(sys.stdin):
+    stderr, status = io.StringIO(), 0
+    sys.argv = ["train_clm.py", *argv]
+    try:
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
+            train_clm.main()
+    except SystemExit as end:
+        status = end.code
+    print(json.dumps([status, stderr.getvalue()]))
+"""
+
+
+def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, one_process):
+    """Without the launcher, which makes 1 of every failing status and adds a traceback of its own."""
+    cases = mistakes(workspace)
+    argvs = [arguments({**flags(workspace, "mistake"), **changes}) for changes, _ in cases]
+    result = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_THE_OTHER], cwd=PROJECT, env=environment(), input=json.dumps(argvs),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    for (changes, words), line in zip(cases, result.stdout.strip().splitlines(), strict=True):
+        status, message = json.loads(line)
+        assert status == 2, (changes, message)
+        assert "Traceback" not in message and message.count("error:") == 1, (changes, message)
         for word in words:
-            assert word in result.stderr, (changes, result.stderr)
+            assert word in message, (changes, message)
         assert not (workspace / "mistake").exists(), changes
 
 
