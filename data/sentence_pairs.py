@@ -109,7 +109,9 @@ class PairBuilder:
             if end - start < 2:
                 self.unpaired += length
                 return
-            middle = self.random.randint(start + 1, end - 1)
+            # A takes at most half of the row where it can, so that what does not fit is B's, and goes on.
+            fits = np.cumsum([len(sentence) for sentence in sentences[start : end - 1]]) <= self.room // 2
+            middle = start + self.random.randint(1, max(1, int(fits.sum())))
             a, b = np.concatenate(sentences[start:middle]), np.concatenate(sentences[middle:end])
             # Whichever label is behind; a coin while both are even: equal halves, whatever the corpus.
             behind = int(self.labels[0] > self.labels[1])
@@ -150,9 +152,12 @@ class PairBuilder:
 class PairRows(PackedRows):
     """Pairs in two .npy files: token ids [n, T]; spans [n, 3]: the ends of A and of the row, the label."""
 
-    def _open(self):
-        super()._open()
-        self.spans = np.load(spans_of(self.path), mmap_mode="r")[: self.max_rows]
+    def __init__(self, path, max_rows: int | None = None):
+        super().__init__(path, max_rows)
+        self.spans = np.load(spans_of(path), mmap_mode="r")[:max_rows]
+
+    def __reduce__(self):
+        return PairRows, (self.path, self.max_rows)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> dict:
         """As PackedRows, with token_type_ids and attention_mask int64 [B, T], next_sentence_label int64 [B].
@@ -181,6 +186,11 @@ def load_pair_source(dataset_name, *, text_column=None, **options) -> Corpus:
             with suppress(ValueError):
                 return load_corpus(dataset_name, text_column=column, **options)
         raise
+
+
+def holds_pairs(corpus: Corpus) -> bool:
+    """Whether a source has pairs that were prepared elsewhere, complete or not."""
+    return any(column in corpus.columns for column in COLUMNS)
 
 
 def prepare_pairs(
@@ -230,7 +240,7 @@ def _read(corpus, file, held_out, fraction, seed, keywords, progress):
     """One pass over a source into `file`. A fraction of its documents goes to `held_out`; of prepared pairs
     the last ones, because neighbours share their documents."""
     started, counts = time.monotonic(), file.counts
-    if any(column in corpus.columns for column in COLUMNS):
+    if holds_pairs(corpus):
         if missing := [column for column in COLUMNS if column not in corpus.columns]:
             raise ValueError(
                 f"dataset_name {corpus.name!r}: sentence pairs without the column {', '.join(missing)}. "

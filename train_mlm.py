@@ -1,0 +1,546 @@
+"""Pretrain a masked language model from scratch: RoBERTa, or BERT with next-sentence prediction.
+
+    python train_mlm.py                                                        # this machine, one process
+    accelerate launch --config_file accelerate_configs/cpu.yaml train_mlm.py   # the same through the launcher
+    accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_mlm.py --preset wikitext-roberta
+    accelerate launch --config_file accelerate_configs/tpu.yaml train_mlm.py   # one TPU host
+
+Run the same command again and it continues where it stopped. `--help` lists the settings, the fields of
+TrainArgs below: edit them there, or give them as flags.
+
+Shapes: B rows per micro-batch, T tokens per row (block_size), K predictions. A step is an optimizer step.
+"""
+
+import itertools
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin, set_seed
+
+from data.corpus import has_split, load_corpus
+from data.masking import MaskTokens
+from data.packing import trained_tokenizer
+from data.rows import Rows, evaluation_loader, rows_from_shards, rows_from_text, training_loader
+from data.sentence_pairs import holds_pairs, load_pair_source, prepare_pairs
+from data.shards import check_shards, fetch_tokenizer, is_shards
+from data.tokenizer import load_tokenizer
+from utils import xla
+from utils.checkpoint import Checkpoints, changed_settings
+from utils.config import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
+from utils.curves import draw_curves
+from utils.doctor import check_devices, check_launch, report
+from utils.evaluation import sum_over_dataset
+from utils.export import export_model
+from utils.fill_mask import MASK, fill_masks
+from utils.hub import HubPusher, check_hub
+from utils.losses import MaskedLMLoss
+from utils.metrics import (
+    MetricsLog,
+    Throughput,
+    check_trackers,
+    device_name,
+    flops_per_token,
+    log_to_trackers,
+    peak_flops,
+    start_trackers,
+)
+from utils.model import build_model, model_problems
+from utils.model_card import write_model_card
+from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_groups, skipped_updates
+from utils.preemption import StopSignals, exit_status, install, lock_output_dir
+from utils.preflight import rehearsal
+from utils.progress import Progress, quiet_libraries, summarize
+
+# Filled at every evaluation: they show what the loss does not. Does it know the language yet?
+PROMPTS = [
+    "Goal of my life is to [MASK].",
+    "If the file does not [MASK], an error is raised.",
+    "This function returns the [MASK] of the array.",
+]
+ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
+
+
+SMALL = (
+    "num_hidden_layers=4,hidden_size=192,num_attention_heads=6,intermediate_size=768,hidden_dropout_prob=0,"
+    "attention_probs_dropout_prob=0"
+)
+
+
+@dataclass
+class TrainArgs:
+    preset: str = "laptop"  # a whole experiment from PRESETS below; flags given beside it win
+
+    # What to learn from
+    dataset_name: str = "installed-docs"  # or a Hub id, a file, folder or glob, token shards
+    dataset_config_name: str | None = None  # configuration of a Hub data set
+    eval_dataset_name: str | None = None  # none: the source's validation split, else a part of it
+    text_column: str | None = None  # none: content, else text
+    keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
+    validation_fraction: float = 0.03  # of the documents, where the source has no validation split
+    tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
+    vocab_size: int = 4096  # of the trained tokenizer
+    block_size: int = 128  # T, tokens per row, special tokens included
+    streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
+    cache_dir: str = "cache"  # prepared rows and trained tokenizers
+    mlm_probability: float = 0.15  # share of the tokens that are predicted
+    next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
+
+    # Model
+    model_type: str = "roberta"  # or bert, or another masked model of transformers, from scratch
+    config_overrides: str = SMALL
+    model_name_or_path: str | None = None  # continue from these weights instead of from scratch
+
+    # Optimization
+    per_device_train_batch_size: int = 32  # B, rows
+    per_device_eval_batch_size: int = 32  # rows
+    gradient_accumulation_steps: int = 1  # micro-batches per step
+    learning_rate: float = 2e-3  # peak
+    weight_decay: float = 0.1  # on matrices and embeddings only
+    adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
+    lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
+    num_warmup_steps: float = 50  # steps; below 1: a share of all steps
+    num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
+    max_train_steps: int = 600  # steps; 0: num_train_epochs decides
+    max_grad_norm: float = 1.0  # 0: no clipping
+    max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
+    skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
+
+    # When to log, evaluate, save
+    logging_steps: int = 10  # steps
+    eval_steps: int = 200  # steps; 0: once per epoch
+    save_steps: int = 200  # steps; 0: once per epoch
+    save_total_limit: int = 2  # newest checkpoints kept
+    background_save: bool = True  # write checkpoints beside training; false: training waits
+    max_eval_samples: int = 512  # rows per evaluation; 0: all
+    prompts: list[str] = field(default_factory=PROMPTS.copy)  # filled at each evaluation; none: off
+
+    # The run
+    output_dir: str = "runs/mlm"  # one run, one folder
+    seed: int = 42
+    resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
+    preflight: bool = True  # exercise every later stage once before the first step
+    eval_only: bool = False  # evaluate model_name_or_path, or the model in output_dir, and end
+    report_to: str = "none"  # tensorboard, wandb, trackio
+    log_level: str = "error"  # of the libraries
+    push_to_hub: bool = False  # publish each save in the background
+    hub_model_id: str | None = None  # user/name; none: the name of output_dir
+    hub_private_repo: bool = False
+    push_checkpoints: bool = False  # publish the training state too, to continue on another machine
+    hub_timeout: float = 600.0  # seconds to wait for the last push
+
+
+PRESETS = {
+    "laptop": {},  # the defaults above: minutes on two cores, no network
+    "wikitext-roberta": dict(  # the Keras TPU example of Hugging Face: RoBERTa base on WikiText-103
+        dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-v1", block_size=512,
+        vocab_size=10048, config_overrides="", per_device_train_batch_size=16, per_device_eval_batch_size=16,
+        learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999, lr_scheduler_type="linear",
+        num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0, eval_steps=0, save_steps=0,
+        max_eval_samples=0, logging_steps=50, prompts=ENGLISH, output_dir="runs/wikitext-roberta",
+    ),
+    "wikitext-bert-nsp": dict(  # the AMD example: BERT base with next-sentence prediction on WikiText-103
+        dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", next_sentence=True,
+        model_type="bert", config_overrides="", tokenizer_name="google-bert/bert-base-cased",
+        per_device_train_batch_size=8, per_device_eval_batch_size=8, learning_rate=5e-5, weight_decay=0.01,
+        adam_beta2=0.999, lr_scheduler_type="linear", num_warmup_steps=0.05, num_train_epochs=1,
+        max_train_steps=0, eval_steps=5000, save_steps=5000, max_eval_samples=0, logging_steps=50,
+        prompts=ENGLISH, output_dir="runs/wikitext-bert-nsp",
+    ),
+}
+# A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
+# The batch may be divided otherwise; the rows per step are compared instead.
+MAY_CHANGE = set(
+    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
+    "save_steps save_total_limit background_save prompts report_to log_level push_to_hub hub_model_id "
+    "hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
+    "per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
+)
+MAY_BE_ZERO = set(
+    "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm adam_beta2 seed "
+    "skip_outlier_updates max_eval_samples eval_steps save_steps".split()
+)
+
+
+def check_args(args: TrainArgs) -> list[str]:
+    """Every problem that can be seen in the settings alone, a line each."""
+    problems = number_problems(args, MAY_BE_ZERO) + output_dir_problems(args.output_dir)
+    if not args.max_train_steps and not args.num_train_epochs:
+        problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
+    special = 3 if args.next_sentence else 2  # [CLS] A [SEP] B [SEP], or <s> row </s>
+    if args.block_size <= special:
+        problems.append(f"block_size: {special} are special tokens, must be more than {args.block_size}.")
+    if args.mlm_probability >= 1:
+        problems.append(f"mlm_probability: must be less than 1, is {args.mlm_probability}.")
+    if args.validation_fraction >= 1:
+        problems.append(f"validation_fraction: must be less than 1, is {args.validation_fraction}.")
+    if args.adam_beta2 >= 1:
+        problems.append(f"adam_beta2: must be less than 1, is {args.adam_beta2}.")
+    if args.max_train_steps and args.num_warmup_steps > args.max_train_steps:
+        problems.append(f"num_warmup_steps: {args.num_warmup_steps} are more than max_train_steps, "
+                        f"{args.max_train_steps}.")
+    if args.streaming and not (args.max_train_steps and args.max_eval_samples):
+        problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
+    if args.streaming and not args.tokenizer_name and not is_shards(args.dataset_name):
+        problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
+    if args.streaming and args.next_sentence:
+        problems.append("streaming: sentence pairs are prepared first, set only one of it and next_sentence.")
+    if args.streaming and not (args.eval_steps and args.save_steps):
+        problems.append("streaming: a stream has no known epochs, set eval_steps and save_steps.")
+    if args.model_name_or_path and not args.tokenizer_name:
+        problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
+    if args.push_checkpoints and not args.push_to_hub:
+        problems.append("push_checkpoints: needs push_to_hub.")
+    return problems
+
+
+def masked_metrics(loss_sum, correct, tokens, nsp_loss_sum=0.0, nsp_correct=0.0, nsp_rows=0.0) -> dict:
+    """Sums over the validation set to what is logged. loss/eval is what is trained: both losses, if two."""
+    mlm = loss_sum / max(tokens, 1)
+    metrics = {
+        "loss/eval": mlm, "perplexity": math.exp(min(mlm, 700)), "accuracy": correct / max(tokens, 1),
+        "eval_tokens": int(tokens), "loss/mlm": mlm,
+    }
+    if nsp_rows:
+        nsp = nsp_loss_sum / nsp_rows
+        metrics |= {"loss/eval": mlm + nsp, "loss/nsp": nsp, "nsp_accuracy": nsp_correct / nsp_rows}
+    return metrics
+
+
+@user_mistakes()
+def main(args: TrainArgs | None = None) -> None:
+    # ---- Settings, all checked before any work
+    install()  # from here on a stop signal ends the run in order
+    args = args or parse_args(TrainArgs, PRESETS)
+    if args.eval_only and not args.model_name_or_path:
+        args.model_name_or_path = args.tokenizer_name = args.output_dir
+        args.config_overrides = ""  # the saved configuration counts
+    problems = check_args(args)
+    attempt(problems, quiet_libraries, args.log_level)
+    trackers = attempt(problems, check_trackers, args.report_to)
+    shards = attempt(problems, is_shards, args.dataset_name)
+    if shards and not args.tokenizer_name:
+        args.tokenizer_name = fetch_tokenizer(args.dataset_name, args.cache_dir)
+    row_size = args.block_size if args.next_sentence else args.block_size - 2  # <s> and </s> come later
+    if shards and (made := check_shards(args.dataset_name)["block_size"]) != row_size:
+        problems.append(
+            f"block_size: <s> and </s> are added to the {made} tokens of the rows of {args.dataset_name}: "
+            f"set --block_size {made + 2}."
+        )
+    kind = "pretraining" if args.next_sentence else "masked"
+    corpus = eval_corpus = None
+    source = {"dataset_config_name": args.dataset_config_name, "text_column": args.text_column}
+    if not shards:
+        load = load_pair_source if args.next_sentence else load_corpus
+        corpus = attempt(problems, load, args.dataset_name, **source, streaming=args.streaming)
+        if args.eval_dataset_name:
+            eval_corpus = attempt(problems, load, args.eval_dataset_name, text_column=args.text_column)
+        elif corpus and has_split(args.dataset_name, args.dataset_config_name, "validation"):
+            eval_corpus = attempt(problems, load, args.dataset_name, split="validation", **source)
+    tokenizer = attempt(problems, load_tokenizer, args.tokenizer_name) if args.tokenizer_name else None
+    problems += model_problems(
+        kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size, tokenizer
+    )
+    if tokenizer:
+        attempt(problems, MaskTokens, tokenizer, args.mlm_probability, args.seed)
+    if shards and args.next_sentence:
+        problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
+    if args.next_sentence and corpus and holds_pairs(corpus) and not tokenizer:
+        problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+    # ---- Processes and devices
+    check_devices()
+    accelerator = Accelerator(
+        mixed_precision=xla.launcher_precision(),
+        # SampleOrder gives whole steps only: accelerate must not end one early at a supposed last batch
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+        ),
+        log_with=trackers or None, project_dir=args.output_dir,
+    )
+    check_launch(accelerator)
+    is_main = accelerator.is_main_process
+    repo_id, name = None, args.hub_model_id or Path(args.output_dir).resolve().name
+    if args.push_to_hub and is_main:
+        repo_id = check_hub(name, args.hub_private_repo, args.push_checkpoints)
+
+    # ---- Text to rows [n, T], prepared once per machine
+    text = {"keywords": args.keywords, "cache_dir": args.cache_dir}
+    if tokenizer is None:
+        tokenizer = trained_tokenizer(
+            corpus, vocab_size=args.vocab_size, algorithm="unigram", model_type=args.model_type, **text
+        )
+    if args.next_sentence:
+        made = prepare_pairs(
+            corpus, tokenizer, block_size=row_size, eval_corpus=eval_corpus, seed=args.seed,
+            validation_fraction=args.validation_fraction, **text,
+        )
+        rows = Rows(made.train, made.eval, math.nan, len(made.train))
+    elif shards:
+        rows = rows_from_shards(
+            args.dataset_name, tokenizer, block_size=row_size, cache_dir=args.cache_dir,
+            streaming=args.streaming,
+        )
+    else:
+        rows = rows_from_text(
+            corpus, tokenizer, block_size=row_size, eval_corpus=eval_corpus, seed=args.seed,
+            validation_fraction=args.validation_fraction, streaming=args.streaming,
+            max_eval_rows=args.max_eval_samples, **text,
+        )
+    rows_per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows_per_step = rows_per_process * accelerator.num_processes
+    tokens_per_step = rows_per_step * args.block_size
+    max_steps = args.max_train_steps or int(rows.length * args.num_train_epochs) // rows_per_step
+    if max_steps < 1 or (rows.length or rows_per_step) < rows_per_step:
+        raise ValueError(
+            f"dataset_name: {args.dataset_name} gives {rows.length} rows of {args.block_size} tokens to "
+            f"train on, and one step takes {rows_per_step}. Take more text, or lower block_size, "
+            "per_device_train_batch_size or gradient_accumulation_steps."
+        )
+    warmup = int(args.num_warmup_steps * (max_steps if args.num_warmup_steps < 1 else 1))
+    eval_steps, save_steps = (
+        steps or max(1, rows.length // rows_per_step) for steps in (args.eval_steps, args.save_steps)
+    )
+    mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)
+    eval_loader = evaluation_loader(
+        accelerator, rows, args.per_device_eval_batch_size, args.max_eval_samples, mask
+    )
+
+    # ---- Model, optimizer, schedule
+    set_seed(args.seed)
+    lm = build_model(
+        kind, args.model_type, args.config_overrides, args.model_name_or_path, tokenizer, args.block_size
+    )
+    model = MaskedLMLoss(lm).to(accelerator.device)
+    lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
+    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, betas=(0.9, args.adam_beta2))
+    scheduler = build_schedule(optimizer, args.lr_scheduler_type, warmup, max_steps)
+    accelerator.print(describe_groups(optimizer))
+    parameters = lm.num_parameters()  # before FSDP cuts them up
+    flops = flops_per_token(lm, args.block_size, head_share=args.mlm_probability)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes too
+    xla.autocast_forward(model)
+    guard = UpdateGuard(accelerator, optimizer, args.skip_outlier_updates)
+
+    def batch_sums(batch: dict) -> torch.Tensor:
+        """The sums and counts that `masked_metrics` divides; padding rows have nothing to predict."""
+        return torch.stack([value.detach().float() for value in model(**batch).values()])
+
+    if args.eval_only:
+        sums = sum_over_dataset(accelerator, model, eval_loader, batch_sums)
+        accelerator.print(json.dumps(masked_metrics(*sums)))
+        return
+
+    # ---- The state of the run: beside weights and optimizer, all that shapes what comes next
+    lock = lock_output_dir(args.output_dir) if is_main else None  # noqa: F841  until the end
+    accelerator.wait_for_everyone()
+    state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
+    facts = {"rows_per_step": rows_per_step, "max_steps": max_steps, "training_rows": rows.length}
+    settings = asdict(args) | facts
+
+    def check_saved(saved: dict) -> None:
+        if changes := changed_settings(saved["settings"], settings, MAY_CHANGE):
+            first = f"{args.output_dir} holds a run with other settings: give them or a new output_dir"
+            raise ValueError("\n".join([first, *changes]))
+
+    checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, args.background_save)
+    saved = checkpoints.load(args.resume_from_checkpoint, model, optimizer, check_saved)
+    if saved:
+        state = saved["state"]
+        scheduler.load_state_dict(saved["scheduler"])
+        guard.load_state_dict(saved["guard"])
+    if state["step"] >= max_steps:
+        accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
+        return
+    train_loader, stream = training_loader(
+        accelerator, rows, args.per_device_train_batch_size, args.seed, start=state["step"] * rows_per_step,
+        stop=max_steps * rows_per_step, stream_state=saved and saved["stream"], collate=mask,
+    )
+
+    # ---- What is seen of it
+    if is_main:
+        save_args(args, args.output_dir)
+    metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, is_main)
+    start_trackers(accelerator, "train_mlm", args.output_dir, asdict(args), state["step"])
+    hardware = f"{accelerator.num_processes} x {device_name(accelerator.device)}"
+    peak = peak_flops(device_name(accelerator.device))
+    clock = Throughput(
+        max_steps, tokens_per_step, flops, peak and peak * accelerator.num_processes,
+        step=state["step"], seconds=state["seconds"],
+        every={"evaluation": eval_steps, "save": save_steps},
+    )
+    progress = Progress(max_steps, state["step"], is_main)
+    pusher = HubPusher(repo_id, args.output_dir, progress.write) if repo_id else None
+    stop = StopSignals(accelerator)
+    accelerator.print(report(
+        accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
+        rows=args.per_device_train_batch_size, accumulation=args.gradient_accumulation_steps,
+        block_size=args.block_size, max_steps=max_steps, start=state["step"],
+    ))
+
+    def log(record: dict) -> None:
+        for event in pusher.poll() if pusher else []:
+            metrics.write({"step": state["step"], **event})
+        record = {"step": state["step"], **record}
+        metrics.write(record)
+        log_to_trackers(accelerator, record)
+        progress.update(state["step"], record, clock.eta, pusher.status if pusher else "")
+
+    def evaluate() -> None:
+        """Loss of the validation set, filled masks, curves. A stop signal ends it early, still due."""
+        with clock.aside("evaluation"):
+            sums = sum_over_dataset(accelerator, model, eval_loader, batch_sums, stop.agreed)
+            state["evaluation_due"] = sums is None
+            if sums is None:
+                return
+            state["eval"] = masked_metrics(*sums)
+            log(state["eval"])
+            for line in fill_masks(accelerator, model, tokenizer, args.prompts):
+                progress.write(line)
+            if is_main:
+                draw_curves(args.output_dir)
+
+    def save(final: bool = False) -> None:
+        """A checkpoint to continue from, the model for from_pretrained, and their push."""
+        with clock.aside("save"):
+            state["seconds"] = clock.seconds
+            state["losses"] = accelerator.gather(losses[None]).tolist()  # [processes, 3]
+            checkpoints.save(state["step"], model, optimizer, final=final, extra={
+                "state": state, "settings": settings, "scheduler": scheduler.state_dict(),
+                "guard": guard.state_dict(), "metrics_offset": metrics.offset,
+                "stream": stream and stream.state_dict(state["step"] * rows_per_step),
+            })
+            export_model(accelerator, model, tokenizer, args.output_dir)
+            if is_main:
+                write_model_card(
+                    args.output_dir, pipeline_tag="fill-mask", model_name=name.split("/")[-1],
+                    model_type=lm.config.model_type, parameters=parameters, dataset=args.dataset_name,
+                    step=state["step"], max_steps=max_steps, tokens=state["step"] * tokens_per_step,
+                    seconds=state["seconds"], hardware=hardware, settings=asdict(args), results=state["eval"],
+                    example=PROMPTS[0].replace(MASK, tokenizer.mask_token), repo_id=repo_id,
+                    base_model=args.model_name_or_path,
+                )
+            if pusher:
+                pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
+                if args.push_checkpoints:
+                    pusher.push_checkpoint(["args.json", "metrics.jsonl"])
+
+    def seed_step() -> None:
+        """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
+        set_seed((args.seed * 1_000_003 + state["step"] * 4099 + accelerator.process_index) % 2**32)
+
+    # ---- The loop
+    losses = torch.zeros(3, device=accelerator.device)  # masked LM, next sentence, steps: since the last log
+    if saved:
+        mine = state["losses"][accelerator.process_index :: accelerator.num_processes]
+        losses += torch.tensor(mine, device=accelerator.device).sum(0) if mine else 0
+    step_losses = torch.zeros(2, device=accelerator.device)  # masked LM, next sentence: over a step's rows
+    no_loss = torch.zeros((), device=accelerator.device)
+    share = args.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a step
+    last, stopped_by = False, 0
+    if args.preflight and not saved:
+        with rehearsal(accelerator, model, optimizer, guard, tokenizer, args.output_dir):
+            sums = model(**next(iter(train_loader)))
+            accelerator.backward(sums["mlm_loss_sum"] + sums.get("nsp_loss_sum", 0))
+            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            sum_over_dataset(accelerator, model, [next(iter(eval_loader))], batch_sums)
+            fill_masks(accelerator, model, tokenizer, args.prompts)
+    if state["evaluation_due"]:
+        evaluate()
+    seed_step()
+    batches = iter(train_loader)
+    while micro_batches := list(itertools.islice(batches, args.gradient_accumulation_steps)):
+        # Rows differ in predicted tokens: the mean over a step needs their number on all processes first.
+        predicted = sum((batch["slot_labels"] != -100).sum() for batch in micro_batches)
+        predicted = accelerator.reduce(predicted).clamp(min=1)
+        for batch in micro_batches:
+            with accelerator.accumulate(model):
+                sums = model(**batch)
+                mlm_loss = sums["mlm_loss_sum"] / predicted
+                nsp_loss = sums.get("nsp_loss_sum", no_loss) / rows_per_step
+                accelerator.backward((mlm_loss + nsp_loss) * share)  # it takes the mean over those
+                step_losses += torch.stack([mlm_loss, nsp_loss]).detach() * accelerator.num_processes
+                if accelerator.sync_gradients:
+                    limit = args.max_grad_norm or math.inf
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+                    bad = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        if not accelerator.sync_gradients:
+            continue
+
+        state["step"] += 1
+        last = state["step"] == max_steps
+        means = torch.cat([step_losses, torch.ones_like(bad)[None]])
+        losses += torch.where(bad > 0, 0, means)
+        step_losses.zero_()
+        xla.sync()
+        if last or state["step"] % args.logging_steps == 0:
+            sums = accelerator.reduce(torch.cat([losses, guard.norm[None]]))
+            mlm, nsp, steps, norms = sums.tolist()  # the interval's one wait for the device
+            losses.zero_()
+            for record in skipped_updates(guard.read(), state["step"], rows_per_step):
+                metrics.write(record)
+                state["skipped_updates"] += 1
+            log({
+                "epoch": rows.length and state["step"] * rows_per_step / rows.length,
+                "samples": state["step"] * rows_per_step, "tokens": state["step"] * tokens_per_step,
+                "loss/train": (mlm + nsp) / max(steps, 1), "loss/train_mlm": mlm / max(steps, 1),
+                **({"loss/train_nsp": nsp / max(steps, 1)} if args.next_sentence else {}),
+                "learning_rate": scheduler.get_last_lr()[0], "grad_norm": norms / accelerator.num_processes,
+                "skipped_updates": state["skipped_updates"],
+                **clock.measure(state["step"]),
+            })
+            if guard.consecutive > args.max_skipped_updates:
+                break
+        if last or state["step"] % eval_steps == 0:
+            evaluate()
+        stopped_by = stop.agreed()
+        if last or stopped_by or state["step"] % save_steps == 0:
+            save(final=last)
+        if stopped_by:
+            break
+        seed_step()
+
+    # ---- The end: nothing is left in flight
+    progress.close()
+    checkpoints.wait()
+    if guard.consecutive > args.max_skipped_updates:
+        raise RuntimeError(
+            f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "
+            f"learning_rate, or look at the samples that {args.output_dir}/metrics.jsonl names."
+        )
+    if not (last or stopped_by):
+        raise RuntimeError(f"the data ended at step {state['step']} of {max_steps}: see above")
+    arrived = pusher.finish(args.hub_timeout if last else 20) if pusher else True
+    accelerator.end_training()
+    if stopped_by:
+        accelerator.print(f"Stopped at step {state['step']} of {max_steps} and saved; run it again to go on.")
+        raise SystemExit(exit_status(stopped_by))
+    if is_main:
+        print(summarize(args.output_dir, f"{args.model_type} on {args.dataset_name}", {
+            "steps": max_steps, "tokens": max_steps * tokens_per_step, "seconds": round(clock.seconds, 1),
+            **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
+        }, {
+            "fill": f"python -m utils.generate {args.output_dir} --prompt 'It is {tokenizer.mask_token}.'",
+            "evaluate": f"python train_mlm.py --eval_only true --output_dir {args.output_dir}",
+            "publish": f"hf upload {name} {args.output_dir} . --exclude 'checkpoints/*'",
+        }))
+    if not arrived:
+        raise SystemExit(1)
+
+
+install(importing=True)  # the TPU launcher imports this file; it must pass a stop signal on to its children
+
+if __name__ == "__main__":
+    main()
