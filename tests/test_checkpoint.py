@@ -328,6 +328,8 @@ for saved_as in ("ddp", "fsdp"):
     place = os.path.join(folder, saved_as)
     model, optimizer = build(7, saved_as == "fsdp")
     checkpoints = Checkpoints(accelerator, place)
+    checkpoints.save(0, model, optimizer, {"step": 0})  # leaves no trace in a fresh state
+    assert checkpoints.load("auto", model, optimizer) == {"step": 0} and not optimizer.state
     train(model, optimizer, 2)
     torch.manual_seed(accelerator.process_index)
     checkpoints.save(2, model, optimizer, {"step": 2})

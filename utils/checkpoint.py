@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from accelerate.utils import DistributedType, broadcast
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.utils._pytree import tree_map
 
 from utils import training_state
@@ -81,14 +80,12 @@ class Checkpoints:
             "extra": extra,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": training_state.gather_random_states(accelerator),
-            "groups": None,
         }
         if training_state.is_sharded(model):
             if self._group is None and accelerator.num_processes > 1:
                 self._group = dist.new_group(backend="gloo")
-            options = StateDictOptions(cpu_offload=True)
-            weights, moments = get_state_dict(model, optimizer, options=options)
-            tensors = {"model": weights, "optimizer": moments}
+            tensors = training_state.shards(model, optimizer, cpu_offload=True)
+            state["shards"] = list(tensors)
             if background and accelerator.device.type == "cpu":  # where offloading copies nothing
                 tensors = tree_map(lambda value: value.clone() if torch.is_tensor(value) else value, tensors)
             self._run(background, step, _to_json(state), tensors, True)
@@ -200,6 +197,7 @@ class Checkpoints:
         "none"; or a checkpoint's path. check(extra) is called before anything is restored and may raise.
         Raises ValueError when the path, or every checkpoint there is, is invalid, or when it does not fit.
         """
+        self.wait()
         folder = self._choose(resume_from)
         extra, step = None, -1
         if folder is not None:
@@ -208,7 +206,7 @@ class Checkpoints:
             if check is not None:
                 check(extra)
             optimizer = getattr(optimizer, "optimizer", optimizer)
-            training_state.restore(folder, model, optimizer, state["groups"])
+            training_state.restore(folder, model, optimizer, state)
             if state["scaler"] is not None and self.accelerator.scaler is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
             if self.accelerator.process_index < len(state["random"]):

@@ -14,7 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -66,14 +72,20 @@ def optimizer_tensors(model, optimizer) -> dict:
 
 
 @torch.no_grad()
-def restore(folder: Path, model, optimizer, groups: list[dict] | None) -> None:
-    """Copy the weights and the optimizer state of a checkpoint into place. ValueError if they do not fit."""
-    if groups is None:  # written by save_shards: torch re-shards, or assembles where the model is not sharded
-        weights, moments = get_state_dict(model, optimizer)
-        no_dist = not dist.is_initialized()
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=no_dist)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+def restore(folder: Path, model, optimizer, state: dict) -> None:
+    """Copy the weights and the optimizer state of a checkpoint into place. ValueError if they do not fit.
+
+    state: of state.json, "groups" from optimizer_groups or "shards", the keys of shards().
+    """
+    optimizer.state.clear()
+    if "shards" in state:  # torch re-shards, or assembles where the model is not sharded
+        tensors = shards(model, optimizer, state["shards"])
+        dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        set_model_state_dict(model, tensors["model"])
+        if "optimizer" in tensors:
+            set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
         return
+    groups = state["groups"]
     saved = load_file(folder / "model.safetensors")
     moments = {}
     for key, value in load_file(folder / "optimizer.safetensors").items():
@@ -93,17 +105,19 @@ def restore(folder: Path, model, optimizer, groups: list[dict] | None) -> None:
         raise ValueError(f"{folder} fits an optimizer with other parameter groups")
     if is_sharded(model):
         whole = StateDictOptions(full_state_dict=True, strict=False)  # not strict: tied weights once
-        moments = {"state": moments, "param_groups": groups}
-        set_state_dict(model, optimizer, model_state_dict=saved, optim_state_dict=moments, options=whole)
+        set_model_state_dict(model, saved, options=whole)
+        if moments:
+            moments = {"state": moments, "param_groups": groups}
+            set_optimizer_state_dict(model, optimizer, moments, options=whole)
         return
     for name, tensor in here.items():
         tensor.copy_(saved[name])
-    state = optimizer.state_dict()
-    for current, group in zip(state["param_groups"], groups, strict=True):
-        current.update({key: value for key, value in group.items() if key not in NOT_RESTORED})
+    groups_here = optimizer.state_dict()["param_groups"]
+    for here, group in zip(groups_here, groups, strict=True):
+        here.update({key: value for key, value in group.items() if key not in NOT_RESTORED})
     order = [name for group in groups for name in group["params"]]
-    state["state"] = {index: moments[name] for index, name in enumerate(order) if name in moments}
-    optimizer.load_state_dict(state)
+    moments = {index: moments[name] for index, name in enumerate(order) if name in moments}
+    optimizer.load_state_dict({"state": moments, "param_groups": groups_here})
 
 
 def _shape(tensor):
@@ -156,6 +170,19 @@ def checksum_file(path: Path) -> dict:
             digest.update(buffer[:count])
             size += count
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def shards(model, optimizer, keys=None, cpu_offload: bool = False) -> dict:
+    """{"model": ..., "optimizer": ...} as torch.distributed.checkpoint takes them.
+
+    Before the first step there is no "optimizer": torch would make its state by a step of zero gradients,
+    which AdamW would count.
+    """
+    options = StateDictOptions(cpu_offload=cpu_offload)
+    tensors = {"model": get_model_state_dict(model, options=options)}
+    if "optimizer" in keys if keys else optimizer.state:
+        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
+    return tensors
 
 
 def save_shards(folder: Path, tensors: dict, accelerator, group) -> dict:
