@@ -22,6 +22,9 @@ def bar(iterable=None, description="", total=None, is_main_process=True, **optio
     return tqdm(iterable, description, total, disable=hidden, leave=False, dynamic_ncols=True, **options)
 
 
+BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # first what narrow terminals keep
+
+
 class Progress:
     """One bar on a terminal; elsewhere one line per log interval, without control characters.
 
@@ -33,7 +36,7 @@ class Progress:
         self.bar = tqdm(
             total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0,
             disable=not (is_main_process and on_terminal()),
-            bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar}| {postfix}",
+            bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}",
         )  # fmt: skip
 
     def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = ""):
@@ -64,9 +67,11 @@ class Progress:
             if self.plain:
                 line = "  ".join(f"{name} {value}" for name, value in new.items())
                 print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", flush=True)
-            self.shown.pop("eval loss", None)  # its perplexity stays on the bar
-            self.bar.set_postfix_str(" ".join(f"{k} {v}" for k, v in self.shown.items()), refresh=False)
+            shown = "  ".join(f"{name} {self.shown[name]}" for name in BAR if name in self.shown)
+            self.bar.set_description_str(shown, refresh=False)
         self.bar.update(step - self.bar.n)
+        if record is not None:
+            self.bar.refresh()
 
     def write(self, text: str):
         """Print above the bar."""

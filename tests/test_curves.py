@@ -1,0 +1,155 @@
+"""Curves of real and damaged logs, read back from the picture's own axes."""
+
+import json
+import math
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from tests.runs import PROJECT
+from utils import curves
+from utils.curves import draw, draw_curves
+from utils.metrics import MetricsLog
+
+
+def train_line(step, loss=3.0, **more):
+    return {
+        "step": step, "tokens": 1000 * step, "seconds": 0.1 * step, "loss/train": loss, "learning_rate": 1e-3,
+        "grad_norm": 1.0, "tokens_per_second": 1e4, "mfu": None, "skipped_updates": 0, **more,
+    }  # fmt: skip
+
+
+def write_run(folder, lines):
+    log = MetricsLog(folder, 0)
+    for line in lines:
+        log.write(line)
+    log.close()
+    return folder
+
+
+def eval_line(step, loss=2.0, **more):
+    return {"step": step, "loss/eval": loss, "perplexity": 7.4, "bits_per_byte": 1.0, **more}
+
+
+RUNS = {
+    "five points": [train_line(s, 5 / s) for s in range(1, 6)] + [eval_line(5)],
+    "5,000 points": [train_line(s, 9 / s**0.2) for s in range(1, 5001)] + [eval_line(5000)],
+    "one point": [train_line(1)],
+    "an evaluation alone": [eval_line(1)],
+    "nothing but nulls": [train_line(s, None, grad_norm=None, tokens_per_second=None) for s in range(60)],
+    "missing keys": [{"step": 1}, {"loss/train": 3.0}, {"step": 2, "loss/train": 3.0}, {"event": "push"}],
+    "constant loss": [train_line(s, 3.0) for s in range(100)],
+    "huge loss": [train_line(s, 10.0**s) for s in range(1, 60)] + [eval_line(60, 1e4, perplexity=None)],
+    "masked LM": [train_line(s, 3.0) for s in range(100)]
+    + [eval_line(99, 3.0, **{"accuracy": 0.4, "loss/mlm": 2.4, "loss/nsp": 0.6, "nsp_accuracy": 0.7})],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_kind_of_log_gives_a_picture(tmp_path, name):
+    write_run(tmp_path, RUNS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert draw_curves(tmp_path)
+    picture = imread(tmp_path / "curves.png")
+    assert picture.shape[1] > 900 and picture.std() > 0.02
+    assert [file.name for file in tmp_path.glob(".*")] == []  # no temporary file is left
+
+
+@pytest.mark.parametrize("lines", ["", "not json\n", '{"step": "a", "loss/train": [1]}\n'])
+def test_a_log_that_cannot_be_drawn_costs_a_warning_and_keeps_the_old_picture(tmp_path, lines):
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    (tmp_path / "curves.png").write_bytes(b"old")
+    with pytest.warns(UserWarning, match="curves.png was not drawn"):
+        assert not draw_curves(tmp_path)
+    assert (tmp_path / "curves.png").read_bytes() == b"old"
+
+
+def test_drawing_leaves_no_trace_in_pyplot(tmp_path):
+    """No window system is asked for, no figure is kept: a training process may do this a thousand times."""
+    write_run(tmp_path, RUNS["five points"])
+    code = f"""
+import sys
+from utils.curves import draw_curves
+assert draw_curves({str(tmp_path)!r})
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=PROJECT, check=True)
+
+
+def test_thinning_keeps_every_spike():
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[[17, 51_234]] = 1e3, -1e3
+    values[40_000:41_000] = np.nan
+    at, kept = curves._thin(np.arange(100_000), values)
+    assert len(kept) <= 2 * curves.BUCKETS
+    assert {17, 51_234} <= set(at) and np.all(np.diff(at) > 0)
+    assert np.isnan(kept).any()  # the gap stays a gap
+
+
+def test_the_smoothed_curve_follows_the_loss_and_ignores_spikes():
+    steps = np.arange(5000)
+    loss = 2 + 7 * np.exp(-steps / 800)
+    noisy = loss + 0.2 * np.random.default_rng(0).normal(size=5000)
+    noisy[::97] = 50
+    noisy[3000:3010] = np.nan
+    at, smooth = curves._smooth(steps, noisy)
+    assert np.abs(smooth[10:] - loss[at][10:]).max() < 0.15
+
+
+def test_tokens_on_the_axis_come_from_the_nearest_training_lines():
+    lines = [train_line(10), eval_line(15), train_line(20)]
+    at, values = curves._series(lines, "loss/eval", "tokens")
+    assert at.tolist() == [15_000] and values.tolist() == [2.0]
+
+
+def test_events_are_marked_where_they_happened(tmp_path, monkeypatch):
+    """Two resumes and a skipped update, read back from the axes that were drawn."""
+    log = MetricsLog(tmp_path, 0)
+    for step in range(1, 31):
+        log.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
+        if step in (10, 20):
+            log = MetricsLog(tmp_path, log.offset)
+    drawn = []
+    monkeypatch.setattr(curves, "_tidy", lambda axis, ticks: drawn.append(axis))
+    draw([tmp_path], tmp_path / "curves.png")
+    lines = {str(line.get_label()): line for line in drawn[0].lines}
+    assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20]
+    assert list(lines["skipped updates (1)"].get_xdata()) == [17]
+    right = drawn[0].child_axes[0]
+    for place, label in zip(right.get_yticks(), right.get_yticklabels(), strict=True):
+        assert math.exp(place) == pytest.approx(float(label.get_text()), rel=0.01)
+
+
+def test_the_command_overlays_runs_and_refuses_other_folders(tmp_path):
+    """`python -m utils.curves run1 run2`"""
+    for name in ("one", "two"):
+        write_run(tmp_path / name, RUNS["5,000 points"])
+    command = [sys.executable, "-m", "utils.curves", str(tmp_path / "one"), str(tmp_path / "two")]
+    output = ["--output", str(tmp_path / "both.png"), "--x", "tokens"]
+    subprocess.run([*command, *output], cwd=PROJECT, check=True)
+    assert imread(tmp_path / "both.png").std() > 0.02
+    result = subprocess.run([*command, str(tmp_path), *output], cwd=PROJECT, capture_output=True, text=True)
+    assert result.returncode == 2 and str(tmp_path) in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("value, text", [
+    (0, "0"), (5e-4, "5e-4"), (2.5e-4, "2.5e-4"), (0.25, "0.25"), (3.5, "3.5"), (1500, "1,500"),
+    (20000, "20k"), (3e6, "3M"), (1.5e9, "1.5B"),
+])  # fmt: skip
+def test_numbers_on_axes_are_short(value, text):
+    assert curves._short(value) == text
+
+
+def test_a_log_of_100k_lines_is_drawn_from_few_points(tmp_path, monkeypatch):
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for step in range(1, 100_001):
+            file.write(json.dumps(train_line(step, 9 / step**0.1)) + "\n")
+    drawn = []
+    monkeypatch.setattr(curves, "_tidy", lambda axis, ticks: drawn.append(axis))
+    assert draw_curves(tmp_path)
+    assert max(len(line.get_xdata()) for axis in drawn for line in axis.lines) <= 2 * curves.BUCKETS

@@ -1,0 +1,337 @@
+"""The metrics log, throughput, trackers and what a terminal or a log file shows."""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tests.runs import PROJECT
+from utils import metrics
+from utils.metrics import MetricsLog, Throughput, flops_per_token, peak_flops, read_metrics, read_run
+from utils.progress import duration, quiet_libraries, summarize
+
+
+def python(code, *arguments, capture_output=True, **options):
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=PROJECT, text=True, timeout=120,
+                          capture_output=capture_output, **options)  # fmt: skip
+
+
+def strict_lines(folder):
+    """Lines as a strict JSON reader sees them: NaN and Infinity are errors."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    text = (folder / "metrics.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_a_line_is_in_the_file_when_write_returns_and_is_strict_json(tmp_path):
+    log = MetricsLog(tmp_path / "new")
+    log.write({"step": 1, "loss/train": math.nan, "grad_norm": math.inf, "mfu": None})
+    assert strict_lines(tmp_path / "new") == [{"step": 1, "loss/train": None, "grad_norm": None, "mfu": None}]
+    assert log.offset == (tmp_path / "new" / "metrics.jsonl").stat().st_size
+
+
+def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
+    """Killed in the middle of a line, two lines after its checkpoint."""
+    whole = MetricsLog(tmp_path / "whole", 0)
+    killed = MetricsLog(tmp_path / "killed", 0)
+    for step in range(1, 11):
+        whole.write({"step": step, "loss/train": 1 / step})
+        if step <= 7:
+            killed.write({"step": step, "loss/train": 1 / step})
+        if step == 5:
+            checkpoint = killed.offset
+    with open(killed.path, "a") as file:
+        file.write('{"step": 8, "loss/tr')
+    resumed = MetricsLog(tmp_path / "killed", checkpoint)
+    for step in range(6, 11):
+        resumed.write({"step": step, "loss/train": 1 / step})
+    assert strict_lines(tmp_path / "killed") == strict_lines(tmp_path / "whole")
+    assert resumed.offset == whole.offset
+    assert read_run(tmp_path / "killed")["resumes"] == [5]
+    assert read_run(tmp_path / "whole")["resumes"] == []
+
+
+@pytest.mark.parametrize("end", ['{"step": 3, "lo', "\0\0\0", '{"step": 3}'])
+def test_a_last_line_that_is_not_whole_is_dropped(tmp_path, end):
+    """Without an offset, and with one beyond the end: a power cut takes lines a checkpoint counted."""
+    for offset in (None, 10_000):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + end)
+        MetricsLog(tmp_path, offset).write({"step": 3})
+        assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_new_run_starts_an_empty_log_and_a_resumed_one_keeps_its_tracker_id(tmp_path):
+    first = MetricsLog(tmp_path, 0)
+    first.write({"step": 1})
+    run_id = read_run(tmp_path)["id"]
+    MetricsLog(tmp_path, first.offset)
+    assert read_run(tmp_path) == {"id": run_id, "resumes": [1]}
+    MetricsLog(tmp_path, 0)
+    assert read_run(tmp_path)["id"] != run_id
+    assert strict_lines(tmp_path) == []
+
+
+def test_only_the_main_process_writes(tmp_path):
+    MetricsLog(tmp_path, 0, is_main_process=False).write({"step": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_costs_lines_not_the_run(tmp_path):
+    """RLIMIT_FSIZE cuts a write short, as a full disk does."""
+    code = """
+import resource, sys, warnings
+from utils.metrics import MetricsLog
+log = MetricsLog(sys.argv[1], 0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+for step in range(9):
+    log.write({"step": step, "text": "x" * 20})
+print(log.offset)
+"""
+    result = python(code, str(tmp_path))
+    assert result.returncode == 0 and "a line is lost" in result.stderr
+    assert [line["step"] for line in strict_lines(tmp_path)] == [0, 1]
+    assert int(result.stdout) == (tmp_path / "metrics.jsonl").stat().st_size
+
+
+def test_read_metrics_skips_what_is_not_a_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n[1]\n\xff\xfe\n{"step": 2}\n{"ste')
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
+    assert read_metrics(tmp_path / "missing") == []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that moves when told."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_tokens_per_second_leave_evaluation_out_and_mfu_is_flops_over_peak(clock):
+    meter = Throughput(100, 1000, flops_per_token=6e6, peak=1e10, seconds=50)
+    clock[0] += 4.0  # ten steps
+    with meter.aside("evaluation"):
+        clock[0] += 16.0
+    assert meter.measure(10) == {"seconds": 70.0, "tokens_per_second": 2500.0, "mfu": 1.5}
+    clock[0] += 2.0
+    assert meter.measure(20)["tokens_per_second"] == 5000.0
+
+
+def test_mfu_is_null_for_a_device_of_unknown_peak(clock):
+    meter = Throughput(100, 1000, flops_per_token=6e6, peak=peak_flops("cpu"))
+    clock[0] += 1
+    assert meter.measure(1)["mfu"] is None
+
+
+def test_time_left_is_what_the_rest_of_the_run_takes(clock):
+    """A run of 95 steps of 2 s with an evaluation of 7 s each 20 and a save of 3 s each 50 and at the end,
+    resumed at step 10: from the first of each on, the time left at a step is what then passes."""
+    meter = Throughput(95, 1, step=10, every={"evaluation": 20, "save": 50})
+    left = {}
+    assert meter.eta is None
+    for step in range(11, 96):
+        clock[0] += 2
+        if step % 5 == 0:
+            meter.measure(step)
+        if step % 20 == 0 or step == 95:
+            with meter.aside("evaluation"):
+                clock[0] += 7
+        if step % 50 == 0 or step == 95:
+            with meter.aside("save"):
+                clock[0] += 3
+        if step % 5 == 0:
+            left[step] = meter.eta, clock[0]
+    for step in range(50, 95, 5):
+        eta, at = left[step]
+        assert eta == pytest.approx(clock[0] - at), step
+
+
+@pytest.mark.parametrize("name, tflops", [
+    ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+    ("NVIDIA H200", 989), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125),
+    ("NVIDIA GeForce RTX 4090", 165), ("AMD Instinct MI250X", 191.5), ("AMD Instinct MI300X", 1307),
+    ("TPU v4-8", 275), ("TPU v5litepod-4", 197), ("TPU v5p-8", 459), ("TPU v6e-8", 918),
+])  # fmt: skip
+def test_peaks_are_found_by_the_names_devices_give_themselves(name, tflops):
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", [
+    "cpu", "mps", "TPU ?", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    "NVIDIA GeForce GTX 1080",
+])  # fmt: skip
+def test_a_device_that_is_not_in_the_table_has_no_peak(name):
+    assert peak_flops(name) is None
+
+
+SHAPES = {
+    "tied": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=3, n_embd=64, n_head=4, vocab_size=500, n_positions=64, attn_implementation="eager"
+        )
+    ),
+    "untied, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=False,
+        attn_implementation="eager",
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flops_per_token_agree_with_torchs_count_of_a_training_step(shape):
+    """Counted by torch from the matrix products that run; 6 N also has biases and norms: within 2 %."""
+    model, tokens = SHAPES[shape](), torch.randint(500, (2, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).loss.backward()
+    assert flops_per_token(model, 64) * 128 == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_flops_per_token_of_gpt2_are_the_published_855_million():
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config())
+    assert flops_per_token(model, 1024) == pytest.approx(855e6, rel=1e-3)
+
+
+class ListTracker(GeneralTracker):
+    """accelerate's interface for trackers of one's own, kept in a list."""
+
+    name, requires_logging_directory = "list", False
+
+    def __init__(self):
+        super().__init__()
+        self.settings, self.logged = None, []
+
+    tracker = property(lambda self: self.logged)
+
+    def start(self):
+        pass
+
+    def store_init_configuration(self, values):
+        self.settings = values
+
+    def log(self, values, step=None, **_):
+        self.logged.append((step, values))
+
+
+def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    tracker = ListTracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    metrics.start_trackers(accelerator, "project", tmp_path, {"seed": 1, "prompts": ["a"], "name": None})
+    record = {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"}
+    metrics.log_to_trackers(accelerator, record)
+    assert tracker.settings == {"seed": 1, "prompts": "['a']", "name": "None"}
+    assert tracker.logged == [(7, {"loss/train": 2.5})]
+
+
+def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():
+    assert metrics.check_trackers("none") == []
+    with pytest.raises(ValueError, match="report_to.*nothere.*pip install nothere"):
+        metrics.check_trackers("nothere")
+
+
+RUN = """
+import sys
+from utils.progress import Progress, bar
+progress = Progress(40, 0)
+for step in range(1, 41):
+    progress.update(step)
+    if step % 10 == 0:
+        progress.update(step, {"loss/train": 1 / step, "tokens_per_second": 12345.6, "mfu": None}, 3700, "ok")
+for _ in bar(range(3), "evaluating"):
+    pass
+progress.update(40, {"loss/eval": 0.5, "perplexity": 1.6487})
+progress.write("a completion")
+progress.close()
+"""
+
+
+def test_without_a_terminal_there_is_a_plain_line_per_log_interval():
+    result = python(RUN)
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == "step 10/40  loss 0.1000  tok/s 12,346  left 1 h 1 min  hub ok"
+    assert lines[4:] == ["step 40/40  eval loss 0.5000  perplexity 1.65", "a completion"]
+    assert len(lines) == 6 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
+
+
+def test_on_a_terminal_there_is_one_bar_with_the_numbers():
+    """In a real pseudo-terminal of 110 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 110, 0, 0))
+    streams = {"capture_output": False, "stdout": theirs, "stderr": theirs}
+    result = python(RUN, env={**os.environ, "TERM": "xterm"}, **streams)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert result.returncode == 0
+    last = [part for part in re.split(r"[\r\n]", shown.decode()) if "40/40" in part][-1]
+    assert "100%" in last and "loss 0.0250" in last and "perplexity 1.65" in last and "hub ok" in last
+    assert "step 10/40" not in shown.decode() and "a completion" in shown.decode()
+
+
+NOISE = """
+import sys, warnings
+from utils.progress import quiet_libraries
+quiet_libraries(sys.argv[1])
+import datasets, transformers
+transformers.utils.logging.get_logger("transformers.x").warning("transformers warns")
+datasets.utils.logging.get_logger("datasets.x").warning("datasets warns")
+warnings.warn_explicit("a library warns", UserWarning, "x.py", 1, module="some.library")
+warnings.warn_explicit("ours warns", UserWarning, "x.py", 1, module="utils.checkpoint")
+datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
+"""
+
+
+@pytest.mark.parametrize("level", ["error", "info"])
+def test_libraries_are_silent_unless_asked(level):
+    result = python(NOISE, level, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 0 and "ours warns" in result.stderr
+    for noise in ("transformers warns", "datasets warns", "a library warns", "Map"):
+        assert (noise in result.stderr) == (level == "info"), noise
+
+
+def test_a_log_level_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="log_level.*'loud'"):
+        quiet_libraries("loud")
+
+
+def test_the_summary_is_printed_and_kept(tmp_path):
+    text = summarize(tmp_path, "gpt2 on code", {"tokens": 2457600, "loss/eval": 2.34567, "model": "runs/clm"},
+                     {"generate": "python -m utils.generate runs/clm"})  # fmt: skip
+    assert "2,457,600" in text and "2.346" in text and "python -m utils.generate runs/clm" in text
+    kept = json.loads((tmp_path / "summary.json").read_text())
+    assert kept["title"] == "gpt2 on code" and kept["tokens"] == 2457600 and kept["loss/eval"] == 2.34567
+    assert kept["next"] == {"generate": "python -m utils.generate runs/clm"}
+
+
+@pytest.mark.parametrize("seconds, text", [
+    (0.4, "0 s"), (42, "42 s"), (60, "1 min 0 s"), (200.4, "3 min 20 s"), (3599.7, "1 h 0 min"),
+    (18720, "5 h 12 min"), (273600, "3 d 4 h"),
+])  # fmt: skip
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
