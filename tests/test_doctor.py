@@ -16,6 +16,7 @@ from utils.doctor import (
     computes_bf16,
     device_warnings,
     launched,
+    lost_peer,
     memory_of,
     network_warnings,
     precision_warnings,
@@ -125,6 +126,19 @@ def test_a_slow_network_is_named_with_the_seconds_it_costs(tmp_path):
     (tmp_path / "net" / "eth1" / "speed").write_text("1000\n")
     (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
     assert network_warnings(124_000_000, tmp_path) == []
+
+
+def test_the_end_of_another_process_is_told_from_errors_of_our_own():
+    """Texts as torch 2.13 raises them."""
+    gloo = (
+        "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:13958: Connection reset by peer. This is "
+        "typically caused by a remote worker hanging or bugs in the application."
+    )
+    assert "Read error [10.77.0.2]:13958: Connection reset by peer. Its own" in lost_peer(RuntimeError(gloo))
+    gone = RuntimeError("[/pair.cc:553] Connection closed by peer [10.77.0.1]:27549. This is typically")
+    assert "gone: Connection closed by peer [10.77.0.1]:27549. Its own" in lost_peer(gone)
+    assert lost_peer(RuntimeError("CUDA out of memory")) is None
+    assert lost_peer(RuntimeError("the data ended at step 3 of 9")) is None
 
 
 def test_the_target_names_processes_and_machines():

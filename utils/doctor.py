@@ -3,9 +3,11 @@
     check_devices()             before the Accelerator is made: more processes than devices
     check_launch(accelerator)   after: processes that do not form one group
     print(report(accelerator, ...))
+    lost_peer(error)            an error in this process that another one's end has caused, in words
 """
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,6 +92,21 @@ def report(
     if processes > local and device.type != "xla":
         doubts += network_warnings(parameters)
     return "\n".join(lines + [f"{'warning':<11}{text}" for text in doubts])
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """What to tell the user of an error that another process's end, or silence, has caused; None: it has not.
+
+    gloo names the other's address and raises at once when its connection closes; NCCL, and gloo where a
+    machine falls silent, raise after the process group's timeout."""
+    text = str(error)
+    if not re.search(r"(closed|reset) by peer|[Tt]imed out|NCCL .*(abort|timeout|remote)", text):
+        return None
+    cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", text.splitlines()[0])
+    return (
+        f"another process is gone: {cause}. Its own output says why. Start the same command again, on all "
+        "machines: it continues from the newest complete checkpoint."
+    )
 
 
 # ---- What the warnings are made of; plain values in, lines out

@@ -1,0 +1,162 @@
+"""The scripts on PyTorch/XLA's CPU device, through accelerate's TPU launcher: the path that a TPU host runs.
+
+    .venv-xla/bin/python -m pytest tests/xla      (requirements.txt says how to make that environment)
+
+What a CPU cannot show: several XLA processes (accelerate's world is 1 there) and speed.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+
+if importlib.util.find_spec("torch_xla") is None:
+    pytest.skip("torch_xla is not installed: see tests/xla/requirements.txt", allow_module_level=True)
+
+# Optimization level 0 compiles five times faster, and computes the same here.
+XLA = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+CPU = {"USE_TORCH_XLA": "0"}
+FIFTY = {"max_train_steps": 50, "eval_steps": 25, "save_steps": 25, "logging_steps": 5}
+MLM_SHAPE = (
+    "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,"
+    "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+)
+both_scripts = pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("xla")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+def settings_for(script, workspace, **changes) -> dict:
+    shape = {"config_overrides": MLM_SHAPE} if script == "train_mlm.py" else {}
+    return TINY | shape | {
+        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache", "prompts": "none",
+        "save_total_limit": 10, **changes,
+    }  # fmt: skip
+
+
+def launch(script, folder: Path, settings: dict, device=XLA, **env) -> subprocess.CompletedProcess:
+    config = "tpu" if device is XLA else "cpu"
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{config}.yaml", str(script)]
+    command += arguments(settings | {"output_dir": folder})
+    env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | device | env
+    return subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900)
+
+
+def trained(script, workspace, name, device=XLA, env=None, **changes) -> Path:
+    """The output folder of a run that ended well, its standard output in `stdout`; made once per name."""
+    folder = workspace / f"{Path(script).stem}-{name}"
+    if not folder.exists():
+        done = launch(script, folder, settings_for(script, workspace, **changes), device, **(env or {}))
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+def graphs(stdout: str) -> int:
+    return int(re.search(r"compiled graphs +(\d+)", stdout)[1])
+
+
+def assert_same_run(a: Path, b: Path, rel: float):
+    """The same numbers at the same steps: losses, learning rates, gradient norms, evaluations."""
+    for x, y in zip(metrics(a), metrics(b), strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key] == pytest.approx(y[key], rel=rel), (x, y)
+
+
+@both_scripts
+def test_trains_like_the_cpu_with_whole_updates_and_tied_weights(script, workspace):
+    """42 micro-batches, accumulation 2: accelerate's own end-of-data flag, set by a prefetch thread, steps
+    too often for this length. Weights that came untied on the way to the device would leave the head
+    untrained.
+    """
+    changes = {
+        "max_train_steps": 21, "gradient_accumulation_steps": 2, "eval_steps": 10, "save_steps": 10,
+        "preflight": True,
+    }  # fmt: skip
+    xla = trained(script, workspace, "xla-21", **changes)
+    cpu = trained(script, workspace, "cpu-21", CPU, **changes)
+    assert_same_run(xla, cpu, rel=2e-5)
+    on_xla, on_cpu = load_file(xla / "model.safetensors"), load_file(cpu / "model.safetensors")
+    assert on_xla.keys() == on_cpu.keys()  # a tied head is not among them
+    for name, weight in on_xla.items():
+        torch.testing.assert_close(weight, on_cpu[name], rtol=1e-3, atol=5e-5, msg=name)
+
+
+@both_scripts
+def test_no_graph_per_step_evaluation_or_save(script, workspace):
+    """50 steps with two evaluations and saves compile at most 8 graphs, 100 steps the same."""
+    fifty = graphs((trained(script, workspace, "xla-50", **FIFTY) / "stdout").read_text())
+    longer = FIFTY | {"max_train_steps": 100}
+    hundred = graphs((trained(script, workspace, "xla-100", **longer) / "stdout").read_text())
+    print(f"{script}: {fifty} graphs for 50 steps, {hundred} for 100")
+    assert fifty == hundred <= 8
+
+
+@both_scripts
+def test_a_resumed_run_is_bit_identical(script, workspace):
+    unbroken = trained(script, workspace, "xla-50", **FIFTY)
+    resumed = workspace / f"{Path(script).stem}-resumed"
+    shutil.copytree(unbroken, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step-00000050")
+    (resumed / "model.safetensors").unlink()
+    done = launch(script, resumed, settings_for(script, workspace, **FIFTY))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert metrics(resumed) == metrics(unbroken)
+    for file in ("model.safetensors", "checkpoints/step-00000050/optimizer.safetensors"):
+        a, b = load_file(unbroken / file), load_file(resumed / file)
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    print(f"{script}: {graphs(done.stdout)} graphs after resuming")
+    assert graphs(done.stdout) <= 8
+
+
+@both_scripts
+def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, workspace):
+    """XLA_USE_BF16, accelerate's own way on a TPU, would round every one of them."""
+    exact = trained(script, workspace, "xla-6")
+    autocast = trained(script, workspace, "xla-6-bf16", env={"ACCELERATE_MIXED_PRECISION": "bf16"})
+    assert "bfloat16 autocast" in (autocast / "stdout").read_text()
+    assert metrics(autocast) != metrics(exact)
+    assert_same_run(autocast, exact, rel=0.05)
+    for file in ("model.safetensors", "checkpoints/step-00000006/optimizer.safetensors"):
+        tensors = load_file(autocast / file).values()
+        assert all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
+        matrices = torch.cat([tensor.flatten() for tensor in tensors if tensor.ndim == 2])
+        assert (matrices != matrices.bfloat16().float()).float().mean() > 0.9
+
+
+@both_scripts
+def test_an_error_in_the_data_ends_the_run(script, workspace, tmp_path):
+    """On XLA it dies in the prefetch thread, and the epoch just ends: the script must notice and say so."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
+        "from data.packing import PackedRows\n"
+        "read, calls = PackedRows.__getitems__, []\n"
+        "def fails(self, keys):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 40: raise OSError('this disk is broken')\n"
+        "    return read(self, keys)\n"
+        "PackedRows.__getitems__ = fails\n"
+        "def main(): script.main()\n"
+    )
+    settings = settings_for(script, workspace, max_train_steps=100, eval_steps=100, save_steps=100)
+    done = launch(broken, workspace / f"{Path(script).stem}-broken", settings)
+    assert done.returncode != 0
+    assert re.search(r"the data ended at step \d+ of 100", done.stderr), done.stderr[-3000:]
+    assert "this disk is broken" in done.stderr
