@@ -199,8 +199,8 @@ def main(arguments=None):
     texts = (document[corpus.text_column] for document in documents)
     texts = sample_texts(texts, args.max_bytes, args.max_documents, args.seed)
     print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
-          f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); training on {len(texts):,} "
-          f"with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
+          f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); "
+          f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     if not texts:
         raise ValueError(f"dataset_name {corpus.name}: no text to train on; check keywords {args.keywords}")
     model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()

@@ -1,0 +1,251 @@
+"""Rows are the documents' tokens with EOS between them, nothing lost, prepared once and never half."""
+
+import itertools
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data import packing
+from data.corpus import load_corpus
+from data.filters import in_validation
+from data.packing import (
+    PackedRows,
+    RowFile,
+    RowPacker,
+    prepare_rows,
+    token_dtype,
+    tokenize_texts,
+    trained_tokenizer,
+)
+from tests.runs import PROJECT, write_corpus
+
+T = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packing")
+    write_corpus(folder / "text.jsonl", 80)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(folder):
+    return load_corpus(str(folder / "text.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder, corpus):
+    return trained_tokenizer(corpus, vocab_size=600, algorithm="bpe", model_type="gpt2",
+                             cache_dir=str(folder / "cache"), progress=False)
+
+
+def expected_stream(documents, tokenizer):
+    """Independent of data/: transformers' own call, one document at a time."""
+    return [i for text in documents
+            for i in [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]]
+
+
+def all_rows(rows):
+    return rows.__getitems__([(0, i) for i in range(len(rows))])["input_ids"]
+
+
+def prepare(corpus, tokenizer, cache, **changes):
+    settings = {"block_size": T, "validation_fraction": 0.2, "seed": 0, "progress": False} | changes
+    return prepare_rows(corpus, tokenizer, cache_dir=str(cache), **settings)
+
+
+def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(corpus, tokenizer, tmp_path):
+    prepared = prepare(corpus, tokenizer, tmp_path)
+    documents = list(dict.fromkeys(document["content"] for document in corpus))
+    held_out = [text for text in documents if in_validation(text, 0, 0.2)]
+    kept = [text for text in documents if text not in held_out]
+    assert 5 < len(held_out) < 30
+    for split, rows, own in (("train", prepared.train, kept), ("validation", prepared.eval, held_out)):
+        stream = expected_stream(own, tokenizer)
+        account = prepared.accounting[split]
+        assert all_rows(rows).flatten().tolist() == stream[: len(rows) * T]
+        assert len(rows) == len(stream) // T == account["rows"]
+        assert account["tokens"] == len(stream) == account["rows"] * T + account["tokens_dropped"]
+        assert account["kept"] == len(own) and account["bytes"] == sum(len(text.encode()) for text in own)
+    train = prepared.accounting["train"]
+    reasons = ("unreadable", "empty", "filtered", "duplicate", "validation", "kept")
+    assert train["read"] == sum(train[reason] for reason in reasons) == 80
+    ratio = sum(len(text.encode()) for text in held_out) / len(expected_stream(held_out, tokenizer))
+    assert prepared.eval_bytes_per_token == pytest.approx(ratio, rel=1e-12)
+
+
+def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_path):
+    texts = [document["content"] for document in corpus][:10]
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepared = prepare(corpus, tokenizer, tmp_path, eval_corpus=load_corpus(str(other)))
+    assert prepared.accounting["train"]["validation"] == 0
+    stream = expected_stream(texts, tokenizer)
+    assert all_rows(prepared.eval).flatten().tolist() == stream[: len(stream) // T * T]
+
+
+def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer, monkeypatch):
+    documents = [document["content"] for document in corpus]
+    documents += ["\n".join(documents), "", "<|endoftext|> is only text here", "a\0b"]
+    parts = {}
+    for piece, batch in ((1 << 20, 1 << 20), (500, 3000), (1000, 1)):
+        monkeypatch.setattr(packing, "split_text", lambda text, piece=piece: original(text, piece))
+        monkeypatch.setattr(packing, "BATCH_CHARACTERS", batch)
+        found = list(tokenize_texts(iter(documents), tokenizer))
+        starts = itertools.accumulate((len(tokens) for tokens, _ in found), initial=0)
+        ends = [start + end for start, (_, ends) in zip(starts, found, strict=False) for end in ends.tolist()]
+        parts[piece, batch] = np.concatenate([tokens for tokens, _ in found]).tolist(), ends
+    first, *others = parts.values()
+    assert all(other == first for other in others)
+    tokens, ends = first
+    assert len(ends) == len(documents) and all(tokens[end - 1] == tokenizer.eos_token_id for end in ends)
+    # a text that mentions EOS does not end there
+    assert tokens.count(tokenizer.eos_token_id) == len(documents)
+    decoded = [tokenizer.decode(tokens[start : end - 1]) for start, end in itertools.pairwise([0, *ends])]
+    assert decoded == documents
+
+
+original = packing.split_text
+
+
+def test_row_packer_carries_over_and_row_file_is_npy(tmp_path):
+    draw = np.random.default_rng(0)
+    for block_size in (1, 7, 128):
+        packer, file = RowPacker(block_size, np.uint16), RowFile(tmp_path / "a.npy", block_size, np.uint16)
+        chunks = [draw.integers(0, 1 << 16, draw.integers(0, 500), dtype=np.uint16) for _ in range(50)]
+        for chunk in chunks:
+            file.write(packer.add(chunk))
+        file.close()
+        stream, rows = np.concatenate(chunks), np.load(tmp_path / "a.npy")
+        assert rows.dtype == np.uint16 and rows.shape == (len(stream) // block_size, block_size)
+        assert (np.concatenate([rows.ravel(), packer.rest]) == stream).all() and len(packer.rest) < block_size
+
+
+def test_packed_rows_deliver_batches_padding_and_themselves_to_workers(tmp_path):
+    array = np.random.default_rng(0).integers(1, 1 << 16, (100, T), dtype=np.uint16)
+    np.save(tmp_path / "rows.npy", array)
+    rows = PackedRows(tmp_path / "rows.npy", max_rows=60)
+    assert len(rows) == 60 and rows.block_size == T and len(pickle.dumps(rows)) < 500
+    batch = rows.__getitems__([(0, 3), (2, -1), (1, 59)])
+    assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].shape == (3, T)
+    assert batch["row"].tolist() == [3, -1, 59] and batch["epoch"].tolist() == [0, 2, 1]
+    assert (batch["input_ids"].numpy() == np.stack([array[3], np.zeros(T), array[59]])).all()
+    keys = [(0, i) for i in range(60)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=7, sampler=keys, collate_fn=dict, num_workers=2)
+    assert (torch.cat([batch["input_ids"] for batch in loader]).numpy() == array[:60]).all()
+
+
+def test_ids_beyond_uint16_are_kept():
+    vocabulary = {f"w{i}": i for i in range((1 << 16) + 2)} | {"[UNK]": (1 << 16) + 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", unk_token="[UNK]")
+    [(tokens, _)] = tokenize_texts(["w65535 w65537 w65536 w1"], tokenizer)
+    assert token_dtype(tokenizer) == tokens.dtype == np.uint32
+    assert tokens.tolist() == [65535, 65537, 65536, 1, 0]
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no eos_token"):
+        next(tokenize_texts(["w1"], tokenizer))
+
+
+def test_a_second_start_reads_nothing_and_every_setting_counts(corpus, tokenizer, folder, tmp_path):
+    first = prepare(corpus, tokenizer, tmp_path)
+
+    def refuse():
+        raise AssertionError("the corpus was read again")
+
+    unread = type(corpus)(corpus.name, corpus.text_column, corpus.fingerprint, corpus.columns, refuse)
+    again = prepare(unread, tokenizer, tmp_path)
+    assert again.folder == first.folder and again.accounting == first.accounting
+    other_tokenizer = trained_tokenizer(corpus, vocab_size=500, algorithm="bpe", model_type="gpt2",
+                                        cache_dir=str(tmp_path), progress=False)
+    changes = [{"block_size": 16}, {"seed": 1}, {"validation_fraction": 0.3}, {"keywords": ["import"]},
+               {"eval_corpus": corpus}]
+    folders = {prepare(corpus, tokenizer, tmp_path, **change).folder for change in changes}
+    folders |= {prepare(corpus, other_tokenizer, tmp_path).folder, first.folder}
+    assert len(folders) == len(changes) + 2
+
+
+def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
+    first = prepare(corpus, tokenizer, tmp_path)
+    whole = all_rows(first.train)
+    for name in ("train.npy", "preparation.json", packing.MANIFEST):
+        file = Path(first.folder, name)
+        file.write_bytes(file.read_bytes()[:-9])
+        assert (all_rows(prepare(corpus, tokenizer, tmp_path).train) == whole).all()
+
+
+PREPARE = """
+import sys, time
+from data.corpus import load_corpus
+from data.packing import prepare_rows
+from data.tokenizer import load_tokenizer
+source, tokenizer, cache, slow = sys.argv[1:]
+corpus = load_corpus(source)
+rows = corpus.rows
+def slowly():
+    for number, row in enumerate(rows()):
+        print(number, flush=True)
+        time.sleep(float(slow))
+        yield row
+corpus.rows = slowly
+prepared = prepare_rows(corpus, load_tokenizer(tokenizer), block_size=32, validation_fraction=0.2, seed=0,
+                        cache_dir=cache, progress=False)
+print(prepared.folder)
+"""
+
+
+def start(folder, tokenizer, cache, slow):
+    tokenizer.save_pretrained(folder / "tokenizer")
+    command = [sys.executable, "-c", PREPARE, folder / "text.jsonl", folder / "tokenizer", cache, str(slow)]
+    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_two_processes_one_prepares_and_a_killed_one_leaves_no_trace(corpus, tokenizer, folder, tmp_path):
+    killed = start(folder, tokenizer, tmp_path, 0.5)
+    killed.stdout.readline()
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    assert not any((path / packing.MANIFEST).exists() for path in tmp_path.iterdir())
+    both = [start(folder, tokenizer, tmp_path, 0.02) for _ in range(2)]
+    outputs = [process.communicate(timeout=120)[0].split() for process in both]
+    assert sorted(map(len, outputs)) == [1, 81]  # the other read nothing
+    assert outputs[0][-1] == outputs[1][-1] and all(process.returncode == 0 for process in both)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
+    assert (np.load(Path(outputs[0][-1], "train.npy")) ==
+            all_rows(prepare(corpus, tokenizer, tmp_path / "own").train).numpy()).all()
+
+
+def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="keywords zzqx: none of the 80 documents"):
+        prepare(corpus, tokenizer, tmp_path, keywords=["zzqx"])
+    with pytest.raises(ValueError, match="block_size 1000000: the train split"):
+        prepare(corpus, tokenizer, tmp_path, block_size=1_000_000)
+    with pytest.raises(ValueError, match="raise validation_fraction 1e-09"):
+        prepare(corpus, tokenizer, tmp_path, validation_fraction=1e-9)
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+def test_the_trained_tokenizer_is_kept(corpus, tokenizer, folder):
+    began = time.time()
+    again = trained_tokenizer(corpus, vocab_size=600, algorithm="bpe", model_type="gpt2",
+                              cache_dir=str(folder / "cache"), progress=False)
+    assert again.get_vocab() == tokenizer.get_vocab()
+    tokenizers = [path for path in (folder / "cache").iterdir() if path.is_dir()]
+    assert len(tokenizers) == 1 and os.path.getmtime(tokenizers[0]) < began
+    draw = random.Random(0)
+    text = "".join(chr(draw.randrange(1, 0xD800)) for _ in range(1000))
+    assert again.decode(again(text)["input_ids"]) == text

@@ -1,0 +1,141 @@
+"""Trained tokenizers agree with the models built for them, survive saving, and say what they miss."""
+
+import itertools
+import json
+import random
+import statistics
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from data.corpus import load_corpus
+from data.tokenizer import keytoken_ids, load_tokenizer, sample_texts, split_text, train_tokenizer
+from tests.runs import PROJECT
+
+USUAL = [("bpe", "gpt2"), ("unigram", "roberta"), ("wordpiece", "bert")]
+FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
+
+
+@pytest.fixture(scope="module")
+def english():
+    return [document["text"] for document in itertools.islice(load_corpus("installed-docs"), 150)]
+
+
+@pytest.fixture(scope="module")
+def trained(english):
+    return {family: train_tokenizer(english, family[0], 1000, family[1]) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids="-".join)
+def test_special_ids_are_those_of_the_model_family_also_after_saving(trained, family, tmp_path):
+    tokenizer, (_, model_type) = trained[family], family
+    tokenizer.save_pretrained(tmp_path)
+    config = AutoConfig.for_model(model_type)
+    text, pair = "The first sentence .", "and a second"
+    for beside_a_model in (False, True):  # a config.json beside it makes AutoTokenizer think of another class
+        if beside_a_model:
+            config.save_pretrained(tmp_path)
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+        assert loaded(text, pair) == tokenizer(text, pair)
+        assert loaded.all_special_ids == tokenizer.all_special_ids
+        assert len(loaded) == 1000 == max(loaded.get_vocab().values()) + 1
+    if model_type == "gpt2":
+        assert loaded.eos_token_id == loaded.bos_token_id == 0 and loaded.pad_token_id is None
+        return
+    assert loaded.pad_token_id == config.pad_token_id
+    if model_type == "roberta":
+        assert loaded.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]) == [0, 1, 2, 3, 4]
+        assert (loaded.bos_token_id, loaded.eos_token_id) == (config.bos_token_id, config.eos_token_id)
+    a, b = (loaded(part, add_special_tokens=False)["input_ids"] for part in (text, pair))
+    cls, sep = loaded.cls_token_id, loaded.sep_token_id
+    between = [sep] if model_type == "roberta" else []
+    encoded = loaded(text, pair)
+    assert encoded["input_ids"] == [cls, *a, sep, *between, *b, sep]
+    assert loaded(f"a {loaded.mask_token} .")["input_ids"].count(loaded.mask_token_id) == 1
+    if model_type == "bert":
+        assert encoded["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
+
+
+def test_byte_level_bpe_round_trips_arbitrary_text(trained):
+    tokenizer, draw = trained["bpe", "gpt2"], random.Random(0)
+    letters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]
+    hard = ["", " ", "\0\r\n\t \u00a0\u3000", "do n't , can 't .", "  two  spaces ", "e\u0301 \ufeff\ufffd"]
+    for text in hard + ["".join(draw.choices(letters, k=200)) for _ in range(50)]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_vocabulary_that_was_reached_is_reported(english, capsys):
+    for algorithm, model_type in USUAL:
+        tokenizer = train_tokenizer(english[:1], algorithm, 60_000, model_type)
+        assert len(tokenizer) < 60_000
+        warning = capsys.readouterr().err
+        assert "60,000" in warning and f"{len(tokenizer):,}" in warning
+    with pytest.raises(ValueError, match="vocab_size 200 is too small; bpe needs 257"):
+        train_tokenizer(english, "bpe", 200, "gpt2")
+    with pytest.raises(ValueError, match="algorithm 'sentencepiece'"):
+        train_tokenizer(english, "sentencepiece", 1000, "gpt2")
+    with pytest.raises(ValueError, match="tokenizer_name './nowhere'"):
+        load_tokenizer("./nowhere")
+
+
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(trained, english):
+    text = "\n\n".join(english)[:300_000]
+    for family in USUAL:
+        backend = trained[family].backend_tokenizer
+        pieces = list(split_text(text, 1000))
+        assert "".join(pieces) == text and len(pieces) > 200
+        assert max(map(len, pieces)) < 2000
+        ids = [i for piece in pieces for i in backend.encode(piece, add_special_tokens=False).ids]
+        assert ids == backend.encode(text, add_special_tokens=False).ids
+    for hostile in ("x" * 100_000, "x\n" * 50_000, " " * 100_000):  # no place between two words
+        pieces = list(split_text(hostile, 1000))
+        assert "".join(pieces) == hostile and max(map(len, pieces)) <= 1000 + (1 << 16)
+
+
+def test_the_sample_is_fair_bounded_and_independent_of_the_order():
+    texts = [f"document {i:06d} " + "x" * 84 for i in range(20_000)]  # 100 bytes each
+    sample = sample_texts(iter(texts), 200_000)
+    assert len(sample) == 2000 == len(set(sample))
+    shuffled = random.Random(0).sample(texts, len(texts))
+    assert sample_texts(shuffled, 200_000) == sample != sample_texts(texts, 200_000, seed=1)
+    positions = [int(text.split()[1]) for text in sample]
+    # the mean of 2000 uniform draws: standard deviation 20000 / sqrt(12 x 2000) = 129
+    assert abs(statistics.mean(positions) - 10_000) < 4 * 129
+    assert abs(sum(position < 2000 for position in positions) - 200) < 4 * 14
+    assert sample_texts(texts, 200_000, max_documents=50) == sample[:50]
+    assert sample_texts(["y" * 999], 10) == ["y" * 999]  # never nothing
+
+
+def test_keytokens_are_found_with_and_without_a_leading_space(trained):
+    tokenizer = trained["bpe", "gpt2"]
+    words = ["the", "return", "zzqx", "t"]
+    vocabulary = tokenizer.get_vocab()
+    expected = [vocabulary[form] for word in words for form in (word, "Ġ" + word) if form in vocabulary]
+    forms = [form for word in words for form in (word, " " + word)]
+    missing = [form for form in forms if form.replace(" ", "Ġ") not in vocabulary]
+    assert keytoken_ids(tokenizer, words) == (expected, missing)
+    assert "zzqx" in missing and vocabulary["Ġthe"] in expected
+    ids, missing = keytoken_ids(trained["wordpiece", "bert"], ["the", "\u4e9c"])  # [UNK] is no key token
+    assert len(ids) == 1 and missing == ["\u4e9c", " \u4e9c"]
+
+
+def command_line(*arguments):
+    return subprocess.run([sys.executable, "-m", "data.tokenizer", *map(str, arguments)], cwd=PROJECT,
+                          capture_output=True, text=True)
+
+
+def test_the_command_trains_on_a_bounded_sample_and_names_mistakes(english, tmp_path):
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english) + "not json\n")
+    done = command_line("--algorithm", "unigram", "--vocab_size", 600, "--dataset_name", source,
+                        "--max_bytes", 50_000, "--output_dir", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "1 unreadable" in done.stdout and "600 tokens, saved" in done.stdout
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer) == 600 and tokenizer.mask_token_id == 4 and tokenizer.pad_token_id == 1
+    wrong = command_line("--dataset_name", source, "--text_column", "words",
+                         "--output_dir", tmp_path / "other")
+    assert wrong.returncode == 2 and "no column 'words'" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert not (tmp_path / "other").exists()
