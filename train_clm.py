@@ -29,13 +29,13 @@ from data.rows import evaluation_loader, rows_from_shards, rows_from_text, train
 from data.shards import fetch_tokenizer, is_shards
 from data.tokenizer import keytoken_ids, load_tokenizer
 from utils import xla
-from utils.checkpoint import Checkpoints, changed_settings
+from utils.checkpoint import Checkpoints, changed_settings, disk_space
 from utils.config import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
 from utils.curves import draw_curves
 from utils.doctor import check_devices, check_launch, report
 from utils.evaluation import complete_prompts, perplexity_metrics, sum_over_dataset
 from utils.export import export_model
-from utils.hub import HubPusher, check_hub
+from utils.hub import HubPusher, check_hub, fetch_checkpoint
 from utils.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
 from utils.metrics import (
     MetricsLog,
@@ -50,6 +50,7 @@ from utils.metrics import (
 from utils.model import build_model, model_problems
 from utils.model_card import write_model_card
 from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_groups, skipped_updates
+from utils.plan import peak_memory
 from utils.preemption import StopSignals, exit_status, install, lock_output_dir
 from utils.preflight import rehearsal
 from utils.progress import Progress, quiet_libraries, summarize
@@ -272,13 +273,17 @@ def main(args: TrainArgs | None = None) -> None:
     scheduler = build_schedule(optimizer, args.lr_scheduler_type, args.num_warmup_steps, max_steps)
     accelerator.print(describe_groups(optimizer))
     parameters, flops = lm.num_parameters(), flops_per_token(lm, args.block_size)  # before FSDP cuts them up
+    memory = peak_memory(accelerator, lm.config, args.per_device_train_batch_size, args.block_size, "causal")
+    enough_disk, disk = disk_space(args.output_dir, model, args.save_total_limit)
+    if not enough_disk:
+        raise ValueError(f"output_dir: {disk}.")
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes too
     xla.autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer, args.skip_outlier_updates)
     keytoken_list, not_single = keytoken_ids(tokenizer, args.keytokens)
     keytokens = keytoken_table(keytoken_list, len(tokenizer), accelerator.device)  # [V], 1 at key tokens
     if not_single:
-        accelerator.print(f"keytokens: without weight, as they are not one token: {', '.join(map(repr, not_single))}")
+        accelerator.print(f"keytokens: without weight, not one token: {', '.join(map(repr, not_single))}")
 
     def batch_sums(batch: dict) -> torch.Tensor:
         """[loss sum over predicted tokens, predicted tokens]; padding rows count as nothing."""
@@ -293,6 +298,8 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- The state of the run: beside weights and optimizer, all that shapes what comes next
     lock = lock_output_dir(args.output_dir) if is_main else None  # noqa: F841  until the end
+    if is_main and args.push_checkpoints and args.resume_from_checkpoint == "auto":
+        fetch_checkpoint(repo_id, args.output_dir)  # where this folder has none as new
     accelerator.wait_for_everyone()
     state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
     facts = {"rows_per_step": rows_per_step, "max_steps": max_steps, "training_rows": rows.length}
@@ -335,8 +342,9 @@ def main(args: TrainArgs | None = None) -> None:
     accelerator.print(report(
         accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
         rows=args.per_device_train_batch_size, accumulation=args.gradient_accumulation_steps,
-        block_size=args.block_size, max_steps=max_steps, start=state["step"],
+        block_size=args.block_size, max_steps=max_steps, start=state["step"], memory=memory,
     ))
+    accelerator.print(f"disk       {disk}")
 
     def log(record: dict) -> None:
         for event in pusher.poll() if pusher else []:

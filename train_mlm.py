@@ -32,14 +32,14 @@ from data.sentence_pairs import holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards
 from data.tokenizer import load_tokenizer
 from utils import xla
-from utils.checkpoint import Checkpoints, changed_settings
+from utils.checkpoint import Checkpoints, changed_settings, disk_space
 from utils.config import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
 from utils.curves import draw_curves
 from utils.doctor import check_devices, check_launch, report
 from utils.evaluation import sum_over_dataset
 from utils.export import export_model
 from utils.fill_mask import MASK, fill_masks
-from utils.hub import HubPusher, check_hub
+from utils.hub import HubPusher, check_hub, fetch_checkpoint
 from utils.losses import MaskedLMLoss
 from utils.metrics import (
     MetricsLog,
@@ -54,6 +54,7 @@ from utils.metrics import (
 from utils.model import build_model, model_problems
 from utils.model_card import write_model_card
 from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_groups, skipped_updates
+from utils.plan import peak_memory
 from utils.preemption import StopSignals, exit_status, install, lock_output_dir
 from utils.preflight import rehearsal
 from utils.progress import Progress, quiet_libraries, summarize
@@ -325,6 +326,12 @@ def main(args: TrainArgs | None = None) -> None:
     scheduler = build_schedule(optimizer, args.lr_scheduler_type, warmup, max_steps)
     accelerator.print(describe_groups(optimizer))
     parameters = lm.num_parameters()  # before FSDP cuts them up
+    memory = peak_memory(
+        accelerator, lm.config, args.per_device_train_batch_size, args.block_size, kind, args.mlm_probability
+    )
+    enough_disk, disk = disk_space(args.output_dir, model, args.save_total_limit)
+    if not enough_disk:
+        raise ValueError(f"output_dir: {disk}.")
     flops = flops_per_token(lm, args.block_size, head_share=args.mlm_probability)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes too
     xla.autocast_forward(model)
@@ -341,6 +348,8 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- The state of the run: beside weights and optimizer, all that shapes what comes next
     lock = lock_output_dir(args.output_dir) if is_main else None  # noqa: F841  until the end
+    if is_main and args.push_checkpoints and args.resume_from_checkpoint == "auto":
+        fetch_checkpoint(repo_id, args.output_dir)  # where this folder has none as new
     accelerator.wait_for_everyone()
     state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
     facts = {"rows_per_step": rows_per_step, "max_steps": max_steps, "training_rows": rows.length}
@@ -383,8 +392,9 @@ def main(args: TrainArgs | None = None) -> None:
     accelerator.print(report(
         accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
         rows=args.per_device_train_batch_size, accumulation=args.gradient_accumulation_steps,
-        block_size=args.block_size, max_steps=max_steps, start=state["step"],
+        block_size=args.block_size, max_steps=max_steps, start=state["step"], memory=memory,
     ))
+    accelerator.print(f"disk       {disk}")
 
     def log(record: dict) -> None:
         for event in pusher.poll() if pusher else []:

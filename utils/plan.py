@@ -10,6 +10,7 @@ import argparse
 import sys
 
 import torch
+from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 
@@ -98,6 +99,21 @@ def estimate(
         "sent_per_update": sent,
         "tokens_per_update": rows * block_size * accumulation * devices,
     }
+
+
+def peak_memory(
+    accelerator, config, rows: int, block_size: int, kind: str, predicted: float = 1.0
+) -> float | None:
+    """Bytes per device that this run needs at its peak, by `estimate`; None for a model it cannot follow."""
+    try:
+        return estimate(
+            config, rows, block_size, kind=kind, predicted=predicted,
+            bf16=accelerator.mixed_precision == "bf16", devices=accelerator.num_processes,
+            device_type=accelerator.device.type,
+            sharding="fsdp" if accelerator.distributed_type == DistributedType.FSDP else "ddp",
+        )["peak"]  # fmt: skip
+    except (RuntimeError, AttributeError, TypeError):
+        return None
 
 
 def describe(plan: dict, flops_per_second: float | None = None, tokens: float = 0) -> str:
