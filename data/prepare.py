@@ -264,8 +264,8 @@ def split_accounts(counts: Accounting, records: Records) -> dict[str, Accounting
     return accounts
 
 
-def begin(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Claims the folder for this preparation; returns the manifest if it is finished already.
+def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest if this preparation is finished, None if it is to begin or to go on. Writes nothing.
 
     Raises ValueError when something else lies there, or a preparation with other settings.
     """
@@ -280,8 +280,6 @@ def begin(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
     elif set(names) - {PROGRESS}:
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
     else:
-        with explained(folder.url, "written"):
-            folder.write(f"{PROGRESS}/settings.json", json.dumps(settings, indent=2).encode(), FIRST_CONTACT)
         return None
     if old != settings:
         changed = {name: (old.get(name), settings.get(name)) for name in [*settings, *old]
@@ -326,31 +324,13 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     if tokenizer:
         settings |= {"tokenizer": tokenizer_fingerprint(tokenizer), "block_size": args.block_size,
                      "validation_fraction": args.validation_fraction, "seed": args.seed}
-    with _only_run(folder):
-        manifest = begin(folder, settings)
-        if manifest:
-            print(f"{folder.url} is finished: nothing to do")
-        else:
-            records = Records(folder)
-            if tokenizer:
-                save_tokenizer(tokenizer, folder)
-                counts = write_token_shards(args, corpus, tokenizer, records)
-                rows = {"block_size": args.block_size, "dtype": str(token_dtype(tokenizer)),
-                        "tokenizer": settings["tokenizer"]}
-            else:
-                counts, rows = write_text_shards(args, corpus, records), {}
-            accounts = split_accounts(counts, records)
-            if not records.shards["train"]:
-                for name in (PROGRESS, "tokenizer"):
-                    folder.remove(name)
-                raise ValueError(f"dataset_name: {args.dataset_name} gives nothing to train on. Check "
-                                 f"keywords, or take more text.\n{counts.table()}")
-            splits = {split: {"rows": accounts[split].rows, "shards": shards}
-                      for split, shards in records.shards.items()}
-            manifest = {"format": settings["format"], **rows, "settings": settings, "splits": splits,
-                        "accounting": {split: account.as_dict() for split, account in accounts.items()}}
-            folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-        folder.remove(PROGRESS)
+    manifest = finished_manifest(folder, settings)
+    if manifest:
+        print(f"{folder.url} is finished: nothing to do")
+    else:
+        with _only_run(folder):
+            manifest = write_shards(args, settings, corpus, tokenizer, folder)
+    folder.remove(PROGRESS)
     for split, account in manifest["accounting"].items():
         if account["read"]:
             shards = len(manifest["splits"][split]["shards"])
@@ -359,10 +339,36 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     return manifest
 
 
+def write_shards(args, settings: dict[str, Any], corpus: Corpus, tokenizer, folder: Folder) -> dict[str, Any]:
+    """Begins the preparation or goes on with it, to the end. Returns the manifest."""
+    with explained(folder.url, "written"):
+        folder.write(f"{PROGRESS}/settings.json", json.dumps(settings, indent=1).encode(), FIRST_CONTACT)
+    records = Records(folder)
+    if tokenizer:
+        save_tokenizer(tokenizer, folder)
+        counts = write_token_shards(args, corpus, tokenizer, records)
+        rows = {"block_size": args.block_size, "dtype": str(token_dtype(tokenizer)),
+                "tokenizer": settings["tokenizer"]}
+    else:
+        counts, rows = write_text_shards(args, corpus, records), {}
+    accounts = split_accounts(counts, records)
+    if not records.shards["train"]:
+        for name in (PROGRESS, "tokenizer"):
+            folder.remove(name)
+        raise ValueError(f"dataset_name: {args.dataset_name} gives nothing to train on. Check keywords, or "
+                         f"take more text.\n{counts.table()}")
+    splits = {split: {"rows": accounts[split].rows, "shards": shards}
+              for split, shards in records.shards.items()}
+    manifest = {"format": settings["format"], **rows, "settings": settings, "splits": splits,
+                "accounting": {split: account.as_dict() for split, account in accounts.items()}}
+    folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+    return manifest
+
+
 def save_tokenizer(tokenizer, folder: Folder) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         tokenizer.save_pretrained(temporary)
-        for file in sorted(Path(temporary).iterdir()):
+        for file in sorted(path for path in Path(temporary).iterdir() if path.is_file()):
             folder.write(f"tokenizer/{file.name}", file.read_bytes())
 
 
@@ -386,10 +392,10 @@ def _only_run(folder: Folder) -> Iterator[None]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 the user's mistake, 1 a source or target that stayed away."""
+    """Exit status: 0 done, 2 the user's mistake, 1 a source or a target that failed."""
     try:
         prepare(parse_args(argv))
-    except ConnectionError as error:
+    except OSError as error:
         print(f"error: {error}\nThe same command goes on where this one stopped.", file=sys.stderr)
         return 1
     except ValueError as error:
