@@ -12,6 +12,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import masking_utils
 
 IGNORED = -100  # transformers' label for "no prediction here"
 ROW_STRIDE = 64  # elements; rows that start on a cache line (CPU) and on a tensor-core tile (GPU)
@@ -27,6 +28,11 @@ def chunk_rows(device_type, vocab_size):
     if device_type == "cpu":
         return 256
     return max(256, 2**30 // (4 * vocab_size) // 256 * 256)
+
+
+# transformers looks in every forward whether positions start again inside a row (packed sequences), which waits
+# for the device; torch.compile takes it for granted, which costs the causal kernel. Ours never start again.
+masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
 
 class ChunkSoftmax(nn.Module):
@@ -156,7 +162,7 @@ def linear_cross_entropy(
         bias,
         targets,
         token_weights,
-        chunk_softmax or ChunkSoftmax(),
+        ChunkSoftmax() if chunk_softmax is None else chunk_softmax,
         torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
         with_correct,
     )
@@ -174,6 +180,7 @@ class CausalLMLoss(nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
+        self._no_split_modules = lm._no_split_modules  # FSDP's units: the blocks
         self.chunk_softmax = ChunkSoftmax()
         self.splits_head = _same_logits(lm, lambda ids: self._head()(self._hidden(ids)))
 
@@ -217,6 +224,7 @@ class MaskedLMLoss(nn.Module):
     def __init__(self, lm):
         super().__init__()
         self.lm = lm
+        self._no_split_modules = lm._no_split_modules  # FSDP's units: the blocks
         self.chunk_softmax = ChunkSoftmax()
         self.splits_head = _same_logits(
             lm, lambda ids: self._head()(self._transform(lm.base_model(input_ids=ids).last_hidden_state))
@@ -290,7 +298,7 @@ def _gather_slots(x, slots):
 def _same_logits(lm, logits_by_parts):
     """Whether `logits_by_parts(ids)` gives the logits of `lm`, tried on eight tokens.
 
-    What enters the head is multiplied by 1000 on both ways: the logits of a new model are too small for a soft
+    What enters the head is multiplied by 1000 on both ways: a new model's logits are too small for a soft
     cap to touch them.
     """
     ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size

@@ -4,6 +4,8 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import get_scheduler
 
+from utils.xla import sync
+
 SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 
 
@@ -78,8 +80,7 @@ class UpdateGuard:
             optimizer = optimizer.optimizer
         self.optimizer, self.outlier_factor, self.scaler = optimizer, outlier_factor, accelerator.scaler
         self.norm = None  # 0-d, of the newest gradient
-        self.mean = torch.zeros((), device=accelerator.device)  # of accepted gradient norms
-        self.accepted = torch.zeros((), device=accelerator.device)
+        self.mean, self.accepted = 0.0, 0.0  # of accepted gradient norms, and how many; tensors once in use
         self.consecutive = 0  # updates skipped in a row, as of the last read
         self._pending, self._unread = [], []  # flags still on the device; flags on the host
 
@@ -89,19 +90,23 @@ class UpdateGuard:
         Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. The norm stays in `.norm`.
         """
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
-        norm = self.norm = norm.detach().to(self.mean)
+        norm = self.norm = norm.detach().float()
         bad = ~torch.isfinite(norm)
         if self.outlier_factor:
             bad = bad | (self.accepted >= self.WARMUP) & (norm > self.outlier_factor * self.mean)
             self.accepted = self.accepted + ~bad
-            share = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, then an exponential one
+            share = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, an exponential one later
             self.mean = self.mean + torch.where(bad, 0.0, (norm - self.mean) * share)
         flag = bad.float()
-        self._pending.append(flag)
         if self.scaler is None and self.optimizer.defaults["fused"]:
             self.optimizer.found_inf = flag
-        elif (self.scaler is None or self.outlier_factor) and flag.item():
-            self.optimizer.zero_grad(set_to_none=True)
+        elif self.scaler is None or self.outlier_factor:
+            sync()  # else XLA would compute the gradient twice: for the host, and for the step
+            self._pending.append(flag.cpu())
+            if self._pending[-1]:
+                self.optimizer.zero_grad(set_to_none=True)
+            return flag
+        self._pending.append(flag)
         return flag
 
     def read(self):
@@ -119,12 +124,11 @@ class UpdateGuard:
     def state_dict(self):
         """Numbers and a list, fit for JSON."""
         self._fetch()
-        mean, accepted = self.mean.item(), self.accepted.item()
+        mean, accepted = float(self.mean), float(self.accepted)
         return {"mean": mean, "accepted": accepted, "consecutive": self.consecutive, "unread": self._unread}
 
     def load_state_dict(self, state):
-        self.mean = torch.full_like(self.mean, state["mean"])
-        self.accepted = torch.full_like(self.accepted, state["accepted"])
+        self.mean, self.accepted = state["mean"], state["accepted"]
         self.consecutive, self._pending, self._unread = state["consecutive"], [], list(state["unread"])
 
 

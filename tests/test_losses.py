@@ -1,0 +1,365 @@
+"""The losses against brute force in float64, and unchanged by autocast, compile, DDP and FSDP.
+
+Run as a program (by torch.distributed.run, from the tests below) it is the worker of the two-process tests.
+"""
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
+
+from utils.losses import (
+    CausalLMLoss,
+    MaskedLMLoss,
+    chunk_rows,
+    keytoken_row_weights,
+    keytoken_table,
+    linear_cross_entropy,
+)
+from utils.model import use_one_kernel_gelu
+
+V, D, T = 211, 16, 24
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+SMALL |= {"max_position_embeddings": T + 2, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+LLAMA = SMALL | {"num_key_value_heads": 2, "head_dim": 8}
+GPT2 = {
+    "vocab_size": V,
+    "n_embd": D,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": T,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def small_model(model_type, auto=AutoModelForCausalLM, **settings):
+    """Random weights, scaled up so that logits are of the size of a trained model's; no dropout."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(settings or (GPT2 if model_type == "gpt2" else LLAMA)))
+    model = auto.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.ndim > 1 else parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def problem(rows, dtype=torch.float64, bias=True):
+    """hidden, weight, bias, targets with every seventh ignored, token weights of either sign."""
+    torch.manual_seed(0)
+    targets = torch.randint(V, (rows,))
+    targets[::7] = -100
+    hidden, weight = torch.randn(rows, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    leaves = [hidden, weight, torch.randn(V, dtype=dtype) if bias else None]
+    return (
+        [leaf if leaf is None else leaf.requires_grad_() for leaf in leaves],
+        targets,
+        torch.randn(rows, dtype=dtype),
+    )
+
+
+def brute_force(hidden, weight, bias, targets, token_weights):
+    logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
+    losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    return (losses * token_weights).sum(), losses, (logits.argmax(1) == targets)
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 256, 700])
+def test_chunked_cross_entropy_equals_brute_force(rows, bias):
+    leaves, targets, weights = problem(rows, bias=bias)
+    if rows == 1:
+        targets[:] = 3
+    loss, losses, correct = linear_cross_entropy(*leaves[:2], targets, weights, leaves[2], with_correct=True)
+    grads = torch.autograd.grad(3 * loss, [leaf for leaf in leaves if leaf is not None])
+    expected, expected_losses, expected_correct = brute_force(*leaves, targets, weights)
+    expected_grads = torch.autograd.grad(3 * expected, [leaf for leaf in leaves if leaf is not None])
+    assert not losses.requires_grad and losses.shape == (rows,)
+    torch.testing.assert_close([loss, losses, *grads], [expected, expected_losses, *expected_grads])
+    assert torch.equal(correct, expected_correct)
+
+
+def test_a_second_backward_is_refused_not_wrong():
+    leaves, targets, weights = problem(9)
+    loss, _, _ = linear_cross_entropy(*leaves[:2], targets, weights, leaves[2])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_gradient_work_under_no_grad_and_the_same_losses():
+    leaves, targets, weights = problem(300)
+    with torch.no_grad():
+        loss, losses, _ = linear_cross_entropy(*leaves[:2], targets, weights, leaves[2])
+    assert not loss.requires_grad
+    expected, expected_losses, _ = brute_force(*leaves, targets, weights)
+    torch.testing.assert_close([loss, losses], [expected.detach(), expected_losses.detach()])
+
+
+def test_huge_logits_stay_finite():
+    hidden = torch.full((3, 4), 100.0, requires_grad=True)
+    weight = torch.linspace(-30, 30, 5)[:, None].repeat(1, 4)
+    loss, losses, _ = linear_cross_entropy(hidden, weight, torch.tensor([0, 2, 4]), torch.ones(3))
+    torch.testing.assert_close(losses, torch.tensor([24000.0, 12000.0, 0.0]))
+    assert torch.autograd.grad(loss, hidden)[0].isfinite().all()
+
+
+def test_autocast_is_as_exact_as_the_plain_loss_under_autocast():
+    leaves, targets, weights = problem(700, torch.float32)
+    weights = weights.abs()
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    expected = brute_force(*exact, targets, weights.double())
+    expected_grads = torch.autograd.grad(expected[0], exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(*leaves[:2], targets, weights, leaves[2])
+        plain = brute_force(*leaves, targets, weights)
+    found_grads, plain_grads = torch.autograd.grad(found[0], leaves), torch.autograd.grad(plain[0], leaves)
+    assert found[1].dtype == torch.float32 and all(grad.dtype == torch.float32 for grad in found_grads)
+    for ours, theirs, true in zip(
+        [*found[:2], *found_grads], [*plain[:2], *plain_grads], [*expected[:2], *expected_grads], strict=True
+    ):
+        assert relative_error(ours, true) <= 1.2 * relative_error(theirs, true) + 1e-6
+
+
+class Operations(TorchDispatchMode):
+    """Their names, and the number of elements of the largest tensor that any of them returns."""
+
+    size, names = 0, frozenset()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.names |= {str(function)}
+        sizes = [
+            x.untyped_storage().nbytes() // x.element_size()
+            for x in torch.utils._pytree.tree_leaves(out)
+            if isinstance(x, torch.Tensor)
+        ]
+        self.size = max(self.size, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_logits_of_all_rows_never_exist(precision):
+    model = CausalLMLoss(small_model("gpt2", **(GPT2 | {"vocab_size": 1000})))
+    input_ids = torch.randint(1000, (64, T))
+    with Operations() as seen, torch.autocast("cpu", precision, enabled=precision != torch.float32):
+        model(input_ids)[0].backward()
+    assert seen.size <= chunk_rows("cpu", 1000) * 1024 < 64 * (T - 1) * 1000 / 5
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_a_step_never_waits_for_the_device_and_attends_causally_without_a_mask(model_type):
+    model = CausalLMLoss(small_model(model_type))
+    input_ids = torch.randint(V, (2, T))
+    with Operations() as seen:
+        model(input_ids)[0].backward()
+    assert not [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
+
+    attentions = []
+
+    def record(graph, _):
+        attentions.extend(n.kwargs for n in graph.graph.nodes if "scaled_dot_product" in str(n.target))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=record)(input_ids)
+    assert len(attentions) == 2 and all(a["is_causal"] and a["attn_mask"] is None for a in attentions)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_keytoken_loss_equals_the_formula_value_and_gradient(model_type, alpha):
+    lm = small_model(model_type).double()
+    model = CausalLMLoss(lm)
+    input_ids, keytokens = torch.randint(40, (5, T)), [3, 7, 11]
+    row_weights = keytoken_row_weights(input_ids, keytoken_table(keytokens, V), alpha)
+    loss, row_losses = model(input_ids, row_weights)
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+
+    lm.zero_grad()
+    losses, weights = [], []
+    for row in input_ids:
+        logp = lm(row[None]).logits[0].log_softmax(-1)
+        losses.append(-sum(logp[t, row[t + 1]] for t in range(T - 1)) / (T - 1))
+        weights.append(1 + alpha * sum(row.tolist().count(token) for token in keytokens))
+    expected = sum(w * one for w, one in zip(weights, losses, strict=True)) / len(losses)
+    expected.backward()
+    assert model.splits_head
+    torch.testing.assert_close(row_weights.tolist(), [float(w) for w in weights])
+    torch.testing.assert_close(
+        [loss, row_losses], [expected, torch.stack(losses).detach()], rtol=1e-9, atol=0
+    )
+    expected_grads = {name: parameter.grad for name, parameter in lm.named_parameters()}
+    torch.testing.assert_close(found, expected_grads, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "cohere"])
+def test_a_head_with_scaled_or_capped_logits_is_noticed_and_used_whole(model_type):
+    with pytest.warns(UserWarning, match="computed from all the logits"):
+        model = CausalLMLoss(small_model(model_type))
+    input_ids = torch.randint(V, (3, T))
+    loss, row_losses = model(input_ids, torch.ones(3))
+    assert not model.splits_head
+    torch.testing.assert_close(loss, model.lm(input_ids, labels=input_ids).loss)
+    torch.testing.assert_close(loss, row_losses.mean())
+
+
+MASKED = {
+    "roberta": ("roberta", AutoModelForMaskedLM, {"pad_token_id": 1}),
+    "bert": ("bert", AutoModelForMaskedLM, {"pad_token_id": 0}),
+    "bert-nsp": ("bert", AutoModelForPreTraining, {"pad_token_id": 0}),
+}
+
+
+def masked_batch(rows=6, slots=5):
+    torch.manual_seed(1)
+    input_ids = torch.randint(5, V, (rows, T))
+    attention_mask = (torch.arange(T) < torch.randint(12, T + 1, (rows, 1))).long()
+    positions = torch.stack([torch.randperm(12)[:slots].sort().values for _ in range(rows)])
+    labels = torch.randint(5, V, (rows, slots))
+    labels[torch.arange(slots) >= torch.randint(1, slots + 1, (rows, 1))] = -100  # unequal numbers per row
+    types = (torch.arange(T) > 9).long().repeat(rows, 1)
+    return input_ids, attention_mask, types, positions, labels, torch.randint(2, (rows,))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
+    model_type, auto, special = MASKED[name]
+    lm = small_model(model_type, auto, **(SMALL | special | {"type_vocab_size": 2}))
+    model = MaskedLMLoss(lm)
+    input_ids, attention_mask, types, slots, slot_labels, next_sentence = masked_batch()
+    nsp = next_sentence if name == "bert-nsp" else None
+    sums = model(input_ids, attention_mask, types, slots, slot_labels, nsp)
+    loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
+    if nsp is not None:
+        loss = loss + sums["nsp_loss_sum"] / sums["nsp_rows"]
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+
+    lm.zero_grad()
+    full = torch.full_like(input_ids, -100).scatter(1, slots, slot_labels)
+    labels = {"labels": full} | ({} if nsp is None else {"next_sentence_label": nsp})
+    out = lm(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=types, **labels)
+    out.loss.backward()
+    assert model.splits_head
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
+    expected = {name: parameter.grad for name, parameter in lm.named_parameters()}
+    # The gradient of a key bias is zero but for rounding: hence the tolerance relative to all of them.
+    largest = max(grad.abs().max().item() for grad in expected.values())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
+    logits = out.logits if nsp is None else out.prediction_logits
+    assert sums["mlm_tokens"] == (full != -100).sum()
+    assert sums["mlm_correct"] == ((logits.argmax(-1) == full) & (full != -100)).sum()
+    if nsp is not None:
+        assert sums["nsp_rows"] == len(nsp)
+        assert sums["nsp_correct"] == (out.seq_relationship_logits.argmax(1) == nsp).sum()
+
+
+def test_a_masked_head_of_another_form_is_used_whole():
+    lm = small_model(
+        "distilbert", AutoModelForMaskedLM, vocab_size=V, dim=D, n_layers=1, n_heads=2, hidden_dim=32
+    )
+    with pytest.warns(UserWarning, match="computed from all the logits"):
+        model = MaskedLMLoss(lm)
+    input_ids, _, _, slots, labels, _ = masked_batch()
+    sums = model(input_ids, slots=slots, slot_labels=labels)
+    full = torch.full_like(input_ids, -100).scatter(1, slots, labels)
+    torch.testing.assert_close(sums["mlm_loss_sum"] / sums["mlm_tokens"], lm(input_ids, labels=full).loss)
+
+
+def value_and_gradients(model, lm, *inputs):
+    lm.zero_grad()
+    loss = model(*inputs)[0]
+    loss.backward()
+    return loss.detach(), {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+
+
+@pytest.mark.parametrize("regional", [True, False])
+def test_compile_changes_neither_value_nor_gradient_nor_names(regional):
+    """The backend traces and differentiates as inductor's front half does, without the C++ compiler."""
+    from accelerate.utils import compile_regions
+
+    lm = small_model("gpt2")
+    use_one_kernel_gelu(lm)
+    model = CausalLMLoss(lm)
+    names = set(model.state_dict())
+    assert names == {"lm." + name for name in lm.state_dict()}  # the loss adds nothing to what is saved
+    inputs = torch.randint(V, (16, T)), torch.rand(16)
+    expected = value_and_gradients(model, lm, *inputs)
+    torch._dynamo.reset()
+    if regional:
+        compiled = compile_regions(model, backend="aot_eager")
+        assert type(compiled.chunk_softmax).__name__ == "OptimizedModule"
+    else:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(value_and_gradients(compiled, lm, *inputs), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_processes_give_the_gradient_of_one(wrapper):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "tests.test_losses",
+    ]
+    run = subprocess.run(
+        [*command, wrapper], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.count("gradients agree") == 2
+
+
+def two_process_worker(wrapper):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    lm = small_model("gpt2")
+    expected_model = CausalLMLoss(copy.deepcopy(lm))
+    model = CausalLMLoss(lm)
+    torch.manual_seed(0)
+    input_ids, weights = torch.randint(V, (32, T)), torch.rand(32)
+    _, expected = value_and_gradients(expected_model, expected_model.lm, input_ids, weights)
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        for block in lm.transformer.h:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    mine = slice(16 * dist.get_rank(), 16 * dist.get_rank() + 16)
+    loss, _ = model(input_ids[mine], weights[mine])
+    loss.backward()
+    for name, parameter in lm.named_parameters():
+        grad = parameter.grad.full_tensor() if wrapper == "fsdp2" else parameter.grad
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7, msg=name)
+    print("gradients agree", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    two_process_worker(sys.argv[1])
