@@ -12,7 +12,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-CONFIGS = sorted((Path(__file__).parents[1] / "accelerate_configs").glob("*.yaml"))
+PROJECT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 TARGETS = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
 
 
@@ -82,3 +83,36 @@ def test_two_cpu_processes_under_multi_gpu_yaml_form_one_group(tmp_path):
     done = launch(config, *flags, script=script, env={"ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [2, "cpu", "no", 3.0]
+
+
+def test_the_slurm_script_starts_one_group_and_its_signal_reaches_the_scripts_alone(tmp_path):
+    """srun and scontrol are stand-ins that put both nodes on this machine; no Slurm has run it."""
+    tools = {
+        "srun": 'shift\nfor i in 0 1; do SLURM_NODEID=$i "$@" & pids="$pids $!"; done\n'
+        "for pid in $pids; do wait $pid || failed=1; done; exit $failed\n",
+        "scontrol": "echo 127.0.0.1; echo 127.0.0.2\n",
+        "accelerate": f'exec {sys.executable} -m accelerate.commands.accelerate_cli "$@"\n',
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text("#!/bin/bash\n" + text)
+        (tmp_path / name).chmod(0o755)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, sys, time\nfrom accelerate import Accelerator\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: stops.append(1))\n"
+        "stops, a = [], Accelerator()\na.wait_for_everyone()\n"
+        "for process in (os.getppid(), os.getpid()): os.kill(process, signal.SIGUSR1)\n"
+        "time.sleep(1)\na.wait_for_everyone()\n"
+        "line = ['stops', stops, a.process_index, a.num_processes, a.mixed_precision, sys.argv[1:]]\n"
+        "print(*line, flush=True)\n"
+        "a.end_training()\n"
+    )
+    node = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": str(os.getpid())}
+    env = os.environ | node | {"SLURM_JOB_NODELIST": "node[1-2]", "ACCELERATE_USE_CPU": "true"}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", "accelerate_configs/slurm.sh", str(script), "--seed", "7"]
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "stops" in line) == [
+        f"stops [1] {rank} 2 bf16 ['--seed', '7']" for rank in (0, 1)
+    ]
