@@ -302,6 +302,7 @@ import datasets, transformers
 transformers.utils.logging.get_logger("transformers.x").warning("transformers warns")
 datasets.utils.logging.get_logger("datasets.x").warning("datasets warns")
 warnings.warn_explicit("a library warns", UserWarning, "x.py", 1, module="some.library")
+warnings.warn_explicit("a file is open", ResourceWarning, "x.py", 1, module="data.corpus")
 warnings.warn_explicit("ours warns", UserWarning, "x.py", 1, module="utils.checkpoint")
 datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
 """
@@ -311,6 +312,7 @@ datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
 def test_libraries_are_silent_unless_asked(level):
     result = python(NOISE, level, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0 and "ours warns" in result.stderr
+    assert "a file is open" not in result.stderr
     for noise in ("transformers warns", "datasets warns", "a library warns", "Map"):
         assert (noise in result.stderr) == (level == "info"), noise
 

@@ -109,6 +109,7 @@ def peak_memory(
         return estimate(
             config, rows, block_size, kind=kind, predicted=predicted,
             bf16=accelerator.mixed_precision == "bf16", devices=accelerator.num_processes,
+            accumulation=accelerator.gradient_accumulation_steps,
             device_type=accelerator.device.type,
             sharding="fsdp" if accelerator.distributed_type == DistributedType.FSDP else "ddp",
         )["peak"]  # fmt: skip

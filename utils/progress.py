@@ -98,7 +98,8 @@ def quiet_libraries(log_level: str = "error"):
         logging.getLogger(name).setLevel(level)
     if level > logging.WARNING:
         warnings.filterwarnings("ignore")
-        warnings.filterwarnings("default", module=r"(__main__|train_|utils\.|data\.)")  # ours are meant
+        # what our own modules say is meant to be read
+        warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
     if level > logging.INFO:
         transformers.utils.logging.disable_progress_bar()
         datasets.disable_progress_bars()
