@@ -56,7 +56,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--validation_fraction", type=float, default=0.005,
         help="share of the documents that goes to validation shards, by content (default: 0.005; 0 = none)")
     add("--seed", type=int, default=0, help="chooses the validation documents (default: 0)")
-    add("--shard_mb", type=float, default=64, help="size of a shard before compression, MB (default: 64)")
+    add("--shard_mb", type=float, default=64,
+        help="MB per shard before compression (default: 64; more for hf://, where files are commits)")
     add("--text_only", action="store_true", help="stop after the filter: text shards, all columns")
     return parser.parse_args(argv)
 

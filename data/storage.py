@@ -23,16 +23,22 @@ PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryEr
 PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
 
 
-def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: time-outs, broken connections, 408, 429 and 5xx answers."""
-    if isinstance(error, ValueError) and error.__cause__:  # explained to the user: what counts is why
-        return is_transient(error.__cause__)
+def _status(error: BaseException) -> int | None:
+    """The HTTP status behind an error, in any of the clients that fsspec's file systems use."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        status = getattr(response, "status_code", getattr(error, "status", None))
-    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return getattr(response, "status_code", getattr(error, "status", None))
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may succeed later: time-outs, broken connections, too many requests, 5xx
+    answers.
+    """
+    if isinstance(error, ValueError) and error.__cause__:  # explained to the user: what counts is why
+        return is_transient(error.__cause__)
+    status = _status(error)
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409, 412, 425, 429):
         return False
     if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
         return False
@@ -104,11 +110,12 @@ def explained(url: str, verb: str) -> Iterator[None]:
         remedy = "Check its spelling."
         if isinstance(error, ImportError):
             remedy = "Install the package it names with pip."
-        elif isinstance(error, PermissionError):
+        elif isinstance(error, PermissionError) or _status(error) in (401, 403):
             remedy = "Check your credentials and the rights on it."
         elif isinstance(error, ConnectionError):
             remedy = "Check the address (and endpoint), the network and your credentials."
-        raise ValueError(f"{url} cannot be {verb}: {error or type(error).__name__}. {remedy}") from error
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise ValueError(f"{url} cannot be {verb}: {reason}. {remedy}") from error
     except Exception as error:
         if type(error).__module__.split(".")[0] not in NETWORK_MODULES:
             raise
