@@ -30,7 +30,7 @@ def chunk_rows(device_type, vocab_size):
     return max(256, 2**30 // (4 * vocab_size) // 256 * 256)
 
 
-# transformers looks in every forward whether positions start again inside a row (packed sequences), which waits
+# transformers looks in each forward whether positions start again in a row (packed sequences), which waits
 # for the device; torch.compile takes it for granted, which costs the causal kernel. Ours never start again.
 masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
