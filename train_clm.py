@@ -53,7 +53,7 @@ from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_g
 from utils.plan import peak_memory
 from utils.preemption import StopSignals, exit_status, install, lock_output_dir
 from utils.preflight import rehearsal
-from utils.progress import Progress, quiet_libraries, summarize
+from utils.progress import Progress, duration, quiet_libraries, summarize
 
 # Completed at every evaluation: they show what the loss does not. Does it write code yet?
 PROMPTS = [
@@ -437,6 +437,7 @@ def main(args: TrainArgs | None = None) -> None:
         losses += torch.where(bad > 0, 0, means)
         step_losses.zero_()
         xla.sync()
+        progress.update(state["step"])
         if last or state["step"] % args.logging_steps == 0:
             sums = accelerator.reduce(torch.cat([losses, guard.norm[None]]))
             weighted, plain, steps, norms = sums.tolist()  # the interval's one wait for the device
@@ -480,7 +481,7 @@ def main(args: TrainArgs | None = None) -> None:
         raise SystemExit(exit_status(stopped_by))
     if is_main:
         print(summarize(args.output_dir, f"{args.model_type} on {args.dataset_name}", {
-            "steps": max_steps, "tokens": max_steps * tokens_per_step, "seconds": round(clock.seconds, 1),
+            "steps": max_steps, "tokens": max_steps * tokens_per_step, "time": duration(clock.seconds),
             **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
         }, {
             "generate": f"python -m utils.generate {args.output_dir} --prompt 'import numpy as np'",

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from accelerate.utils import DistributedType
 
+from utils.progress import bar
+
 
 @torch.no_grad()
 def sum_over_dataset(
@@ -24,7 +26,7 @@ def sum_over_dataset(
     """
     model.eval()
     sums = []
-    for batch in loader:
+    for batch in bar(loader, "evaluating", is_main_process=accelerator.is_main_process):
         sums.append(batch_sums(batch))
         if stopped():
             break
