@@ -95,11 +95,8 @@ def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):
 
 
 def test_overrides_are_typed_by_the_configuration():
-    config = build_model(
-        "causal", "llama", f"{BERT},num_key_value_heads=1,rms_norm_eps=1e-3,tie_word_embeddings=true,head_dim=8",
-        None,
-        tokenizer(), 16,
-    ).config  # fmt: skip
+    overrides = BERT + ",num_key_value_heads=1,rms_norm_eps=1e-3,tie_word_embeddings=true,head_dim=8"
+    config = build_model("causal", "llama", overrides, None, tokenizer(), 16).config
     assert (
         config.rms_norm_eps,
         config.tie_word_embeddings,
@@ -117,7 +114,7 @@ def test_overrides_are_typed_by_the_configuration():
         (("causal", "gpt2", "n_embd=100,n_head=3", None, 16), ["divisible"]),
         (("causal", "llama", "num_attention_heads=2", None, 16), []),
         (("causal", "llama", BERT + ",num_key_value_heads=4", None, 16), ["size"]),
-        (("causal", "gpt2", GPT2 + ",n_positions=8,vocab_size=40", None, 16), ["vocab_size 40", "needs n_positions"]),
+        (("causal", "gpt2", "n_positions=8,vocab_size=40", None, 16), ["vocab_size 40", "needs n_positions"]),
         (("causal", "gpt2", GPT2, "/no/such/folder", 16), ["config_overrides", "model_name_or_path, '/no"]),
         (("pretraining", "roberta", BERT, None, 16), ["no next-sentence head"]),
         (("pretraining", "bert", BERT + ",type_vocab_size=1", None, 16), ["type_vocab_size 1"]),
