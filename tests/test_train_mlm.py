@@ -1,0 +1,282 @@
+"""train_mlm.py as users run it, masked LM alone and with next-sentence prediction, at 1 and 2 processes."""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertForPreTraining
+
+from data.masking import MaskTokens
+from data.packing import PackedRows
+from data.sentence_pairs import PairRows
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, run
+
+KINDS = {
+    "mlm": {"model_type": "roberta"},
+    "nsp": {"model_type": "bert", "next_sentence": True},
+}
+SHAPE = (
+    "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0,"
+    "attention_probs_dropout_prob=0"
+)
+# Runs of one interpreter after another: starting one costs more than training these models.
+RUNS = """
+import contextlib, io, json, sys
+from accelerate.state import AcceleratorState, GradientState
+import train_mlm
+for argv in json.load(open(sys.argv[1])):
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    sys.argv = ["train_mlm.py", *argv]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            train_mlm.main()
+    except SystemExit as end:
+        status = end.code
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
+"""
+
+
+def write_english(path):
+    """Python's own help topics: prose, some of it in short documents."""
+    with open(path, "w", encoding="utf-8") as out:
+        for name, text in sorted(topics.items()):
+            out.write(json.dumps({"text": text[:6000], "topic": name}) + "\n")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mlm")
+    write_english(folder / "english.jsonl")
+    (folder / "runs.py").write_text(RUNS)
+    return folder
+
+
+def flags(workspace, name, kind="mlm", **changes):
+    return {
+        **TINY, "save_steps": 1, "save_total_limit": 6, "config_overrides": SHAPE, "keywords": ["none"],
+        "dataset_name": str(workspace / "english.jsonl"), "cache_dir": str(workspace / "cache"),
+        "output_dir": str(workspace / name),
+        "prompts": ["The value of an object can [MASK].", "Classes [MASK] names."], **KINDS[kind], **changes,
+    }  # fmt: skip
+
+
+def run_all(workspace, settings):
+    """[(status, stdout, stderr)] of runs with these settings, one after the other in one process."""
+    (workspace / "argvs.json").write_text(json.dumps([arguments(one) for one in settings]))
+    result = subprocess.run(
+        [sys.executable, str(workspace / "runs.py"), str(workspace / "argvs.json")], cwd=PROJECT,
+        env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+
+
+SPLITS = {"4x2": (4, 2), "8x1": (8, 1)}  # micro-batches x rows; the whole runs below are 1x8 and 2 x 1x4
+
+
+@pytest.fixture(scope="module")
+def runs(workspace):
+    """Name -> output folder: for both kinds a run with 1 and with 2 processes, and a step split otherwise."""
+    settings = {}
+    for kind in KINDS:
+        settings[f"{kind}-1"] = flags(workspace, f"{kind}-1", kind, preflight=True)
+        for split, (accumulation, rows) in SPLITS.items():
+            settings[f"{kind}-{split}"] = flags(
+                workspace, f"{kind}-{split}", kind, max_train_steps=1, num_warmup_steps=0, max_eval_samples=8,
+                gradient_accumulation_steps=accumulation, per_device_train_batch_size=rows,
+            )  # fmt: skip
+    for status, _, err in run_all(workspace, settings.values()):
+        assert status == 0, err
+    for kind in KINDS:
+        name = f"{kind}-2"
+        settings[name] = flags(
+            workspace, name, kind, per_device_train_batch_size=4, per_device_eval_batch_size=7
+        )
+        result = run("train_mlm.py", settings[name], processes=2)
+        assert result.returncode == 0, result.stderr[-3000:]
+    return {name: Path(one["output_dir"]) for name, one in settings.items()}
+
+
+def first_moments(output_dir):
+    """AdamW's first moments after one step, 0.1 x the gradient of each parameter, in one vector."""
+    saved = load_file(output_dir / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+    return torch.cat([saved[name].flatten() for name in sorted(saved) if name.endswith("exp_avg")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_an_update_does_not_depend_on_its_split(runs, kind):
+    """Though rows differ in predicted tokens: the same gradients to 1e-6 relative, with pairs and padding."""
+    gradients = {split: first_moments(runs[f"{kind}-{split}"]) for split in ("1", "2", *SPLITS)}
+    reference = gradients.pop("1")
+    assert reference.norm() > 0
+    for name, gradient in gradients.items():
+        assert (gradient - reference).norm() <= 1e-6 * reference.norm(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_train_like_one(runs, kind):
+    """The same masks therefore, and the same evaluation, also where a batch has rows of padding."""
+    one, two = metrics(runs[f"{kind}-1"]), metrics(runs[f"{kind}-2"])
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-5), (key, a, b)
+
+
+def evaluation_batch(workspace, kind, n):
+    """The first n rows of the validation split as the run saw them: masked."""
+    files = [file for file in (workspace / "cache").glob("*/validation.npy")
+             if file.with_name("validation.spans.npy").exists() == (kind == "nsp")]  # fmt: skip
+    rows = (PairRows if kind == "nsp" else PackedRows)(files[0])
+    n = min(n, len(rows))
+    return rows.__getitems__([(0, row) for row in range(n)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs, kind):
+    folder = runs[f"{kind}-1"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batch = MaskTokens(tokenizer, 0.15, seed=42)(evaluation_batch(workspace, kind, 50))
+    slots, slot_labels = batch.pop("slots"), batch.pop("slot_labels")
+    labels = torch.full_like(batch["input_ids"], -100)
+    for row, (places, targets) in enumerate(zip(slots, slot_labels, strict=True)):
+        labels[row, places[targets != -100]] = targets[targets != -100]
+    line = [line for line in metrics(folder) if "loss/eval" in line][-1]
+    assert line["eval_tokens"] == (labels != -100).sum()
+    if kind == "mlm":
+        out = AutoModelForMaskedLM.from_pretrained(folder).eval()(**batch, labels=labels)
+        logits, expected = out.logits, out.loss.item()
+        assert line["loss/eval"] == line["loss/mlm"]
+    else:
+        out = BertForPreTraining.from_pretrained(folder).eval()(**batch, labels=labels)
+        logits, expected = out.prediction_logits, out.loss.item()
+        nsp = F.cross_entropy(out.seq_relationship_logits, batch["next_sentence_label"]).item()
+        assert line["loss/nsp"] == pytest.approx(nsp, rel=1e-5)
+        correct = out.seq_relationship_logits.argmax(1) == batch["next_sentence_label"]
+        assert line["nsp_accuracy"] == pytest.approx(correct.float().mean().item())
+    assert line["loss/eval"] == pytest.approx(expected, rel=1e-5)
+    predicted = labels != -100
+    accuracy = (logits.argmax(-1) == labels)[predicted].float().mean().item()
+    assert line["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_configuration_and_tokenizer_agree(runs, kind):
+    config, tokenizer = (AutoConfig.from_pretrained(runs[f"{kind}-1"]),
+                         AutoTokenizer.from_pretrained(runs[f"{kind}-1"]))  # fmt: skip
+    assert config.vocab_size == len(tokenizer)
+    assert config.pad_token_id == tokenizer.pad_token_id
+    if kind == "mlm":
+        assert config.max_position_embeddings == TINY["block_size"] + tokenizer.pad_token_id + 1
+    else:
+        assert config.type_vocab_size == 2 and config.max_position_embeddings == TINY["block_size"]
+
+
+def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
+    """A run continued from step 3 leaves the same lines and weights, so its masks are the same; two
+    evaluations without training in between give the identical number."""
+    resumed, again, finished = [], [], []
+    for kind in KINDS:
+        shutil.copytree(runs[f"{kind}-1"], workspace / f"{kind}-resumed")
+        for step in (4, 5, 6):
+            shutil.rmtree(workspace / f"{kind}-resumed" / "checkpoints" / f"step-0000000{step}")
+        resumed.append(flags(workspace, f"{kind}-resumed", kind))
+        again += [flags(workspace, f"{kind}-1", kind, eval_only=True)] * 2
+        finished.append(flags(workspace, f"{kind}-1", kind))
+    results = run_all(workspace, resumed + again + finished)
+    assert [status for status, _, _ in results] == [0] * 8, results
+    for i, kind in enumerate(KINDS):
+        whole = metrics(runs[f"{kind}-1"])
+        assert metrics(workspace / f"{kind}-resumed") == whole
+        weights = load_file(workspace / f"{kind}-resumed" / "model.safetensors")
+        for name, value in load_file(runs[f"{kind}-1"] / "model.safetensors").items():
+            assert torch.equal(value, weights[name]), name
+        first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results[2 + 2 * i : 4 + 2 * i])
+        line = [line for line in whole if "loss/eval" in line][-1]
+        assert first == second == {key: value for key, value in line.items() if key != "step"}
+        assert "finished" in results[6 + i][1]
+
+
+def test_the_fill_mask_pipeline_loads_the_output_folder_in_a_fresh_process(runs):
+    code = """
+import sys
+from transformers import pipeline
+for folder in sys.argv[1:]:
+    fill = pipeline("fill-mask", model=folder)
+    print([guess["token_str"] for guess in fill(f"It is {fill.tokenizer.mask_token}.", top_k=5)])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *(str(runs[f"{kind}-1"]) for kind in KINDS)], cwd="/", env=environment(),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert [len(eval(line)) for line in result.stdout.strip().splitlines()] == [5, 5]
+
+
+def test_next_sentence_is_learned(workspace):
+    """On held-out documents B is told apart, where the sentences of a document share a subject, a word."""
+    rng = random.Random(0)
+    with open(workspace / "subjects.jsonl", "w") as out:
+        for _ in range(400):
+            words = [rng.choice("cats dogs mice bees fish birds cows ants".split())] * 4 + ["of", "and"]
+            text = " ".join("It " + " ".join(rng.choices(words, k=5)) + "." for _ in range(12))
+            out.write(json.dumps({"text": text}) + "\n")
+    settings = flags(
+        workspace, "subjects", "nsp", dataset_name=str(workspace / "subjects.jsonl"), vocab_size=100,
+        max_train_steps=200, num_warmup_steps=20, eval_steps=200, save_steps=200, learning_rate=2e-3,
+        per_device_train_batch_size=32, max_eval_samples=0, validation_fraction=0.2, adam_beta2=0.99,
+        config_overrides=SHAPE.replace("hidden_size=32", "hidden_size=64"),
+    )  # fmt: skip
+    [(status, _, err)] = run_all(workspace, [settings])
+    assert status == 0, err
+    line = [line for line in metrics(workspace / "subjects") if "loss/eval" in line][-1]
+    assert line["nsp_accuracy"] > 0.7, line
+
+
+def mistakes(workspace, tokenizer_folder):
+    no_breaks = workspace / "no-breaks.jsonl"
+    no_breaks.write_text("".join(json.dumps({"text": f"never ends {i} " * 20}) + "\n" for i in range(30)))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer.mask_token = tokenizer.cls_token = tokenizer.sep_token = None
+    tokenizer.save_pretrained(workspace / "no-mask")
+    pairs = {"input_ids": [[2, 5, 3, 6, 3]] * 20, "token_type_ids": [[0, 0, 0, 1, 1]] * 20,
+             "attention_mask": [[1] * 5] * 20, "next_sentence_label": [0, 2] * 10}  # fmt: skip
+    datasets.Dataset.from_dict(pairs).save_to_disk(workspace / "pairs-label-2")
+    del pairs["token_type_ids"]
+    datasets.Dataset.from_dict(pairs).save_to_disk(workspace / "pairs-without-types")
+    name = {"tokenizer_name": str(tokenizer_folder)}
+    return [
+        ("mlm", {"tokenizer_name": str(workspace / "no-mask")}, ["mask"]),
+        ("mlm", {"mlm_probability": 1.5, "block_size": 2}, ["mlm_probability", "block_size"]),
+        ("mlm", {"mlm_probability": 0}, ["mlm_probability"]),
+        ("nsp", {"block_size": 3}, ["block_size"]),
+        ("nsp", {"model_type": "roberta"}, ["next-sentence"]),
+        ("nsp", {"streaming": True, "max_train_steps": 5}, ["streaming", "next_sentence"]),
+        ("nsp", {"dataset_name": str(no_breaks), **name}, ["two sentences"]),
+        ("nsp", {"dataset_name": str(workspace / "pairs-label-2"), **name}, ["next_sentence_label is 2"]),
+        ("nsp", {"dataset_name": str(workspace / "pairs-without-types"), **name}, ["token_type_ids"]),
+        ("nsp", {"dataset_name": str(workspace / "pairs-label-2")}, ["tokenizer_name"]),
+    ]  # fmt: skip
+
+
+def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, runs):
+    cases = mistakes(workspace, runs["nsp-1"])
+    settings = [flags(workspace, "mistake", kind, **changes) for kind, changes, _ in cases]
+    for (_, changes, words), (status, _, err) in zip(cases, run_all(workspace, settings), strict=True):
+        assert status == 2, (changes, err)
+        assert "Traceback" not in err and err.count("error:") == 1, (changes, err)
+        for word in words:
+            assert word in err, (changes, err)
+    assert not (workspace / "mistake").exists()
