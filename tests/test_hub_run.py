@@ -1,0 +1,155 @@
+"""train_clm.py publishing on a Hub on loopback: every claim with the real script, client and HTTP."""
+
+import hashlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.hub_server import TOKEN, Fault, HubServer
+from tests.runs import PROJECT, TINY, metrics, write_corpus
+
+REPO = "ada/tiny"
+ALWAYS = float("inf")
+SECOND_COMMIT = {"match": f"POST .*/{REPO}/commit/main", "skip": 1, "times": ALWAYS}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer(tmp_path / "server", xet=True) as hub:  # as by default; test_hub.py has both transports
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
+def start(hub, corpus, folder, token=TOKEN, **changes):
+    """The script in a process of its own, on the output folder folder/tiny."""
+    flags = {**TINY, "dataset_name": corpus, "cache_dir": corpus.parent / "cache", "push_to_hub": True,
+             "output_dir": folder / "tiny", **changes}  # fmt: skip
+    words = [str(word) for name, value in flags.items() for word in
+             [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
+    env = hub.env(corpus.parent / "home", token) | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "train_clm.py", *words], cwd=PROJECT, env=env, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def end(process, status, *folders):
+    """What it printed; neither that nor what it left may hold the token."""
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == status, output
+    assert TOKEN not in output
+    for folder in folders:
+        assert not [p for p in folder.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
+    return output
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def published(hub, folder):
+    """The steps of the revisions; each must load, and its card, log and curves be of its step."""
+    steps = []
+    for commit in hub.commits(REPO):
+        here = folder / commit["oid"]
+        here.mkdir(parents=True)
+        for name, entry in commit["files"].items():
+            (here / name).write_bytes(hub.read(entry))
+        AutoModelForCausalLM.from_pretrained(here)
+        steps.append(int(re.match(r"Step (\d+), loss/eval [\d.]+, perplexity [\d.]+$", commit["title"])[1]))
+        assert f"| optimizer steps | {steps[-1]:,} |" in (here / "README.md").read_text()
+        assert metrics(here)[-1]["step"] == steps[-1] and (here / "curves.png").stat().st_size > 1000
+        assert json.loads((here / "args.json").read_text())
+    assert steps == sorted(steps)
+    return steps
+
+
+def test_every_save_is_a_revision(hub, corpus, tmp_path):
+    end(start(hub, corpus, tmp_path), 0, tmp_path)
+    assert published(hub, tmp_path / "revisions")[-1] == 6
+    assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
+    lines = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]
+    done = [line["revision"] for line in lines if line.get("event") == "push" and line["state"] == "done"]
+    assert done == [commit["oid"] for commit in hub.commits(REPO)]
+
+
+def test_without_a_token_nothing_begins(hub, corpus, tmp_path):
+    """Exit status 2 and one message, before data are prepared or a folder is made."""
+    output = end(start(hub, corpus, tmp_path, token=None, cache_dir=tmp_path / "cache"), 2)
+    assert "hf auth login" in output and "Traceback" not in output
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.parametrize("why", ["revoked", "gone"])
+def test_the_last_push_fails(hub, corpus, tmp_path, why):
+    """Training finishes and waits no longer than hub_timeout; status 1; the printed command works later."""
+    what = {"kind": "drop"} if why == "gone" else {"status": 401}
+    hub.faults.append(Fault(**SECOND_COMMIT, **what))
+    output = end(start(hub, corpus, tmp_path, hub_timeout=2), 1, tmp_path / "tiny")
+    assert metrics(tmp_path / "tiny")[-1]["step"] == 6
+    assert ("hf auth login" in output) == (why == "revoked")
+    hub.faults.clear()
+    words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
+    words[0] = str(Path(sys.executable).parent / "hf")
+    subprocess.run(words, env=hub.env(tmp_path / "home"), check=True, timeout=60)
+    assert published(hub, tmp_path / "revisions") == [3, 6]
+    assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
+
+
+def test_killed_during_a_push(hub, corpus, tmp_path):
+    """The same command again ends with whole revisions in order, the final model last."""
+    hub.faults.append(Fault(**SECOND_COMMIT, kind="hang"))
+    process = start(hub, corpus, tmp_path)
+    while sum("/commit/main" in entry["line"] for entry in hub.log) < 2:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.kill()
+    end(process, -signal.SIGKILL, tmp_path / "tiny")
+    hub.faults.clear()
+    end(start(hub, corpus, tmp_path), 0, tmp_path / "tiny")
+    assert published(hub, tmp_path / "revisions")[-1] == 6
+    assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
+
+
+def test_a_run_goes_on_on_another_machine(hub, corpus, tmp_path):
+    """A machine dies; the same command on an empty folder ends bit-identical to an undisturbed run."""
+    longer = {"max_train_steps": 120, "save_steps": 20, "eval_steps": 40, "logging_steps": 10}
+    hub.faults.append(Fault(f"POST .*/{REPO}/commit/checkpoints", kind="hang", skip=1, times=ALWAYS))
+    whole = start(hub, corpus, tmp_path / "whole", push_to_hub=False, **longer)
+    dies = start(hub, corpus, tmp_path / "dies", push_checkpoints=True, **longer)
+    while not hub.commits(REPO, "checkpoints"):
+        assert dies.poll() is None, dies.communicate()[0]
+        time.sleep(0.02)
+    dies.kill()
+    end(dies, -signal.SIGKILL)
+    end(whole, 0)
+    assert state_steps(hub)[-1] < 120
+    hub.faults.clear()
+    end(start(hub, corpus, tmp_path / "goes_on", push_checkpoints=True, **longer), 0, tmp_path)
+    one, other = tmp_path / "whole/tiny", tmp_path / "goes_on/tiny"
+    assert metrics(one) == metrics(other)
+    assert all(sha256(one / name) == sha256(other / name) for name in ("model.safetensors", "tokenizer.json"))
+    assert state_steps(hub)[-1] == 120
+
+
+def newest_weights(hub):
+    return hub.commits(REPO)[-1]["files"]["model.safetensors"]["sha256"]
+
+
+def state_steps(hub):
+    """The steps of the training states pushed; each revision of that branch holds one."""
+    found = []
+    for commit in hub.commits(REPO, "checkpoints"):
+        (name,) = {name.split("/")[1] for name in commit["files"] if name.startswith("checkpoints/")}
+        found.append(int(name.removeprefix("step-")))
+    return found
