@@ -190,12 +190,15 @@ class CausalLMLoss(nn.Module):
     def _head(self):  # looked up at every call: a second reference would appear in the state dict
         return self.lm.get_output_embeddings()
 
-    def forward(self, input_ids, row_weights=None):
+    def forward(self, input_ids, row_weights=None, return_logits=False):
         """input_ids int64 [B, T]; row_weights [B] or None for ones.
 
         Returns (loss, row_losses): row_losses [B] is the mean cross-entropy over the T - 1 predicted tokens
         of each row, detached; loss is the mean over rows of row_weights * row_losses, a scalar with gradient.
+        With return_logits the logits [B, T, V] instead, for a loss of your own.
         """
+        if return_logits:
+            return self.lm(input_ids=input_ids, use_cache=False).logits
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
         targets = input_ids[:, 1:].reshape(-1)
         if row_weights is None:

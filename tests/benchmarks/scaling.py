@@ -1,0 +1,131 @@
+"""One process against several, each with the same rows per process, and what they send each other.
+
+    python -m tests.benchmarks.scaling --processes 1 2 --steps 6
+
+Gradient bytes are counted where DistributedDataParallel hands its buckets over, once per update: in theory 4
+bytes per parameter in float32, whatever the accumulation. Processes share this machine's cores.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+
+from tests.benchmarks.throughput import Clock, T, interleaved, print_table
+
+
+def worker(args) -> dict | None:
+    import torch
+    from accelerate import Accelerator
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    from utils.losses import CausalLMLoss
+    from utils.optim import build_optimizer
+
+    set_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=args.layers, n_embd=args.width, n_head=args.width // 64, n_positions=T,
+        vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    lm = AutoModelForCausalLM.from_config(config)
+    model = CausalLMLoss(lm).to(accelerator.device)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
+    sent = 0
+
+    def count(group, bucket):
+        nonlocal sent
+        sent += bucket.buffer().nbytes
+        return allreduce_hook(group, bucket)
+
+    if accelerator.num_processes > 1:
+        model.register_comm_hook(None, count)
+    clock = Clock()
+    clock.start()
+    for _ in range(args.steps):
+        for _ in range(args.accumulation):
+            with accelerator.accumulate(model):
+                input_ids = torch.randint(
+                    args.vocab_size, (args.batch_size, T), device=accelerator.device
+                )
+                accelerator.backward(model(input_ids)[0])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        clock.step()
+    accelerator.wait_for_everyone()
+    report = clock.report(args.batch_size * T * args.accumulation * accelerator.num_processes)
+    rank, theory = accelerator.process_index, 4 * lm.num_parameters() * (accelerator.num_processes > 1)
+    accelerator.end_training()
+    return report | {"sent": sent / args.steps / 1e6, "theory": theory / 1e6} if rank == 0 else None
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape = {
+        "vocab_size": 8192,
+        "layers": 4,
+        "width": 256,
+        "batch_size": 8,
+        "accumulation": 1,
+        "steps": 8,
+    }
+    for name, default in shape.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
+    parser.add_argument("--report", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if (
+        args.report
+    ):  # a worker: torch.distributed.run mixes the processes' output, so the answer goes to a file
+        if found := worker(args):
+            with open(args.report, "w", encoding="utf-8") as file:
+                json.dump(found, file)
+        return
+    flags = [f"--{name}={getattr(args, name)}" for name in shape]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        commands = {}
+        for n in args.processes:
+            launch = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc-per-node={n}",
+            ]
+            module = ["-m", "tests.benchmarks.scaling", *flags, "--report", f"{folder}/{n}.json"]
+            line = " ".join([*launch, *module])
+            commands[f"{n} processes"] = ["sh", "-c", f"{line} >&2 && cat {folder}/{n}.json"]
+        if not _has_gpu():
+            os.environ["ACCELERATE_USE_CPU"] = "true"
+        lines = interleaved(commands, args.rounds)
+    print_table(
+        f"GPT-2 {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.batch_size} rows of {T} "
+        f"tokens per process, accumulation {args.accumulation}, medians of {args.rounds} runs in turn",
+        lines,
+        {
+            "tokens_per_second": "tokens/s", "cpu": "CPU s of the run",
+            "mib": "peak MiB of the largest process",
+            "sent": "gradient MB per update", "theory": "in theory",
+        },
+        {"tokens_per_second": "tokens/s ratio", "mib": "memory ratio"},
+        args.append,
+    )  # fmt: skip
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    main()

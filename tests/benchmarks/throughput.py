@@ -1,0 +1,312 @@
+"""Our step against HF Trainer's and a plain loop's: same model, rows, batch, schedule and clipping.
+
+    python -m tests.benchmarks.throughput --contenders trainer ours --steps 8
+    python -m tests.benchmarks.throughput --vocab_size 8192 --contenders plain trainer ours ours-bf16
+    python -m tests.benchmarks.throughput --command peer="python other.py --steps 50" --command_tokens 51200
+
+Each contender runs in a process of its own, in turn, --rounds times; the table holds medians over the rounds
+and ratios to the first line. Contenders: ours, trainer (at its defaults), plain (forward with labels,
+backward, clip, torch.optim.AdamW), each also with -bf16. A --command is timed as a whole, its start included.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+T, EVAL_ROWS = 128, 64
+
+
+def timed_run(command: list[str]) -> dict:
+    """Wall and CPU seconds, peak MiB of the process, and its last line, if that is a JSON object."""
+    with tempfile.TemporaryFile("w+") as out:
+        start = time.time()
+        process = subprocess.Popen(command, cwd=PROJECT, stdout=out)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
+        found = {
+            "wall": time.time() - start,
+            "cpu": usage.ru_utime + usage.ru_stime,
+            "mib": usage.ru_maxrss / 1024,
+        }
+        out.seek(0)
+        last = (out.read().strip().splitlines() or [""])[-1]
+    said = json.loads(last) if last.startswith("{") else {}
+    if "stepped_at" in said:
+        said["to_first_step"] = said.pop("stepped_at") - start
+    return found | said
+
+
+def interleaved(commands: dict[str, list[str]], rounds: int) -> dict[str, dict]:
+    """{name: {what: median}} over `rounds` runs of each command, in turn and never two at once."""
+    runs = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name, command in commands.items():
+            runs[name].append(timed_run(command))
+    return {
+        name: {key: statistics.median(r[key] for r in found) for key in found[0]}
+        for name, found in runs.items()
+    }
+
+
+def print_table(
+    title: str, lines: dict[str, dict], columns: dict[str, str], ratio_of: dict[str, str], append=None
+):
+    """Markdown. columns: key -> heading; ratio_of: key -> heading of its ratio to the first line."""
+    first = next(iter(lines.values()))
+    text = [
+        f"{title}. {machine()}", "",
+        "| | " + " | ".join([*columns.values(), *ratio_of.values()]) + " |",
+        "|---" * (1 + len(columns) + len(ratio_of)) + "|",
+    ]  # fmt: skip
+    for name, found in lines.items():
+        cells = [f"{found[key]:,.4g}" if key in found else "" for key in columns]
+        cells += [
+            f"{found[key] / first[key]:.2f} x" if key in found and key in first else ""
+            for key in ratio_of
+        ]
+        text.append(f"| {name} | " + " | ".join(cells) + " |")
+    print("\n".join(text), flush=True)
+    if append:
+        with open(append, "a", encoding="utf-8") as file:
+            file.write("\n" + "\n".join(text) + "\n")
+
+
+def machine() -> str:
+    import torch
+
+    name = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(
+            (line.split(":")[1].strip() for line in lines if line.startswith("model name")), name
+        )
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    return f"{name}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
+
+
+# ---- One contender, in its own process
+
+
+class Clock:
+    """Wall and CPU seconds of each optimizer step, with the device's work in it."""
+
+    def __init__(self):
+        self.marks = []
+
+    def start(self):
+        self.marks.append((time.perf_counter(), time.process_time()))
+
+    def step(self):
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.marks.append((time.perf_counter(), time.process_time()))
+        if len(self.marks) == 2:
+            self.stepped_at = time.time()
+
+    def report(self, tokens: int) -> dict:
+        wall, cpu = (
+            [b[i] - a[i] for a, b in zip(self.marks, self.marks[1:], strict=False)] for i in (0, 1)
+        )
+        rest = slice(1, None) if len(wall) > 1 else slice(None)
+        return {
+            "stepped_at": self.stepped_at, "first_step": wall[0],
+            "tokens_per_second": tokens / statistics.median(wall[rest]),
+            "cpu_per_step": statistics.median(cpu[rest]),
+        }  # fmt: skip
+
+
+def contender(kind: str, args) -> dict:
+    import numpy as np
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    bf16, kind = kind.endswith("-bf16"), kind.removesuffix("-bf16")
+    # Words with Zipf's frequencies: something to learn, and the same for everyone.
+    draws = (
+        np.random.default_rng(0).zipf(1.3, (args.steps * args.batch_size + EVAL_ROWS, T))
+        % args.vocab_size
+    )
+    held_out, rows = torch.from_numpy(draws[:EVAL_ROWS]), draws[EVAL_ROWS:]
+    set_seed(0)
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=args.layers, n_embd=args.width, n_head=args.width // 64, n_positions=T,
+        vocab_size=args.vocab_size,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    clock = Clock()
+    {"ours": train_ours, "trainer": train_with_trainer, "plain": train_plainly}[kind](
+        model, rows, args, bf16, clock
+    )
+    report = clock.report(args.batch_size * T)
+    peak = (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    )  # before the evaluation, which is not the subject
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            model(batch.to(device), labels=batch.to(device)).loss.item() for batch in held_out.split(8)
+        ]
+    return report | {"mib": peak, "eval_loss": sum(losses) / len(losses)}
+
+
+def train_ours(lm, rows, args, bf16, clock):
+    import numpy as np
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    from data.packing import PackedRows
+    from data.sampler import SampleOrder, keep_batch
+    from utils.losses import CausalLMLoss
+    from utils.model import use_one_kernel_gelu
+    from utils.optim import UpdateGuard, build_optimizer, build_schedule
+
+    accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
+    use_one_kernel_gelu(lm)
+    model = CausalLMLoss(lm).to(accelerator.device)
+    lm.tie_weights()
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(f"{folder}/rows.npy", rows.astype(np.uint16 if args.vocab_size <= 2**16 else np.uint32))
+        order = SampleOrder(len(rows), 0, 0, len(rows))
+        loader = DataLoader(
+            PackedRows(f"{folder}/rows.npy"), args.batch_size, sampler=order, collate_fn=keep_batch
+        )
+        optimizer = build_optimizer(model, 1e-3, 0.1)
+        schedule = build_schedule(optimizer, "linear", 2, args.steps)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        guard = UpdateGuard(accelerator, optimizer)
+        losses = torch.zeros((), device=accelerator.device)
+        clock.start()
+        for batch in loader:
+            loss, row_losses = model(batch["input_ids"])
+            accelerator.backward(loss)
+            losses += row_losses.mean()
+            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            clock.step()
+
+
+def train_with_trainer(lm, rows, args, bf16, clock):
+    import torch
+    from datasets import Dataset
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        default_data_collator,
+    )
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            clock.start()
+
+        def on_step_end(self, *_, **__):
+            clock.step()
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            folder, per_device_train_batch_size=args.batch_size, max_steps=args.steps, learning_rate=1e-3,
+            weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", max_grad_norm=1.0, bf16=bf16,
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        )  # fmt: skip
+        data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+        Trainer(
+            lm, settings, train_dataset=data, data_collator=default_data_collator, callbacks=[Steps()]
+        ).train()
+
+
+def train_plainly(lm, rows, args, bf16, clock):
+    import torch
+    from transformers import get_linear_schedule_with_warmup
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lm.to(device)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, weight_decay=0.1)
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, args.steps)
+    clock.start()
+    for batch in torch.from_numpy(rows).split(args.batch_size):
+        batch = batch.to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            loss = lm(batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        clock.step()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--contenders", nargs="*", default=["trainer", "ours"])
+    parser.add_argument("--vocab_size", type=int, default=50257)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch_size", type=int, default=8, help=f"rows of {T} tokens")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--command", action="append", default=[], metavar="NAME=COMMAND LINE", help="timed beside ours"
+    )
+    parser.add_argument(
+        "--command_tokens", type=int, default=0, help="tokens that each --command trains on"
+    )
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(contender(args.one, args)))
+        return
+    shape = [
+        f"--{name}={getattr(args, name)}"
+        for name in ("vocab_size", "layers", "width", "batch_size", "steps")
+    ]
+    commands = {
+        name: [sys.executable, "-m", "tests.benchmarks.throughput", "--one", name, *shape]
+        for name in args.contenders
+    }
+    commands |= {
+        name: ["sh", "-c", line] for name, line in (item.split("=", 1) for item in args.command)
+    }
+    lines = interleaved(commands, args.rounds)
+    for name, found in lines.items():
+        if name not in args.contenders and args.command_tokens:
+            found["tokens_per_second"] = args.command_tokens / found["wall"]
+    print_table(
+        f"GPT-2 {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.batch_size} rows of {T} "
+        f"tokens, {args.steps} steps, medians of {args.rounds} runs in turn",
+        lines,
+        {
+            "tokens_per_second": "tokens/s", "cpu_per_step": "CPU s per step", "cpu": "CPU s of the run",
+            "mib": "peak MiB", "first_step": "first step s", "to_first_step": "start to first step s",
+            "eval_loss": "validation loss",
+        },
+        {"tokens_per_second": "tokens/s ratio", "cpu_per_step": "CPU ratio", "mib": "memory ratio"},
+        args.append,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
