@@ -28,6 +28,7 @@ from data.filters import Accounting, clean_documents, in_validation, show_progre
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sample_texts, split_text, train_tokenizer
 
 MANIFEST = "sizes.json"
+SPLITS = ("train", "validation")
 FORMAT = 1  # part of every cache key: raise it when rows of old caches would differ
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
 
@@ -181,8 +182,9 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, keywords=(), validation_
     """Rows for training and evaluation, from the cache where the same were prepared before.
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents, chosen by
-    content hash and seed. The cache key covers everything that shapes the rows. Several processes may call
-    this at once: one prepares, the others wait. Raises ValueError where a split gets no row."""
+    content hash and seed; of few documents more are held out, until they fill a row. The cache key covers
+    everything that shapes the rows. Several processes may call this at once: one prepares, the others wait.
+    Raises ValueError where a split gets no row."""
     settings = {
         "format": FORMAT,
         "corpus": [corpus.fingerprint, corpus.text_column],
@@ -193,29 +195,26 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, keywords=(), validation_
         "block_size": block_size,
     }
 
-    def split_of(text):
-        held_out = eval_corpus is None and in_validation(text, seed, validation_fraction)
-        return "validation" if held_out else "train"
-
     def build(folder):
-        train = Split(folder / "train.npy", block_size, tokenizer)
-        validation = Split(folder / "validation.npy", block_size, tokenizer)
-        splits = {"train": train, "validation": validation}
-        _pack(corpus, tokenizer, keywords, lambda text: splits[split_of(text)], train.counts, progress)
-        if eval_corpus is not None:
-            _pack(eval_corpus, tokenizer, keywords, lambda text: validation, validation.counts, progress)
-        for split in splits.values():
-            split.close()
+        fraction = validation_fraction
+        while True:
+            splits = _write_splits(folder, corpus, eval_corpus, tokenizer, settings, fraction, progress)
+            train, validation = splits["train"].counts, splits["validation"].counts
+            if validation.rows or eval_corpus is not None or not train.rows or not 0 < fraction <= 0.25:
+                break
+            fraction = max(2 * fraction, 2 / train.kept)  # holds out what the smaller one did, and more
+            print(f"validation_fraction {validation_fraction} of {train.kept} documents fills no row of "
+                  f"{block_size} tokens: holding out {fraction:.2g}", flush=True)
         if progress:
-            print(train.counts.table(f"{corpus.name}, train"))
-            print(validation.counts.table(f"{(eval_corpus or corpus).name}, validation"))
+            print(train.table(f"{corpus.name}, train"))
+            print(validation.table(f"{(eval_corpus or corpus).name}, validation"))
             if keywords:
-                print(train.counts.share_after_filtering(), flush=True)
-        _check_rows(train.counts, validation.counts, corpus, eval_corpus, settings, validation_fraction)
+                print(train.share_after_filtering(), flush=True)
+        _check_rows(train, validation, corpus, eval_corpus, settings, validation_fraction)
         manifest = {
             "settings": settings,
             "accounting": {name: split.counts.as_dict() for name, split in splits.items()},
-            "eval_bytes_per_token": validation.counts.bytes / validation.counts.tokens,
+            "eval_bytes_per_token": validation.bytes / validation.tokens,
         }
         (folder / "preparation.json").write_text(json.dumps(manifest, indent=1))
 
@@ -240,6 +239,22 @@ class Split:
     def close(self):
         self.file.close()
         self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.packer.rest)
+
+
+def _write_splits(folder, corpus, eval_corpus, tokenizer, settings, fraction, progress) -> dict[str, Split]:
+    keywords, (_, seed) = settings["keywords"], settings["validation"] or (0, 0)
+    splits = {name: Split(folder / f"{name}.npy", settings["block_size"], tokenizer) for name in SPLITS}
+    train, validation = splits.values()
+
+    def split_of(text):
+        return validation if eval_corpus is None and in_validation(text, seed, fraction) else train
+
+    _pack(corpus, tokenizer, keywords, split_of, train.counts, progress)
+    if eval_corpus is not None:
+        _pack(eval_corpus, tokenizer, keywords, lambda text: validation, validation.counts, progress)
+    for split in splits.values():
+        split.close()
+    return splits
 
 
 def _pack(corpus, tokenizer, keywords, split_of: Callable[[str], Split], counts: Accounting, progress):
@@ -276,8 +291,10 @@ def _check_rows(train, validation, corpus, eval_corpus, settings, fraction):
     for split, counts, source in sources:
         if not counts.rows:
             remedy = "lower block_size or take more text"
-            if split == "validation" and eval_corpus is None:
-                remedy = f"raise validation_fraction {fraction}, lower block_size or name validation data"
+            if eval_corpus is None and train.kept + validation.kept == 1:
+                remedy = "one document cannot be split: name validation data, or cut it into several files"
+            elif eval_corpus is None and split == "validation":
+                remedy = f"raise validation_fraction ({fraction}), lower block_size or name validation data"
             raise ValueError(f"block_size {block_size}: the {split} split of {source.name} is "
                              f"{counts.kept:,} documents, {counts.tokens:,} tokens, no whole row; {remedy}")
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,14 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
     assert train["read"] == sum(train[reason] for reason in reasons) == 80
     ratio = sum(len(text.encode()) for text in held_out) / len(expected_stream(held_out, tokenizer))
     assert prepared.eval_bytes_per_token == pytest.approx(ratio, rel=1e-12)
+
+
+def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):
+    few = replace(corpus, rows=lambda: itertools.islice(corpus.rows(), 9), fingerprint="few")
+    for seed in range(8):
+        prepared = prepare(few, tokenizer, tmp_path, validation_fraction=0.02, seed=seed)
+        assert len(prepared.eval) and prepared.accounting["validation"]["kept"] < 9
+        assert prepared.accounting["train"]["validation"] == prepared.accounting["validation"]["kept"]
 
 
 def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_path):
@@ -167,8 +176,7 @@ def test_a_second_start_reads_nothing_and_every_setting_counts(corpus, tokenizer
     def refuse():
         raise AssertionError("the corpus was read again")
 
-    unread = type(corpus)(corpus.name, corpus.text_column, corpus.fingerprint, corpus.columns, refuse)
-    again = prepare(unread, tokenizer, tmp_path)
+    again = prepare(replace(corpus, rows=refuse), tokenizer, tmp_path)
     assert again.folder == first.folder and again.accounting == first.accounting
     other_tokenizer = trained_tokenizer(corpus, vocab_size=500, algorithm="bpe", model_type="gpt2",
                                         cache_dir=str(tmp_path), progress=False)
@@ -234,8 +242,12 @@ def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_pa
         prepare(corpus, tokenizer, tmp_path, keywords=["zzqx"])
     with pytest.raises(ValueError, match="block_size 1000000: the train split"):
         prepare(corpus, tokenizer, tmp_path, block_size=1_000_000)
-    with pytest.raises(ValueError, match="raise validation_fraction 1e-09"):
-        prepare(corpus, tokenizer, tmp_path, validation_fraction=1e-9)
+    with pytest.raises(ValueError, match=r"raise validation_fraction \(0\)"):
+        prepare(corpus, tokenizer, tmp_path, validation_fraction=0)
+    one = tmp_path / "one.txt"
+    one.write_text("only one document\n" * 500)
+    with pytest.raises(ValueError, match="one document cannot be split"):
+        prepare(load_corpus(str(one)), tokenizer, tmp_path)
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
