@@ -14,7 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 KILLS = int(os.environ.get("CRASH_KILLS", 0))
 
@@ -28,10 +28,9 @@ def workspace(tmp_path_factory):
 
 def start(script, flags, processes, log):
     """Without `accelerate launch` in between, which would only add its start to every kill."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    words = [str(word) for name, value in flags.items() for word in
-             (f"--{name}", *(value if isinstance(value, list) else [value]))]  # fmt: skip
-    command = [sys.executable, *(launcher if processes > 1 else []), script, *words]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max_restarts=1"]
+    launcher += [f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments(flags)]
     settings = {"env": environment(processes, ACCELERATE_USE_CPU="true"), "start_new_session": True}
     return subprocess.Popen(command, cwd=PROJECT, stdout=log, stderr=log, **settings)
 
@@ -56,15 +55,18 @@ def run_with_interruptions(script, flags, processes, interruptions):
     """Start, interrupt after a random number of steps, start again; at last to the end.
 
     interruptions: "kill"; "kill save", in the next save; "kill start", within 8 s of the start; "term",
-    SIGTERM to what was launched. Returns how many met a save.
+    SIGTERM to what was launched; "kill worker", the last process only, and torchrun starts all of them again
+    by itself. Returns how many met a save.
     """
     moments, in_saves = random.Random(0), 0
     output_dir = flags["output_dir"]
     log = output_dir.parent / "log"
+    process = None
     for kind in [*interruptions, None]:
         seen = log.stat().st_size if log.exists() else 0
-        with open(log, "a") as out:
-            process = start(script, flags, processes, out)
+        if process is None:
+            with open(log, "a") as out:
+                process = start(script, flags, processes, out)
 
         def steps_done(seen=seen):
             return log.read_bytes()[seen:].count(b"\nstep ")
@@ -82,12 +84,16 @@ def run_with_interruptions(script, flags, processes, interruptions):
         while kind == "kill save" and not in_a_save(output_dir) and process.poll() is None:
             time.sleep(0.0005)
         assert process.poll() is None, f"ended by itself: {log.read_text()[-4000:]}"
+        if kind == "kill worker":
+            psutil.Process(process.pid).children()[-1].kill()
+            continue
         if kind == "term":
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == (143 if processes == 1 else 1), log.read_text()[-4000:]
         else:
             kill_all(process)
             in_saves += (output_dir / "checkpoints").is_dir() and in_a_save(output_dir)
+        process = None
 
 
 def check(workspace, script, processes, interruptions):
@@ -120,4 +126,5 @@ def test_one_process_killed_and_stopped(workspace):
 
 
 def test_two_processes_killed(workspace):
-    check(workspace, "train_clm.py", 2, kills() or ["kill"])
+    """One worker alone, too: the launcher's --max_restarts brings the run back from the newest checkpoint."""
+    check(workspace, "train_clm.py", 2, kills() or ["kill worker"])
