@@ -184,10 +184,16 @@ def write_token_shards(args: argparse.Namespace, corpus: Corpus, tokenizer, reco
 
 
 def documents_to_table(documents: list[dict], columns: list[str], schema: pa.Schema | None) -> pa.Table:
-    """The first shard decides the types (schema None); values of other types become JSON in a text column.
+    """The first shard (schema None) decides columns and types; values of mixed types become JSON texts.
 
-    Raises ValueError for a value that does not fit a column of another type.
+    A later new column is left out with a warning. Raises ValueError for a later value of another type.
     """
+    columns = list(dict.fromkeys([*columns, *(name for document in documents for name in document)]))
+    if schema:
+        if new := sorted(set(columns) - set(schema.names)):
+            print(f"warning: left out, the first shard has no such column: {', '.join(new)}", file=sys.stderr)
+        columns = schema.names
+
     def as_text(value) -> str | None:
         text = value if value is None or isinstance(value, str) else json.dumps(value, default=str)
         return text and text.encode("utf-8", "replace").decode()

@@ -184,7 +184,7 @@ def test_text_shards_hold_the_kept_documents_with_all_columns(tmp_path):
     assert again == [text for text in texts[:103] if text], "they are a source again"
 
 
-def test_mixed_columns_become_text_and_a_later_misfit_is_the_users_to_solve(tmp_path, capsys):
+def test_mixed_and_late_columns_are_kept_as_text_told_or_refused(tmp_path, capsys):
     def write(rows):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(tmp_path / "rows.jsonl")
@@ -193,6 +193,12 @@ def test_mixed_columns_become_text_and_a_later_misfit_is_the_users_to_solve(tmp_
     assert run(mixed, tmp_path / "mixed", None, text_only=[]) == 0
     table = pq.read_table(tmp_path / "mixed" / "train-00000.parquet")
     assert table["x"].to_pylist() == ["1", "b", '{"y": [1]}']
+    first = [{"text": text} for text in make_texts(20)]
+    first[3]["y"] = "not in the first document"
+    added = write([*first, *({"text": text, "z": 1} for text in make_texts(20, seed=1))])
+    assert run(added, tmp_path / "added", None, text_only=[]) == 0
+    assert pq.read_schema(tmp_path / "added" / "train-00000.parquet").names == ["text", "y"]
+    assert "left out, the first shard has no such column: z" in capsys.readouterr().err
     late = write([*({"text": text, "x": 1} for text in make_texts(50)), {"text": "last", "x": "b"}])
     assert run(late, tmp_path / "late", None, text_only=[]) == 2
     assert re.search(r"column x: a value is not int64", capsys.readouterr().err)
