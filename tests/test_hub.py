@@ -91,7 +91,7 @@ class Program:
             time.sleep(0.02)
 
     def end(self, status=0):
-        self.output += self.process.communicate(timeout=30)[0]
+        self.output += self.process.communicate(timeout=180)[0]
         assert self.process.returncode == status, self.output
         assert TOKEN not in self.output
         kept = [p for p in self.folder.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
@@ -122,7 +122,7 @@ def upload_by_hand(hub, folder, output):
     """Run the command that the program printed."""
     words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
     words[0] = str(Path(sys.executable).parent / "hf")
-    done = subprocess.run(words, env=hub.env(folder / "home"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=hub.env(folder / "home"), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -101,7 +101,7 @@ def test_the_last_push_fails(hub, corpus, tmp_path, why):
     hub.faults.clear()
     words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
     words[0] = str(Path(sys.executable).parent / "hf")
-    subprocess.run(words, env=hub.env(tmp_path / "home"), check=True, timeout=60)
+    subprocess.run(words, env=hub.env(tmp_path / "home"), check=True, timeout=180)
     assert published(hub, tmp_path / "revisions") == [3, 6]
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 

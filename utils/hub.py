@@ -61,8 +61,7 @@ REMEDIES = {
 
 
 def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
-    """Make sure that pushing will work; creates the repository where missing; returns its full
-    "owner/name".
+    """Make sure that pushing will work: the full "owner/name" of the repository, created where missing.
 
     Takes seconds, also when nobody answers. Raises ValueError with the remedy: no token or a bad one, a name
     that the Hub refuses, a namespace or repository that this token cannot write to, no connection.
@@ -109,8 +108,7 @@ def _ask(what: str, call: Callable, *args, tries: int = 3, **kwargs) -> Any:
 
 
 def _bound_waiting(seconds: float) -> None:
-    """No connect, read or write of the client takes longer. (As it comes, it waits for a silent server for
-    ever.)"""
+    """Limit each connect, read and write of the client, which otherwise waits for ever on a silent server."""
 
     def client():
         made = default_client_factory()
@@ -131,8 +129,7 @@ class Trouble:
 
 
 def diagnose(error: BaseException) -> Trouble:
-    """Reads the chain of causes: the LFS path wraps its errors, and Xet's carry the status in their text
-    only."""
+    """Reads the chain of causes: LFS errors come wrapped, and Xet's have their status in the text only."""
     chain = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
@@ -361,8 +358,7 @@ class HubPusher:
         ).oid
 
     def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
-        """Back to the queue, unless a newer one has come, and wait: longer each time, as long as the server
-        asks."""
+        """Back to the queue, unless a newer one has come, and wait: longer each time, or as long as asked."""
         delay, asked = min(120, 2.0**failures) * random.uniform(0.5, 1), trouble.retry_after is not None
         if asked:
             delay = max(delay, trouble.retry_after + random.random())
