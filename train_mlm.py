@@ -366,8 +366,13 @@ def main(args: TrainArgs | None = None) -> None:
         state = saved["state"]
         scheduler.load_state_dict(saved["scheduler"])
         guard.load_state_dict(saved["guard"])
+    pusher = HubPusher(repo_id, args.output_dir, push_checkpoints=args.push_checkpoints) if repo_id else None
     if state["step"] >= max_steps:
         accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
+        if pusher:  # the last push may have been cut off; nothing is sent that the Hub has
+            pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
+            if not pusher.finish(args.hub_timeout):
+                raise SystemExit(1)
         return
     train_loader, stream = training_loader(
         accelerator, rows, args.per_device_train_batch_size, args.seed, start=state["step"] * rows_per_step,
@@ -387,7 +392,8 @@ def main(args: TrainArgs | None = None) -> None:
         every={"evaluation": eval_steps, "save": save_steps},
     )
     progress = Progress(max_steps, state["step"], is_main)
-    pusher = HubPusher(repo_id, args.output_dir, progress.write) if repo_id else None
+    if pusher:
+        pusher.say = progress.write  # above the bar
     stop = StopSignals(accelerator)
     accelerator.print(report(
         accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
@@ -423,12 +429,12 @@ def main(args: TrainArgs | None = None) -> None:
         with clock.aside("save"):
             state["seconds"] = clock.seconds
             state["losses"] = accelerator.gather(losses[None]).tolist()  # [processes, 3]
+            export_model(accelerator, model, tokenizer, args.output_dir)
             checkpoints.save(state["step"], model, optimizer, final=final, extra={
                 "state": state, "settings": settings, "scheduler": scheduler.state_dict(),
                 "guard": guard.state_dict(), "metrics_offset": metrics.offset,
                 "stream": stream and stream.state_dict(state["step"] * rows_per_step),
             })
-            export_model(accelerator, model, tokenizer, args.output_dir)
             if is_main:
                 write_model_card(
                     args.output_dir, pipeline_tag="fill-mask", model_name=name.split("/")[-1],
@@ -440,8 +446,6 @@ def main(args: TrainArgs | None = None) -> None:
                 )
             if pusher:
                 pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
-                if args.push_checkpoints:
-                    pusher.push_checkpoint(["args.json", "metrics.jsonl"])
 
     def seed_step() -> None:
         """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
@@ -534,6 +538,8 @@ def main(args: TrainArgs | None = None) -> None:
     if not (last or stopped_by):
         raise RuntimeError(f"the data ended at step {state['step']} of {max_steps}: see above")
     arrived = pusher.finish(args.hub_timeout if last else 20) if pusher else True
+    for event in pusher.poll() if pusher else []:
+        metrics.write({"step": state["step"], **event})
     accelerator.end_training()
     if stopped_by:
         accelerator.print(f"Stopped at step {state['step']} of {max_steps} and saved; run it again to go on.")

@@ -139,7 +139,6 @@ class RowFile:
         self.file.close()
 
 
-_RowFile = RowFile
 
 
 class PackedRows(torch.utils.data.Dataset):

@@ -28,7 +28,7 @@ from data.filters import Accounting, clean_documents, in_validation, show_progre
 from data.packing import (
     PackedRows,
     PreparedRows,
-    _RowFile,
+    RowFile,
     build_once,
     token_dtype,
     tokenize_texts,
@@ -267,7 +267,7 @@ class _PairFile:
 
     def __init__(self, path, tokenizer, block_size, seed):
         self.dtype, self.block_size, self.tokenizer = token_dtype(tokenizer), block_size, tokenizer
-        self.rows, self.spans = _RowFile(path, block_size, self.dtype), _RowFile(spans_of(path), 3, np.int32)
+        self.rows, self.spans = RowFile(path, block_size, self.dtype), RowFile(spans_of(path), 3, np.int32)
         self.builder, self.counts = PairBuilder(block_size - 3, seed), Accounting()
         self.labels, self.padding = [0, 0], 0  # rows by label; tokens
         self.documents, self.characters = [], 0
