@@ -317,7 +317,7 @@ def main(args: TrainArgs | None = None) -> None:
         scheduler.load_state_dict(saved["scheduler"])
         guard.load_state_dict(saved["guard"])
     pusher = HubPusher(repo_id, args.output_dir, push_checkpoints=args.push_checkpoints) if repo_id else None
-    if state["step"] >= max_steps:
+    if state["step"] >= max_steps and not state["evaluation_due"]:
         accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
         if pusher:  # the last push may have been cut off; nothing is sent that the Hub has
             pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "perplexity")})
@@ -417,8 +417,11 @@ def main(args: TrainArgs | None = None) -> None:
             optimizer.step()
             sum_over_dataset(accelerator, model, [next(iter(eval_loader))], batch_sums)
             complete_prompts(accelerator, model, tokenizer, args.prompts[:1], max_new_tokens=2)
-    if state["evaluation_due"]:
+    if state["evaluation_due"]:  # a stop signal came during the evaluation of the step that was saved
         evaluate()
+        last, stopped_by = state["step"] == max_steps, stop.agreed()
+        if last:
+            save(final=True)
     seed_step()
     for batch in train_loader:
         with accelerator.accumulate(model):
@@ -476,9 +479,11 @@ def main(args: TrainArgs | None = None) -> None:
             f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "
             f"learning_rate, or look at the samples that {args.output_dir}/metrics.jsonl names."
         )
+    if last and not state["evaluation_due"]:
+        stopped_by = 0  # it came too late to stop anything
     if not (last or stopped_by):
         raise RuntimeError(f"the data ended at step {state['step']} of {max_steps}: see above")
-    arrived = pusher.finish(args.hub_timeout if last else 20) if pusher else True
+    arrived = pusher.finish(20 if stop.requested else args.hub_timeout) if pusher else True
     for event in pusher.poll() if pusher else []:
         metrics.write({"step": state["step"], **event})
     accelerator.end_training()
