@@ -419,11 +419,14 @@ def main(args: TrainArgs | None = None) -> None:
             complete_prompts(accelerator, model, tokenizer, args.prompts[:1], max_new_tokens=2)
     if state["evaluation_due"]:  # a stop signal came during the evaluation of the step that was saved
         evaluate()
-        last, stopped_by = state["step"] == max_steps, stop.agreed()
+        if state["evaluation_due"]:  # and another one: all is saved
+            raise SystemExit(exit_status(stop.agreed()))
+        last = state["step"] == max_steps
         if last:
             save(final=True)
-    seed_step()
     for batch in train_loader:
+        if accelerator.sync_gradients:  # the first micro-batch of a step
+            seed_step()
         with accelerator.accumulate(model):
             weights = keytoken_row_weights(batch["input_ids"], keytokens, args.keytoken_alpha)  # [B]
             loss, row_losses = model(batch["input_ids"], weights)  # scalar; [B], unweighted
@@ -455,7 +458,8 @@ def main(args: TrainArgs | None = None) -> None:
             log({
                 "epoch": rows.length and state["step"] * rows_per_step / rows.length,
                 "samples": state["step"] * rows_per_step, "tokens": state["step"] * tokens_per_step,
-                "loss/train": weighted / max(steps, 1), "loss/train_plain": plain / max(steps, 1),
+                "loss/train": weighted / steps if steps else None,
+                "loss/train_plain": plain / steps if steps else None,
                 "learning_rate": scheduler.get_last_lr()[0], "grad_norm": norms / accelerator.num_processes,
                 "skipped_updates": state["skipped_updates"],
                 **clock.measure(state["step"]),
@@ -466,10 +470,9 @@ def main(args: TrainArgs | None = None) -> None:
             evaluate()
         stopped_by = stop.agreed()
         if last or stopped_by or state["step"] % args.save_steps == 0:
-            save(final=last)
+            save(final=bool(last or stopped_by))
         if stopped_by:
             break
-        seed_step()
 
     # ---- The end: nothing is left in flight
     progress.close()
@@ -487,6 +490,7 @@ def main(args: TrainArgs | None = None) -> None:
     for event in pusher.poll() if pusher else []:
         metrics.write({"step": state["step"], **event})
     accelerator.end_training()
+    stop.close()
     if stopped_by:
         accelerator.print(f"Stopped at step {state['step']} of {max_steps} and saved; run it again to go on.")
         raise SystemExit(exit_status(stopped_by))

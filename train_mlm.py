@@ -470,12 +470,14 @@ def main(args: TrainArgs | None = None) -> None:
             fill_masks(accelerator, model, tokenizer, args.prompts)
     if state["evaluation_due"]:  # a stop signal came during the evaluation of the step that was saved
         evaluate()
-        last, stopped_by = state["step"] == max_steps, stop.agreed()
+        if state["evaluation_due"]:  # and another one: all is saved
+            raise SystemExit(exit_status(stop.agreed()))
+        last = state["step"] == max_steps
         if last:
             save(final=True)
-    seed_step()
     batches = iter(train_loader)
     while micro_batches := list(itertools.islice(batches, args.gradient_accumulation_steps)):
+        seed_step()
         # Rows differ in predicted tokens: the mean over a step needs their number on all processes first.
         predicted = sum((batch["slot_labels"] != -100).sum() for batch in micro_batches)
         predicted = accelerator.reduce(predicted).clamp(min=1)
@@ -513,8 +515,9 @@ def main(args: TrainArgs | None = None) -> None:
             log({
                 "epoch": rows.length and state["step"] * rows_per_step / rows.length,
                 "samples": state["step"] * rows_per_step, "tokens": state["step"] * tokens_per_step,
-                "loss/train": (mlm + nsp) / max(steps, 1), "loss/train_mlm": mlm / max(steps, 1),
-                **({"loss/train_nsp": nsp / max(steps, 1)} if args.next_sentence else {}),
+                "loss/train": (mlm + nsp) / steps if steps else None,
+                "loss/train_mlm": mlm / steps if steps else None,
+                **({"loss/train_nsp": nsp / steps if steps else None} if args.next_sentence else {}),
                 "learning_rate": scheduler.get_last_lr()[0], "grad_norm": norms / accelerator.num_processes,
                 "skipped_updates": state["skipped_updates"],
                 **clock.measure(state["step"]),
@@ -525,10 +528,9 @@ def main(args: TrainArgs | None = None) -> None:
             evaluate()
         stopped_by = stop.agreed()
         if last or stopped_by or state["step"] % save_steps == 0:
-            save(final=last)
+            save(final=bool(last or stopped_by))
         if stopped_by:
             break
-        seed_step()
 
     # ---- The end: nothing is left in flight
     progress.close()
@@ -546,6 +548,7 @@ def main(args: TrainArgs | None = None) -> None:
     for event in pusher.poll() if pusher else []:
         metrics.write({"step": state["step"], **event})
     accelerator.end_training()
+    stop.close()
     if stopped_by:
         accelerator.print(f"Stopped at step {state['step']} of {max_steps} and saved; run it again to go on.")
         raise SystemExit(exit_status(stopped_by))

@@ -71,7 +71,7 @@ def test_a_restored_run_continues_exactly(accelerator, tmp_path):
     again, again_optimizer = build(accelerator, seed=1)
     loaded = Checkpoints(accelerator, tmp_path).load("auto", again, again_optimizer)
     assert loaded["rate"] == extra["rate"] and loaded["name"] is None
-    assert loaded["counts"].equal(extra["counts"]) or loaded["counts"][0] == 1.5
+    assert torch.allclose(loaded["counts"], extra["counts"], rtol=0, atol=0, equal_nan=True)
     assert again[4].weight is again[0].weight
     assert again_optimizer.param_groups[0]["lr"] == 0.005
     assert train(accelerator, again, again_optimizer, 5) == losses
@@ -279,7 +279,7 @@ for trial in range(trials):
     found = list_checkpoints(folder + "/checkpoints")
     assert all(find_problem(path) == "" for path in found), found
     newest = Checkpoints(accelerator, folder).load("auto", model, optimizer)["step"]
-    assert newest > step or trial == 0 or newest == step, (newest, step)
+    assert newest >= step, (newest, step)
     assert all((p == newest).all() for p in model.parameters()), newest
     assert not any(name.startswith(".") for name in os.listdir(folder + "/checkpoints"))
     step = newest

@@ -96,13 +96,22 @@ def run_with_interruptions(script, flags, processes, interruptions):
         process = None
 
 
+SHAPES = {  # with dropout, as the models come: random numbers have to go on as well
+    "train_clm.py": "n_layer=2,n_embd=32,n_head=2",
+    "train_mlm.py": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
+}
+
+
 def check(workspace, script, processes, interruptions):
     steps = 50 + 50 * len(interruptions)
     common = {
         **TINY, "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
-        "prompts": "none", "max_train_steps": steps, "save_steps": 7, "eval_steps": 25,
+        "config_overrides": SHAPES[script], "prompts": "none", "max_train_steps": steps, "save_steps": 7,
+        "eval_steps": 25,
     }  # fmt: skip
-    unbroken, broken = (workspace / f"{processes}-{name}" / "run" for name in ("unbroken", "broken"))
+    runs = workspace / f"{script}-{processes}"
+    runs.mkdir()
+    unbroken, broken = (runs / name / "run" for name in ("unbroken", "broken"))
     for folder in (unbroken, broken):
         folder.parent.mkdir()
     run_with_interruptions(script, {**common, "output_dir": unbroken}, processes, [])
@@ -128,3 +137,7 @@ def test_one_process_killed_and_stopped(workspace):
 def test_two_processes_killed(workspace):
     """One worker alone, too: the launcher's --max_restarts brings the run back from the newest checkpoint."""
     check(workspace, "train_clm.py", 2, kills() or ["kill worker"])
+
+
+def test_masked_language_model_killed(workspace):
+    check(workspace, "train_mlm.py", 1, kills() or ["kill save"])
