@@ -349,6 +349,7 @@ def main(args: TrainArgs | None = None) -> None:
         accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
         rows=args.per_device_train_batch_size, accumulation=args.gradient_accumulation_steps,
         block_size=args.block_size, max_steps=max_steps, start=state["step"], memory=memory,
+        precision=xla.xla_precision() if xla.is_xla() else None,
     ))
     accelerator.print(f"disk       {disk}")
 
@@ -379,7 +380,7 @@ def main(args: TrainArgs | None = None) -> None:
         """A checkpoint to continue from, the model for from_pretrained, and their push."""
         with clock.aside("save"):
             state["seconds"] = clock.seconds
-            state["losses"] = accelerator.gather(losses[None]).tolist()  # [processes, 3]
+            state["losses"] = [row[:3] for row in losses_by_process()]
             export_model(accelerator, model, tokenizer, args.output_dir)
             checkpoints.save(state["step"], model, optimizer, final=final, extra={
                 "state": state, "settings": settings, "scheduler": scheduler.state_dict(),
@@ -398,23 +399,28 @@ def main(args: TrainArgs | None = None) -> None:
             if pusher:
                 pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "perplexity")})
 
+    def losses_by_process() -> list[list[float]]:
+        """[processes, 4]: `losses` and the newest gradient norm. Here alone the loop waits for the device."""
+        return accelerator.gather(torch.cat([losses, guard.norm[None]])).cpu().view(-1, 4).tolist()
+
     def seed_step() -> None:
         """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
         set_seed((args.seed * 1_000_003 + state["step"] * 4099 + accelerator.process_index) % 2**32)
 
     # ---- The loop
-    losses = torch.zeros(3, device=accelerator.device)  # weighted, plain, steps: sums since the last log line
+    losses = torch.zeros(3).to(accelerator.device)  # weighted, plain, steps: sums since the last log line
     if saved:
         mine = state["losses"][accelerator.process_index :: accelerator.num_processes]
-        losses += torch.tensor(mine, device=accelerator.device).sum(0) if mine else 0
-    step_losses = torch.zeros(2, device=accelerator.device)  # weighted, plain: over a step's micro-batches
+        losses = torch.tensor(mine).sum(0).to(accelerator.device) if mine else losses
+    step_losses = torch.zeros(2).to(accelerator.device)  # weighted, plain: over a step's micro-batches
     last, stopped_by = False, 0
     if args.preflight and not saved:
         with rehearsal(accelerator, model, optimizer, guard, tokenizer, args.output_dir):
-            batch = next(iter(train_loader))
-            accelerator.backward(model(batch["input_ids"])[0])
-            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
+            if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
+                batch = next(iter(train_loader))
+                accelerator.backward(model(batch["input_ids"])[0])
+                guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                optimizer.step()
             sum_over_dataset(accelerator, model, [next(iter(eval_loader))], batch_sums)
             complete_prompts(accelerator, model, tokenizer, args.prompts[:1], max_new_tokens=2)
     if state["evaluation_due"]:  # a stop signal came during the evaluation of the step that was saved
@@ -449,9 +455,8 @@ def main(args: TrainArgs | None = None) -> None:
         xla.sync()
         progress.update(state["step"])
         if last or state["step"] % args.logging_steps == 0:
-            sums = accelerator.reduce(torch.cat([losses, guard.norm[None]]))
-            weighted, plain, steps, norms = sums.tolist()  # the interval's one wait for the device
-            losses.zero_()
+            weighted, plain, steps, norms = map(sum, zip(*losses_by_process(), strict=True))
+            losses = torch.zeros(3).to(accelerator.device)
             for record in skipped_updates(guard.read(), state["step"], rows_per_step):
                 metrics.write(record)
                 state["skipped_updates"] += 1
@@ -497,6 +502,7 @@ def main(args: TrainArgs | None = None) -> None:
     if is_main:
         print(summarize(args.output_dir, f"{args.model_type} on {args.dataset_name}", {
             "steps": max_steps, "tokens": max_steps * tokens_per_step, "time": duration(clock.seconds),
+            **({"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}),
             **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
         }, {
             "generate": f"python -m utils.generate {args.output_dir} --prompt 'import numpy as np'",

@@ -399,6 +399,7 @@ def main(args: TrainArgs | None = None) -> None:
         accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
         rows=args.per_device_train_batch_size, accumulation=args.gradient_accumulation_steps,
         block_size=args.block_size, max_steps=max_steps, start=state["step"], memory=memory,
+        precision=xla.xla_precision() if xla.is_xla() else None,
     ))
     accelerator.print(f"disk       {disk}")
 
@@ -428,7 +429,7 @@ def main(args: TrainArgs | None = None) -> None:
         """A checkpoint to continue from, the model for from_pretrained, and their push."""
         with clock.aside("save"):
             state["seconds"] = clock.seconds
-            state["losses"] = accelerator.gather(losses[None]).tolist()  # [processes, 3]
+            state["losses"] = [row[:3] for row in losses_by_process()]
             export_model(accelerator, model, tokenizer, args.output_dir)
             checkpoints.save(state["step"], model, optimizer, final=final, extra={
                 "state": state, "settings": settings, "scheduler": scheduler.state_dict(),
@@ -447,25 +448,29 @@ def main(args: TrainArgs | None = None) -> None:
             if pusher:
                 pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
 
+    def losses_by_process() -> list[list[float]]:
+        """[processes, 4]: `losses` and the newest gradient norm. Here alone the loop waits for the device."""
+        return accelerator.gather(torch.cat([losses, guard.norm[None]])).cpu().view(-1, 4).tolist()
+
     def seed_step() -> None:
         """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
         set_seed((args.seed * 1_000_003 + state["step"] * 4099 + accelerator.process_index) % 2**32)
 
     # ---- The loop
-    losses = torch.zeros(3, device=accelerator.device)  # masked LM, next sentence, steps: since the last log
+    losses = torch.zeros(3).to(accelerator.device)  # masked LM, next sentence, steps: since the last log
     if saved:
         mine = state["losses"][accelerator.process_index :: accelerator.num_processes]
-        losses += torch.tensor(mine, device=accelerator.device).sum(0) if mine else 0
-    step_losses = torch.zeros(2, device=accelerator.device)  # masked LM, next sentence: over a step's rows
-    no_loss = torch.zeros((), device=accelerator.device)
+        losses = torch.tensor(mine).sum(0).to(accelerator.device) if mine else losses
+    step_losses = torch.zeros(2).to(accelerator.device)  # masked LM, next sentence: over a step's rows
     share = args.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a step
     last, stopped_by = False, 0
     if args.preflight and not saved:
         with rehearsal(accelerator, model, optimizer, guard, tokenizer, args.output_dir):
-            sums = model(**next(iter(train_loader)))
-            accelerator.backward(sums["mlm_loss_sum"] + sums.get("nsp_loss_sum", 0))
-            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
+            if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
+                sums = model(**next(iter(train_loader)))
+                accelerator.backward(sums["mlm_loss_sum"] + sums.get("nsp_loss_sum", 0))
+                guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                optimizer.step()
             sum_over_dataset(accelerator, model, [next(iter(eval_loader))], batch_sums)
             fill_masks(accelerator, model, tokenizer, args.prompts)
     if state["evaluation_due"]:  # a stop signal came during the evaluation of the step that was saved
@@ -480,12 +485,13 @@ def main(args: TrainArgs | None = None) -> None:
         seed_step()
         # Rows differ in predicted tokens: the mean over a step needs their number on all processes first.
         predicted = sum((batch["slot_labels"] != -100).sum() for batch in micro_batches)
-        predicted = accelerator.reduce(predicted).clamp(min=1)
+        if accelerator.num_processes > 1:
+            predicted = accelerator.reduce(predicted)
         for batch in micro_batches:
             with accelerator.accumulate(model):
                 sums = model(**batch)
-                mlm_loss = sums["mlm_loss_sum"] / predicted
-                nsp_loss = sums.get("nsp_loss_sum", no_loss) / rows_per_step
+                mlm_loss = sums["mlm_loss_sum"] / predicted.clamp(min=1)
+                nsp_loss = sums.get("nsp_loss_sum", 0 * mlm_loss) / rows_per_step
                 accelerator.backward((mlm_loss + nsp_loss) * share)  # it takes the mean over those
                 step_losses += torch.stack([mlm_loss, nsp_loss]).detach() * accelerator.num_processes
                 if accelerator.sync_gradients:
@@ -495,6 +501,8 @@ def main(args: TrainArgs | None = None) -> None:
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
+                else:
+                    xla.sync()  # the next micro-batch is the same graph again
         if not accelerator.sync_gradients:
             continue
 
@@ -506,9 +514,8 @@ def main(args: TrainArgs | None = None) -> None:
         xla.sync()
         progress.update(state["step"])
         if last or state["step"] % args.logging_steps == 0:
-            sums = accelerator.reduce(torch.cat([losses, guard.norm[None]]))
-            mlm, nsp, steps, norms = sums.tolist()  # the interval's one wait for the device
-            losses.zero_()
+            mlm, nsp, steps, norms = map(sum, zip(*losses_by_process(), strict=True))
+            losses = torch.zeros(3).to(accelerator.device)
             for record in skipped_updates(guard.read(), state["step"], rows_per_step):
                 metrics.write(record)
                 state["skipped_updates"] += 1
@@ -555,6 +562,7 @@ def main(args: TrainArgs | None = None) -> None:
     if is_main:
         print(summarize(args.output_dir, f"{args.model_type} on {args.dataset_name}", {
             "steps": max_steps, "tokens": max_steps * tokens_per_step, "time": duration(clock.seconds),
+            **({"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}),
             **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
         }, {
             "fill": f"python -m utils.generate {args.output_dir} --prompt 'It is {tokenizer.mask_token}.'",

@@ -1,5 +1,6 @@
 """The start-up block and its warnings; the launches it must refuse."""
 
+import ast
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ from utils.doctor import (
 )
 
 PROJECT = Path(__file__).resolve().parents[1]
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CPU = torch.device("cpu")
 
 
@@ -146,3 +148,26 @@ def test_the_target_names_processes_and_machines():
     assert launched(DistributedType.MULTI_GPU, 16, 8) == "DDP, 16 processes on 2 machines"
     assert launched(DistributedType.FSDP, 8, 8) == "FSDP, 8 processes"
     assert launched(DistributedType.XLA, 8, 1) == "XLA, 8 processes"
+
+
+# Where "cuda" is meant as torch's name of a device type, not as "an accelerator".
+MEANS_CUDA = {
+    "utils/optim.py": 1,  # where fused AdamW is known to obey found_inf
+    "utils/plan.py": 1,  # the type of a device that is not at hand
+}
+
+
+def test_no_code_says_cuda_where_it_means_an_accelerator():
+    """ROCm is "cuda" to torch, others are not. Docstrings and comments may say it."""
+    found = {}
+    for path in [*PROJECT.glob("*.py"), *PROJECT.glob("data/*.py"), *PROJECT.glob("utils/*.py")]:
+        tree = ast.parse(path.read_text())
+        documented = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+        docstrings = {ast.get_docstring(node, clean=False) for node in documented}
+        for node in ast.walk(tree):
+            named = isinstance(node, ast.Attribute) and node.attr == "cuda"
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if named or re.search(r"\bcuda\b", text) and text not in docstrings:
+                name = str(path.relative_to(PROJECT))
+                found[name] = found.get(name, 0) + 1
+    assert found == MEANS_CUDA

@@ -120,7 +120,7 @@ class Checkpoints:
     @torch.no_grad()
     def _copy_to_host(self, tensors) -> bool:
         """Replace the tensors by copies, in memory that is kept: fresh pages cost more than the copying."""
-        pin = self.accelerator.device.type == "cuda"
+        pin = self.accelerator.device.type not in ("cpu", "mps", "xla")
         places = [(file, name) for file, named in tensors.items() for name in named]
         missing = sum(tensors[file][name].nbytes for file, name in places if (file, name) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
@@ -134,7 +134,7 @@ class Checkpoints:
                 self._copies[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
             tensors[file][name] = self._copies[file, name].copy_(tensor, non_blocking=pin)
         if pin:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         return True
 
     def _write(self, step, text, tensors, sharded):
@@ -182,10 +182,10 @@ class Checkpoints:
         return f"The last good checkpoint is {self.last_good or 'missing'}"
 
     def _raise_if_failed(self):
-        failed = torch.tensor([int(self.failure is not None)], device=self.accelerator.device)
+        failed = torch.tensor([int(self.failure is not None)]).to(self.accelerator.device)
         if self.accelerator.num_processes > 1:
             failed = self.accelerator.gather(failed)
-        if failed.any():
+        if any(failed.tolist()):
             raise RuntimeError(f"the last state was not saved: {_reason(self.failure)}. {self._where()}")
 
     # Loading

@@ -18,6 +18,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from transformers import HfArgumentParser
 
+from utils.doctor import lost_peer
+
 Args = TypeVar("Args")
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -150,3 +152,8 @@ def user_mistakes() -> Iterator[None]:
             time.sleep(5)
         print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        if not (message := lost_peer(error)):
+            raise
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None

@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from utils.progress import bar
+from utils.xla import sync
 
 
 @torch.no_grad()
@@ -28,6 +29,7 @@ def sum_over_dataset(
     sums = []
     for batch in bar(loader, "evaluating", is_main_process=accelerator.is_main_process):
         sums.append(batch_sums(batch))
+        sync()  # the last batch's graph is that of all others
         if stopped():
             break
     else:

@@ -21,7 +21,10 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
     else:
         weights = unwrapped.lm.state_dict()
     if accelerator.is_main_process:
-        weights = {name: value.detach().cpu() for name, value in weights.items()}
+        first = {}  # of the names of a tied weight: its copies do not tell save_pretrained that they are one
+        for name, parameter in unwrapped.lm.state_dict(keep_vars=True).items():
+            first.setdefault(id(parameter), name)
+        weights = {name: weights[name].detach().cpu() for name in first.values()}
         output_dir = Path(output_dir)
         temporary = output_dir / ".export"
         shutil.rmtree(temporary, ignore_errors=True)

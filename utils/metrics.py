@@ -159,12 +159,15 @@ PEAK_TFLOPS = {
 
 def device_name(device: torch.device) -> str:
     """The name PEAK_TFLOPS is searched with: "NVIDIA H100 80GB HBM3", "TPU v5litepod-8", "cpu", ..."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
     if device.type == "xla":
+        import torch_xla.runtime
+
+        if torch_xla.runtime.device_type() != "TPU":
+            return f"XLA's {torch_xla.runtime.device_type()} device"
         kind = os.environ.get("TPU_ACCELERATOR_TYPE") or os.environ.get("ACCELERATOR_TYPE") or "?"
         return f"TPU {kind}"
-    return device.type
+    named = getattr(torch.get_device_module(device), "get_device_name", None)  # of torch.cuda, torch.xpu
+    return named(device) if named else device.type
 
 
 def peak_flops(name: str) -> float | None:

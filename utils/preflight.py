@@ -11,6 +11,7 @@ import torch
 
 from utils.checkpoint import Checkpoints
 from utils.export import export_model
+from utils.training_state import is_sharded
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def rehearsal(accelerator, model, optimizer, guard, tokenizer, output_dir):
         folder.mkdir()
     accelerator.wait_for_everyone()
     checkpoints = Checkpoints(accelerator, folder, save_total_limit=1, background=False)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    before = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters()]
     guard_before = guard.state_dict()
     checkpoints.save(0, model, optimizer, extra={}, final=True)
     export_model(accelerator, model, tokenizer, folder)
@@ -36,7 +37,9 @@ def rehearsal(accelerator, model, optimizer, guard, tokenizer, output_dir):
     optimizer.zero_grad()
     checkpoints.load("auto", model, optimizer)
     guard.load_state_dict(guard_before)
-    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    if is_sharded(model):
+        optimizer.state.clear()  # torch's sharded saving has filled it with zeros and one step
+    same = all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, model.parameters(), strict=True))
     if not same or optimizer.state:
         raise RuntimeError(
             "preflight: a checkpoint that was written and read back differs from what was saved"

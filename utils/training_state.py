@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 CHUNK = 1 << 24  # bytes checksummed and written, or read and checksummed, at a time
@@ -33,6 +33,12 @@ DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool
 
 
 def is_sharded(model) -> bool:
+    """Whether FSDP has cut the weights up. A forward pass without backward, as in evaluation, leaves some of
+    them whole in the model; they are cut up again here, since the optimizer knows them only so.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return fsdp1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
@@ -217,8 +223,8 @@ def random_state(device) -> dict:
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
     state["torch"] = bytes(torch.get_rng_state().numpy()).hex()
-    if device.type == "cuda":
-        state["cuda"] = bytes(torch.cuda.get_rng_state(device).numpy()).hex()
+    if device.type not in ("cpu", "mps", "xla"):
+        state[device.type] = bytes(torch.get_device_module(device).get_rng_state(device).numpy()).hex()
     elif device.type == "xla":
         import torch_xla.core.xla_model as xm
 
@@ -231,12 +237,13 @@ def set_random_state(state: dict, device) -> None:
     random.setstate((version, tuple(keys), gauss))
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(_bytes_tensor(bytes.fromhex(state["torch"])))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_bytes_tensor(bytes.fromhex(state["cuda"])), device)
-    elif device.type == "xla" and "xla" in state:
+    if device.type == "xla" and "xla" in state:
         import torch_xla.core.xla_model as xm
 
         xm.set_rng_state(state["xla"])
+    elif device.type != "cpu" and device.type in state:
+        saved = _bytes_tensor(bytes.fromhex(state[device.type]))
+        torch.get_device_module(device).set_rng_state(saved, device)
 
 
 def gather_random_states(accelerator) -> list[dict]:

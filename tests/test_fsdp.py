@@ -1,0 +1,80 @@
+"""FSDP2 through accelerate and fsdp.yaml, on two CPU processes (see fsdp_on_cpu.py), against one process."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, run, write_corpus
+
+
+def settings(workspace, name, **changes):
+    return TINY | {
+        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache", "prompts": "none",
+        "output_dir": workspace / name, "gradient_accumulation_steps": 2, "preflight": True, **changes,
+    }  # fmt: skip
+
+
+def sharded(flags, processes=2, script="train_clm"):
+    """Run under fsdp.yaml."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", "accelerate_configs/fsdp.yaml", "--num_processes", str(processes)]
+    command += ["--mixed_precision", "no", "tests/fsdp_on_cpu.py", script, *arguments(flags)]
+    return subprocess.run(
+        command, cwd=PROJECT, env=environment(2), capture_output=True, text=True, timeout=300
+    )
+
+
+def assert_same_run(a, b):
+    for x, y in zip(metrics(a), metrics(b), strict=True):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert x[key] == pytest.approx(y[key], rel=2e-5), (x, y)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Holds `whole`, a run of one process, and `cut`, the same run sharded over two."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    write_corpus(folder / "corpus.jsonl")
+    one = run("train_clm.py", settings(folder, "whole"))
+    assert one.returncode == 0, one.stderr[-3000:]
+    two = sharded(settings(folder, "cut", per_device_train_batch_size=4))
+    assert two.returncode == 0, two.stderr[-3000:]
+    assert "FSDP, 2 processes" in two.stdout
+    return folder
+
+
+def test_trains_evaluates_and_clips_like_one_process(workspace):
+    """Key-token weights, clipping by the norm over all shards, tied weights, evaluation, preflight."""
+    assert_same_run(workspace / "whole", workspace / "cut")
+
+
+def test_the_saved_model_is_complete_and_loads(workspace):
+    whole, cut = (load_file(workspace / name / "model.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    for name in whole:
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-3, atol=2e-5)
+    lm = AutoModelForCausalLM.from_pretrained(workspace / "cut")
+    assert lm.lm_head.weight is lm.transformer.wte.weight
+    assert torch.equal(lm.transformer.wte.weight, cut["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize("how", ["sharded", "one process", "two processes"])
+def test_a_sharded_checkpoint_continues_anywhere(workspace, how):
+    rows = 8 if how == "one process" else 4
+    flags = settings(workspace, how.replace(" ", "-"), per_device_train_batch_size=rows)
+    shutil.copytree(workspace / "cut", flags["output_dir"])
+    shutil.rmtree(flags["output_dir"] / "checkpoints" / "step-00000006")
+    assert list((flags["output_dir"] / "checkpoints" / "step-00000003").glob("*.distcp"))
+    if how == "sharded":
+        done = sharded(flags)
+    else:
+        done = run("train_clm.py", flags, processes=1 if how == "one process" else 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "3 are done" in done.stdout
+    assert_same_run(workspace / "cut", flags["output_dir"])
