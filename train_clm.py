@@ -13,6 +13,7 @@ Shapes: B rows per micro-batch, T tokens per row (block_size), V vocabulary. A s
 
 import json
 import math
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -506,7 +507,7 @@ def main(args: TrainArgs | None = None) -> None:
             **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
         }, {
             "generate": f"python -m utils.generate {args.output_dir} --prompt 'import numpy as np'",
-            "evaluate": f"python train_clm.py --eval_only true --output_dir {args.output_dir}",
+            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true",
             "publish": f"hf upload {name} {args.output_dir} . --exclude 'checkpoints/*'",
         }))
     if not arrived:

@@ -14,6 +14,7 @@ Shapes: B rows per micro-batch, T tokens per row (block_size), K predictions. A 
 import itertools
 import json
 import math
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -69,7 +70,7 @@ ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", 
 
 
 SMALL = (
-    "num_hidden_layers=4,hidden_size=192,num_attention_heads=6,intermediate_size=768,hidden_dropout_prob=0,"
+    "num_hidden_layers=3,hidden_size=128,num_attention_heads=4,intermediate_size=512,hidden_dropout_prob=0,"
     "attention_probs_dropout_prob=0"
 )
 
@@ -99,24 +100,24 @@ class TrainArgs:
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
 
     # Optimization
-    per_device_train_batch_size: int = 32  # B, rows
+    per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
-    learning_rate: float = 2e-3  # peak
+    learning_rate: float = 1.5e-3  # peak
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
-    num_warmup_steps: float = 50  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 200  # steps; below 1: a share of all steps
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 600  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 6000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
     skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
 
     # When to log, evaluate, save
-    logging_steps: int = 10  # steps
-    eval_steps: int = 200  # steps; 0: once per epoch
-    save_steps: int = 200  # steps; 0: once per epoch
+    logging_steps: int = 50  # steps
+    eval_steps: int = 1000  # steps; 0: once per epoch
+    save_steps: int = 1000  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     background_save: bool = True  # write checkpoints beside training; false: training waits
     max_eval_samples: int = 512  # rows per evaluation; 0: all
@@ -566,7 +567,7 @@ def main(args: TrainArgs | None = None) -> None:
             **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
         }, {
             "fill": f"python -m utils.generate {args.output_dir} --prompt 'It is {tokenizer.mask_token}.'",
-            "evaluate": f"python train_mlm.py --eval_only true --output_dir {args.output_dir}",
+            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true",
             "publish": f"hf upload {name} {args.output_dir} . --exclude 'checkpoints/*'",
         }))
     if not arrived:

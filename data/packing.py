@@ -29,7 +29,7 @@ from data.tokenizer import TRAINING_BYTES, load_tokenizer, sample_texts, split_t
 
 MANIFEST = "sizes.json"
 SPLITS = ("train", "validation")
-FORMAT = 1  # part of every cache key: raise it when rows of old caches would differ
+FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
 
 

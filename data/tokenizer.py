@@ -86,8 +86,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         backend = Tokenizer(models.Unigram())
         quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
         backend.normalizer = normalizers.Sequence(quotes)
-        backend.pre_tokenizer = pre_tokenizers.Metaspace()
-        backend.decoder = decoders.Metaspace()
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.decoder = decoders.Metaspace(prepend_scheme="first")
         trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
     else:
         backend = Tokenizer(models.WordPiece(unk_token=special["unk_token"]))

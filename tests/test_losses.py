@@ -4,6 +4,7 @@ Run as a program (by torch.distributed.run, from the tests below) it is the work
 """
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
@@ -357,7 +358,8 @@ def two_process_worker(wrapper):
         grad = parameter.grad.full_tensor() if wrapper == "fsdp2" else parameter.grad
         torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7, msg=name)
     print("gradients agree", flush=True)
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # gloo's destructor, holding the GIL, may join a thread that waits for the GIL
 
 
 if __name__ == "__main__":
