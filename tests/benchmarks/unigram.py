@@ -1,6 +1,6 @@
 """What a model that knows only how often each token occurs would score: the number that training has to beat.
 
-    python -m tests.benchmarks.unigram cache/rows-* --rows 512
+    python -m tests.benchmarks.unigram cache/rows-*/ --rows 512
 """
 
 import argparse
@@ -11,9 +11,9 @@ import numpy as np
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="prepared rows: train.npy and validation.npy")
-    parser.add_argument("--rows", type=int, default=0, help="of the validation rows, as max_eval_samples; 0: all")
+    parser.add_argument("--rows", type=int, default=0, help="validation rows; 0: all")
     args = parser.parse_args()
     train = np.load(args.folder / "train.npy", mmap_mode="r")
     validation = np.load(args.folder / "validation.npy", mmap_mode="r")
