@@ -31,7 +31,7 @@ from data.shards import fetch_tokenizer, is_shards
 from data.tokenizer import keytoken_ids, load_tokenizer
 from utils import xla
 from utils.checkpoint import Checkpoints, changed_settings, disk_space
-from utils.config import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
+from utils.config import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
 from utils.curves import draw_curves
 from utils.doctor import check_devices, check_launch, report
 from utils.evaluation import complete_prompts, perplexity_metrics, sum_over_dataset
@@ -189,7 +189,7 @@ def check_args(args: TrainArgs) -> list[str]:
     return problems
 
 
-@user_mistakes()
+@entry_point
 def main(args: TrainArgs | None = None) -> None:
     # ---- Settings, all checked before any work
     install()  # from here on a stop signal ends the run in order

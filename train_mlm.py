@@ -34,7 +34,7 @@ from data.shards import check_shards, fetch_tokenizer, is_shards
 from data.tokenizer import load_tokenizer
 from utils import xla
 from utils.checkpoint import Checkpoints, changed_settings, disk_space
-from utils.config import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
+from utils.config import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
 from utils.curves import draw_curves
 from utils.doctor import check_devices, check_launch, report
 from utils.evaluation import sum_over_dataset
@@ -215,7 +215,7 @@ def masked_metrics(loss_sum, correct, tokens, nsp_loss_sum=0.0, nsp_correct=0.0,
     return metrics
 
 
-@user_mistakes()
+@entry_point
 def main(args: TrainArgs | None = None) -> None:
     # ---- Settings, all checked before any work
     install()  # from here on a stop signal ends the run in order

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.metadata
 import inspect
 import json
@@ -157,3 +158,39 @@ def user_mistakes() -> Iterator[None]:
             raise
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+
+
+def entry_point(main: Callable) -> Callable:
+    """Decorates a script's main: `user_mistakes`, and an end that cannot hang.
+
+    One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
+    model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13).
+    """
+
+    @functools.wraps(main)
+    def run(*args):
+        try:
+            with user_mistakes():
+                main(*args)
+            status = 0
+        except SystemExit as end:
+            if not _several_processes():
+                raise
+            status = end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            if not _several_processes():
+                raise
+            status = 1
+            traceback.print_exc()
+        if _several_processes():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    return run
+
+
+def _several_processes() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
