@@ -164,7 +164,7 @@ def entry_point(main: Callable) -> Callable:
     """Decorates a script's main: `user_mistakes`, and an end that cannot hang.
 
     One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
-    model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13).
+    model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for it (torch 2.13).
     """
 
     @functools.wraps(main)
