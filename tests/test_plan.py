@@ -58,7 +58,7 @@ CASES = {  # shape, rows, block size, accumulation, bf16
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimated_peak_is_the_measured_one(case):
-    """To 15 percent for most runs, and 30 for all: what glibc keeps of freed blocks differs from run to run."""
+    """To 15 percent in most runs, 30 in all: what glibc keeps of freed blocks differs from run to run."""
     result = subprocess.run([sys.executable, "-c", MEASURE, json.dumps(CASES[case])], cwd=PROJECT, text=True,
                             env={**os.environ, "OMP_NUM_THREADS": "1"},  # buffers of threads are not planned
                             capture_output=True, timeout=300)  # fmt: skip

@@ -179,7 +179,7 @@ def mistakes(workspace):
         ({"dataset_name": str(workspace / "missing.jsonl")}, ["missing.jsonl"]),
         ({"text_column": "body"}, ["body", "content"]),
         ({"keywords": ["no such word anywhere"]}, ["keywords"]),
-        ({"dataset_name": empty, "tokenizer_name": one}, ["one row"]),
+        ({"dataset_name": empty, "tokenizer_name": one}, ["whole row"]),
         ({"preset": "huge"}, ["huge", "laptop"]),
         ({"block_sise": 3}, ["--block_sise", "--block_size"]),
         ({"block_size": 2048, "config_overrides": "n_positions=64"}, ["block_size", "64"]),

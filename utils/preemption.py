@@ -140,9 +140,10 @@ class StopSignals:
         self.accelerator = accelerator
         self.answer = self.calls = 0
         self.pending = None
-        # Our own gloo group: its reductions run beside training and never touch the accelerator.
-        several = accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized()
-        self.group = dist.new_group(backend="gloo") if several else None
+        # gloo reduces beside training and never touches the accelerator: on the CPU in the group there is.
+        self.group = None
+        if accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized():
+            self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         _state.speaks = accelerator.is_main_process
         _state.training = True
 
