@@ -31,7 +31,9 @@ def start(script, flags, processes, log):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--max_restarts=1"]
     launcher += [f"--nproc_per_node={processes}"]
     command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments(flags)]
-    settings = {"env": environment(processes, ACCELERATE_USE_CPU="true"), "start_new_session": True}
+    # or workers that torchrun starts again may find the addresses of the dead ones (torch 2.13)
+    env = environment(processes, ACCELERATE_USE_CPU="true", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    settings = {"env": env, "start_new_session": True}
     return subprocess.Popen(command, cwd=PROJECT, stdout=log, stderr=log, **settings)
 
 
