@@ -237,3 +237,22 @@ def test_processes_that_do_not_see_each_other_are_stopped(workspace):
     )  # fmt: skip
     assert result.returncode != 0 and result.stderr.count("error:") == 1
     assert "ACCELERATE_USE_CPU" in result.stderr and not (workspace / "apart").exists()
+
+
+def test_a_stop_during_the_last_evaluation_loses_nothing(workspace):
+    """The step is saved with its evaluation due; the same command evaluates, ends and leaves the same lines."""
+    slow = {"per_device_eval_batch_size": 1, "max_eval_samples": 0}
+    whole = trained(workspace, "last-whole", **slow)
+    settings = flags(workspace, "last-cut", **slow)
+    process = subprocess.Popen(
+        [sys.executable, "train_clm.py", *arguments(settings)], cwd=PROJECT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 6/6  loss"):
+            process.terminate()
+    assert process.wait() == 143
+    cut = trained(workspace, "last-cut", **slow)
+    assert metrics(cut) == metrics(whole)
+    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert (cut / "summary.json").exists()
