@@ -240,7 +240,7 @@ def test_processes_that_do_not_see_each_other_are_stopped(workspace):
 
 
 def test_a_stop_during_the_last_evaluation_loses_nothing(workspace):
-    """The step is saved with its evaluation due; the same command evaluates, ends and leaves the same lines."""
+    """The step is saved with its evaluation due; the same command evaluates and leaves the same lines."""
     slow = {"per_device_eval_batch_size": 1, "max_eval_samples": 0}
     whole = trained(workspace, "last-whole", **slow)
     settings = flags(workspace, "last-cut", **slow)

@@ -79,7 +79,8 @@ class UpdateGuard:
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         self.optimizer, self.outlier_factor, self.scaler = optimizer, outlier_factor, accelerator.scaler
-        self.norm = torch.zeros((), device=accelerator.device)  # of the newest gradient
+        device = optimizer.param_groups[0]["params"][0].device
+        self.norm = torch.zeros((), device=device)  # of the newest gradient
         self.mean, self.accepted = 0.0, 0.0  # of accepted gradient norms, and how many; tensors once in use
         self.consecutive = 0  # updates skipped in a row, as of the last read
         self._pending, self._unread = [], []  # flags still on the device; flags on the host
