@@ -6,7 +6,6 @@ import difflib
 import functools
 import importlib.metadata
 import inspect
-import json
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ from typing import Any, TypeVar, get_type_hints
 from transformers import HfArgumentParser
 
 from utils.doctor import lost_peer
+from utils.metrics import write_json
 
 Args = TypeVar("Args")
 PROJECT = Path(__file__).resolve().parent.parent
@@ -129,10 +129,7 @@ def save_args(args: Any, output_dir: str) -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
-    path = Path(output_dir) / "args.json"
-    temporary = path.with_name(".args.json.tmp")
-    temporary.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_json(Path(output_dir) / "args.json", record)
 
 
 @contextlib.contextmanager
