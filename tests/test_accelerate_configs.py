@@ -104,7 +104,7 @@ def test_the_slurm_script_starts_one_group_and_its_signal_reaches_the_scripts_al
         "for process in (os.getppid(), os.getpid()): os.kill(process, signal.SIGUSR1)\n"
         "time.sleep(1)\na.wait_for_everyone()\n"
         "line = ['stops', stops, a.process_index, a.num_processes, a.mixed_precision, sys.argv[1:]]\n"
-        "print(*line, flush=True)\n"
+        "os.write(1, (' '.join(map(str, line)) + '\\n').encode())  # one write: lines do not mix\n"
         "a.end_training()\n"
     )
     node = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": str(os.getpid())}
