@@ -26,9 +26,12 @@ from tokenizers import (
     trainers,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from data.corpus import load_corpus
 from data.filters import Accounting, clean_documents, show_progress
+from utils.hub import HubPusher, check_hub
+from utils.model import POSITIONS_AFTER_PAD
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
@@ -43,8 +46,8 @@ ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_t
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
         "mask_token": "[MASK]"}
 CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # GPT-2's
-FAMILIES = {**dict.fromkeys(("roberta", "xlm-roberta", "camembert"), ROBERTA),
-            **dict.fromkeys(("bert", "distilbert", "electra", "mobilebert"), BERT)}
+FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT),
+            **dict.fromkeys(POSITIONS_AFTER_PAD, ROBERTA)}
 USUAL_ALGORITHM = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}
 
 
@@ -187,8 +190,13 @@ def main(arguments=None):
     add("--push_to_hub", action="store_true")
     add("--hub_model_id", help="user/name; without it the name of output_dir")
     add("--hub_private_repo", action="store_true")
+    add("--hub_timeout", type=float, default=600.0, help="seconds to wait for the push")
     args = parser.parse_args(arguments)
 
+    repo_id = None
+    if args.push_to_hub:  # found out now, not after hours of reading
+        name = args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir))
+        repo_id = check_hub(name, args.hub_private_repo)
     corpus = load_corpus(args.dataset_name, dataset_config_name=args.dataset_config_name, split=args.split,
                          text_column=args.text_column, streaming=args.streaming)
     if args.read_documents:
@@ -205,11 +213,16 @@ def main(arguments=None):
         raise ValueError(f"dataset_name {corpus.name}: no text to train on; check keywords {args.keywords}")
     model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, progress=terminal)
-    tokenizer.save_pretrained(args.output_dir)
+    saved = tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")
-    if args.push_to_hub:
-        name = args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir))
-        tokenizer.push_to_hub(name, private=args.hub_private_repo or None)
+    if repo_id:
+        pusher = HubPusher(repo_id, args.output_dir)
+        files = [os.path.basename(path) for path in saved if os.path.isfile(path)]
+        message = f"Tokenizer of {len(tokenizer):,} tokens, {args.algorithm} on {args.dataset_name}"
+        pusher.push(0, files=files, message=message)
+        if not pusher.finish(args.hub_timeout):
+            raise SystemExit(1)
+        print(f"published as {repo_id}")
 
 
 if __name__ == "__main__":

@@ -302,7 +302,7 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
     both.faults.append(Fault(UPLOAD, "hang", times=ALWAYS))
     program.go()
     output = program.end(status=1)
-    assert "step 2 did not reach ada/model" in output
+    assert "'Step 2' did not reach ada/model" in output
     assert not (tmp_path / "run/.hub").exists()
     both.stop()
     with HubServer(tmp_path / "server", port=both.port, xet=both.uses_xet) as again:

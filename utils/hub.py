@@ -205,18 +205,27 @@ class HubPusher:
         disable_progress_bars()  # they would write over ours
 
     def push(
-        self, step: int, metrics: dict[str, float | None] | None = None, files: list[str] | None = None
+        self,
+        step: int,
+        metrics: dict[str, float | None] | None = None,
+        files: list[str] | None = None,
+        message: str = "",
     ) -> None:
-        """Freeze the files of output_dir (or these `files` of it), all of one step, for the main branch.
+        """Freeze the files of output_dir, all of one step, for the main branch; older weights there go.
+
+        With `files`, only these of output_dir, and all else in the repository stays. The message of the
+        commit is made of step and metrics where none is given.
 
         Never raises for the network or the disk. Weights (*.safetensors) are frozen as hard links, so whoever
         saves must replace them, as save_pretrained does, not rewrite them in place. The others are copied.
         """
+        replaces = ""
         if files is None:
+            replaces = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
             files = [p.name for p in self.output_dir.iterdir() if p.is_file() and not p.name.startswith(".")]
         numbers = [f"{name} {value:.4g}" for name, value in (metrics or {}).items() if value is not None]
-        message = ", ".join([f"Step {step}", *numbers])
-        self._freeze(step, "main", files, message, r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+        message = message or ", ".join([f"Step {step}", *numbers])
+        self._freeze(step, "main", files, message, replaces)
 
     def poll(self) -> list[dict]:
         """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.
@@ -248,7 +257,7 @@ class HubPusher:
         for snapshot in lost:
             self.said = self.error
             self.say(
-                f"Hub: step {snapshot.step} did not reach {self.repo_id}: {self.error or self.status}.\n"
+                f"Hub: {snapshot.message!r} did not reach {self.repo_id}: {self.error or self.status}.\n"
                 f"Everything is in {self.output_dir}; this uploads it:\n    {self._command(snapshot)}"
             )
         return not lost
