@@ -1,4 +1,4 @@
-"""Pretrain a masked language model from scratch: RoBERTa, or BERT with next-sentence prediction.
+"""Pretrain a masked language model: ModernBERT, RoBERTa, or BERT with next-sentence prediction.
 
     python train_mlm.py                                                        # this machine, one process
     accelerate launch --config_file accelerate_configs/cpu.yaml train_mlm.py   # the same through the launcher
@@ -69,10 +69,8 @@ PROMPTS = [
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
 
-SMALL = (
-    "num_hidden_layers=3,hidden_size=128,num_attention_heads=4,intermediate_size=512,hidden_dropout_prob=0,"
-    "attention_probs_dropout_prob=0"
-)
+# Rotary positions: with learned ones a model of this size knows no word order yet when its minutes are over.
+SMALL = "num_hidden_layers=3,hidden_size=128,num_attention_heads=4,intermediate_size=256,local_attention=16"
 
 
 @dataclass
@@ -95,7 +93,7 @@ class TrainArgs:
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
 
     # Model
-    model_type: str = "roberta"  # or bert, or another masked model of transformers, from scratch
+    model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
     config_overrides: str = SMALL
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
 
@@ -103,7 +101,7 @@ class TrainArgs:
     per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
-    learning_rate: float = 1.5e-3  # peak
+    learning_rate: float = 2e-3  # peak
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
@@ -142,10 +140,11 @@ PRESETS = {
     "laptop": {},  # the defaults above: minutes on two cores, no network
     "wikitext-roberta": dict(  # the Keras TPU example of Hugging Face: RoBERTa base on WikiText-103
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-v1", block_size=512,
-        vocab_size=10048, config_overrides="", per_device_train_batch_size=16, per_device_eval_batch_size=16,
-        learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999, lr_scheduler_type="linear",
-        num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0, eval_steps=0, save_steps=0,
-        max_eval_samples=0, logging_steps=50, prompts=ENGLISH, output_dir="runs/wikitext-roberta",
+        model_type="roberta", config_overrides="", vocab_size=10048, per_device_train_batch_size=16,
+        per_device_eval_batch_size=16, learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999,
+        lr_scheduler_type="linear", num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0,
+        eval_steps=0, save_steps=0, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
+        output_dir="runs/wikitext-roberta",
     ),
     "wikitext-bert-nsp": dict(  # the AMD example: BERT base with next-sentence prediction on WikiText-103
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", next_sentence=True,

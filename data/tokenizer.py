@@ -25,7 +25,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from data.corpus import load_corpus
@@ -72,6 +72,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     BERT's, cased. A warning names the size reached where it is not vocab_size. Raises ValueError."""
     if algorithm not in USUAL_ALGORITHM:
         raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_ALGORITHM)}")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type {model_type!r}: unknown to transformers")
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
         special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
@@ -112,8 +114,9 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         )
     # clean_up_tokenization_spaces would make decode() drop spaces that the text had
     special["clean_up_tokenization_spaces"] = False
-    if "[CLS]" in names:
-        special["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines hand to the model
+    if hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size") and "[CLS]" in names:
+        special["model_input_names"].insert(1, "token_type_ids")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     if len(tokenizer) != vocab_size:
         print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "

@@ -226,6 +226,7 @@ def test_a_head_with_scaled_or_capped_logits_is_noticed_and_used_whole(model_typ
 MASKED = {
     "roberta": ("roberta", AutoModelForMaskedLM, {"pad_token_id": 1}),
     "bert": ("bert", AutoModelForMaskedLM, {"pad_token_id": 0}),
+    "modernbert": ("modernbert", AutoModelForMaskedLM, {"pad_token_id": 0, "local_attention": 8}),
     "bert-nsp": ("bert", AutoModelForPreTraining, {"pad_token_id": 0}),
 }
 
@@ -245,10 +246,11 @@ def masked_batch(rows=6, slots=5):
 def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     model_type, auto, special = MASKED[name]
     lm = small_model(model_type, auto, **(SMALL | special | {"type_vocab_size": 2}))
+    takes_types = model_type != "modernbert"
     model = MaskedLMLoss(lm)
     input_ids, attention_mask, types, slots, slot_labels, next_sentence = masked_batch()
     nsp = next_sentence if name == "bert-nsp" else None
-    sums = model(input_ids, attention_mask, types, slots, slot_labels, nsp)
+    sums = model(input_ids, attention_mask, types if takes_types else None, slots, slot_labels, nsp)
     loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
     if nsp is not None:
         loss = loss + sums["nsp_loss_sum"] / sums["nsp_rows"]
@@ -258,7 +260,8 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     lm.zero_grad()
     full = torch.full_like(input_ids, -100).scatter(1, slots, slot_labels)
     labels = {"labels": full} | ({} if nsp is None else {"next_sentence_label": nsp})
-    out = lm(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=types, **labels)
+    types = {"token_type_ids": types} if takes_types else {}
+    out = lm(input_ids=input_ids, attention_mask=attention_mask, **types, **labels)
     out.loss.backward()
     assert model.splits_head
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)

@@ -26,6 +26,7 @@ MODELS = {
     "llama": (AutoModelForCausalLM, LLAMA),
     "bert": (AutoModelForPreTraining, SMALL | {"intermediate_size": 32}),
     "roberta": (AutoModelForMaskedLM, SMALL | {"intermediate_size": 32}),
+    "modernbert": (AutoModelForMaskedLM, SMALL | {"intermediate_size": 32, "pad_token_id": 0}),
 }
 
 

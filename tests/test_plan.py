@@ -71,12 +71,12 @@ def test_the_estimated_peak_is_the_measured_one(case):
 
 @pytest.mark.parametrize("model_type, kind", [
     ("gpt2", "causal"), ("llama", "causal"), ("gpt_neox", "causal"), ("roberta", "masked"),
-    ("bert", "pretraining"),
+    ("bert", "pretraining"), ("modernbert", "masked"),
 ])  # fmt: skip
 def test_other_models_are_planned_by_running_them_without_data(model_type, kind):
     """Parameters are those of the model as built; neither it nor the random state is touched."""
     config = AutoConfig.for_model(model_type, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                  intermediate_size=128, vocab_size=500)  # fmt: skip
+                                  intermediate_size=128, vocab_size=500, pad_token_id=0)  # fmt: skip
     before = torch.get_rng_state()
     plan = estimate(config, 4, 32, kind=kind, predicted=1.0 if kind == "causal" else 0.15)
     assert torch.equal(torch.get_rng_state(), before)

@@ -58,6 +58,17 @@ def test_special_ids_are_those_of_the_model_family_also_after_saving(trained, fa
         assert encoded["token_type_ids"] == [0] * (len(a) + 2) + [1] * (len(b) + 1)
 
 
+@pytest.mark.parametrize("model_type, bos", [("roberta-prelayernorm", "<s>"), ("modernbert", None)])
+def test_any_masked_model_gets_the_tokens_that_masking_needs(english, model_type, bos):
+    tokenizer = train_tokenizer(english[:50], "unigram", 500, model_type)
+    assert tokenizer.bos_token == bos and tokenizer.pad_token and tokenizer.cls_token
+    assert tokenizer.mask_token_id in tokenizer("It is " + tokenizer.mask_token)["input_ids"]
+    takes_types = hasattr(AutoConfig.for_model(model_type), "type_vocab_size")
+    assert ("token_type_ids" in tokenizer("It is")) == (takes_types and bos is None)
+    with pytest.raises(ValueError, match="unknown to transformers"):
+        train_tokenizer(english[:50], "unigram", 500, model_type + "x")
+
+
 def test_byte_level_bpe_round_trips_arbitrary_text(trained):
     tokenizer, draw = trained["bpe", "gpt2"], random.Random(0)
     letters = [chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000]

@@ -217,7 +217,7 @@ class CausalLMLoss(nn.Module):
 
 
 class MaskedLMLoss(nn.Module):
-    """A masked language model (RoBERTa and BERT families, BertForPreTraining with next sentence) with its
+    """A masked language model (RoBERTa, BERT and ModernBERT, BertForPreTraining with next sentence) with its
     losses.
 
     Only the prediction slots pass the head: their hidden states are gathered first and projected after. Build
@@ -239,6 +239,8 @@ class MaskedLMLoss(nn.Module):
     def _transform(self, hidden):
         if hasattr(self.lm, "lm_head"):  # RoBERTa and its descendants
             return self.lm.lm_head.layer_norm(F.gelu(self.lm.lm_head.dense(hidden)))
+        if hasattr(self.lm, "head"):  # ModernBERT
+            return self.lm.head(hidden)
         return self.lm.cls.predictions.transform(hidden)  # BERT and its descendants
 
     def forward(self, input_ids, attention_mask=None, token_type_ids=None, slots=None, slot_labels=None,

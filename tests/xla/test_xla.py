@@ -41,7 +41,7 @@ def workspace(tmp_path_factory):
 
 
 def settings_for(script, workspace, **changes) -> dict:
-    shape = {"config_overrides": MLM_SHAPE} if script == "train_mlm.py" else {}
+    shape = {"model_type": "roberta", "config_overrides": MLM_SHAPE} if script == "train_mlm.py" else {}
     return TINY | shape | {
         "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache", "prompts": "none",
         "save_total_limit": 10, **changes,
