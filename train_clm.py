@@ -93,16 +93,16 @@ class TrainArgs:
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
 
     # Optimization
-    per_device_train_batch_size: int = 32  # B, rows
+    per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     learning_rate: float = 2e-3  # peak
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
-    num_warmup_steps: int = 50  # steps
+    num_warmup_steps: int = 100  # steps
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 600  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 2800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
@@ -110,9 +110,9 @@ class TrainArgs:
     skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
 
     # When to log, evaluate, save
-    logging_steps: int = 10  # steps
-    eval_steps: int = 200  # steps
-    save_steps: int = 200  # steps
+    logging_steps: int = 25  # steps
+    eval_steps: int = 700  # steps
+    save_steps: int = 700  # steps
     save_total_limit: int = 2  # newest checkpoints kept
     background_save: bool = True  # write checkpoints beside training; false: training waits
     max_eval_samples: int = 512  # rows per evaluation; 0: all
@@ -139,13 +139,14 @@ PRESETS = {
         dataset_name="huggingface-course/codeparrot-ds-train", keywords=[],
         eval_dataset_name="huggingface-course/codeparrot-ds-valid", max_eval_samples=0,
         tokenizer_name="huggingface-course/code-search-net-tokenizer", config_overrides="",
-        gradient_accumulation_steps=8, learning_rate=5e-4, adam_beta2=0.999, num_warmup_steps=1000,
-        max_train_steps=0, logging_steps=50, eval_steps=5000, save_steps=5000, output_dir="runs/codeparrot",
+        per_device_train_batch_size=32, gradient_accumulation_steps=8, learning_rate=5e-4, adam_beta2=0.999,
+        num_warmup_steps=1000, max_train_steps=0, logging_steps=50, eval_steps=5000, save_steps=5000,
+        output_dir="runs/codeparrot",
     ),
     "gpt2-124m": dict(  # GPT-2 small on web text, 0.5 M tokens per step on one device: the speed reference
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
-        config_overrides="resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+        config_overrides="resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", per_device_train_batch_size=32,
         gradient_accumulation_steps=16, learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000,
         eval_steps=1000, save_steps=1000, output_dir="runs/gpt2-124m",
     ),

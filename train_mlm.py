@@ -64,7 +64,7 @@ from utils.progress import Progress, duration, quiet_libraries, summarize
 PROMPTS = [
     "Goal of my life is to [MASK].",
     "If the file does not [MASK], an error is raised.",
-    "This function returns the [MASK] of the array.",
+    "The number of [MASK] in the array.",
 ]
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 

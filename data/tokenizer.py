@@ -41,8 +41,7 @@ SPACE = re.compile(r"(?<=\S)(?=\s)")
 # Special tokens by model family, in the order of their ids, which are those of the families' configurations.
 # RoBERTa counts its positions from the pad id (1): another one would silently turn that token into padding.
 ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>",
-           "cls_token": "<s>", "sep_token": "</s>",
-           "mask_token": AddedToken("<mask>", lstrip=True, special=True)}
+           "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
         "mask_token": "[MASK]"}
 CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # GPT-2's
@@ -77,6 +76,9 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
         special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
+    if algorithm != "wordpiece" and "mask_token" in special:
+        # A word begins with its space there: the mask of a whole word takes the space before it too.
+        special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
     names = {str(token): token for token in special.values()}
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:

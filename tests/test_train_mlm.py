@@ -186,7 +186,7 @@ def test_configuration_and_tokenizer_agree(runs, kind):
 
 def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
     """A run continued from step 3 leaves the same lines and weights, so its masks are the same; two
-    evaluations without training in between give the identical number."""
+    evaluations without training in between give the identical number, two processes the same to 1e-6."""
     resumed, again, finished = [], [], []
     for kind in KINDS:
         shutil.copytree(runs[f"{kind}-1"], workspace / f"{kind}-resumed")
@@ -207,6 +207,9 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
         line = [line for line in whole if "loss/eval" in line][-1]
         assert first == second == {key: value for key, value in line.items() if key != "step"}
         assert "finished" in results[6 + i][1]
+        on_two = again[2 * i] | {"per_device_eval_batch_size": 7}
+        on_two = json.loads(run("train_mlm.py", on_two, processes=2).stdout.splitlines()[-1])
+        assert on_two == pytest.approx(first, rel=1e-6)
 
 
 def test_the_fill_mask_pipeline_loads_the_output_folder_in_a_fresh_process(runs):

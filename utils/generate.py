@@ -20,9 +20,9 @@ def main() -> None:
     args = parser.parse_args()
     architecture = AutoConfig.from_pretrained(args.model).architectures[0]
     if "CausalLM" in architecture or "LMHead" in architecture:
-        sampling = (
-            {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-        )
+        sampling = {"do_sample": False, "repetition_penalty": 1.2}  # as at the evaluations
+        if args.temperature:
+            sampling = {"do_sample": True, "temperature": args.temperature}
         generator = pipeline("text-generation", model=args.model)
         print(generator(args.prompt, max_new_tokens=args.max_new_tokens, **sampling)[0]["generated_text"])
     else:

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
+from transformers.initialization import no_init_weights
 
 from utils.losses import chunk_rows
 from utils.metrics import flops_per_token, peak_flops
@@ -48,7 +49,9 @@ def estimate(
         return tensor
 
     with FakeTensorMode():
-        model = MODEL_CLASSES[kind].from_config(config).train()
+        with no_init_weights():
+            model = MODEL_CLASSES[kind].from_config(config).train()
+        model.tie_weights()
         use_one_kernel_gelu(model)
         parameters = sum(p.numel() for p in model.parameters())
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
