@@ -106,8 +106,10 @@ SHAPES = {  # with dropout, as the models come: random numbers have to go on as 
 
 def check(workspace, script, processes, interruptions):
     steps = 50 + 50 * len(interruptions)
+    model_type = "roberta" if script == "train_mlm.py" else "gpt2"
     common = {
-        **TINY, **({"model_type": "roberta"} if script == "train_mlm.py" else {}), "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
+        **TINY, "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
+        "model_type": model_type,
         "config_overrides": SHAPES[script], "prompts": "none", "max_train_steps": steps, "save_steps": 7,
         "eval_steps": 25,
     }  # fmt: skip

@@ -133,7 +133,10 @@ def test_tokens_per_second_leave_evaluation_out_and_mfu_is_flops_over_peak(clock
         clock[0] += 16.0
     assert meter.measure(10) == {"seconds": 70.0, "tokens_per_second": 2500.0, "mfu": 1.5}
     clock[0] += 2.0
-    assert meter.measure(20)["tokens_per_second"] == 5000.0
+    with meter.aside("save"):  # how long training stood still for it is logged
+        clock[0] += 3.0
+    found = meter.measure(20)
+    assert found["tokens_per_second"] == 5000.0 and found["save_seconds"] == 3.0
 
 
 def test_mfu_is_null_for_a_device_of_unknown_peak(clock):

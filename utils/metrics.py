@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -218,7 +219,7 @@ class Throughput:
         self.flops_per_token, self.peak = flops_per_token, peak
         self.every = {name: steps for name, steps in (every or {}).items() if steps}
         self.step, self.measured, self.step_seconds = step, 0, None
-        self.aside_seconds, self.last_aside = 0.0, {}  # in this log interval; the last duration by name
+        self.aside_seconds, self.last_aside = Counter(), {}  # by name: in this log interval; the last one
         self.interval_start = time.perf_counter()
         self.run_start = self.interval_start - seconds
 
@@ -235,23 +236,26 @@ class Throughput:
             yield
         finally:
             self.last_aside[name] = time.perf_counter() - start
-            self.aside_seconds += self.last_aside[name]
+            self.aside_seconds[name] += self.last_aside[name]
 
     def measure(self, step: int) -> dict:
-        """{"seconds", "tokens_per_second", "mfu"} at the end of a log interval. Call it when the device has
-        finished (after reading the loss): before, it would time the queueing."""
+        """{"seconds", "tokens_per_second", "mfu"} at the end of a log interval, and "save_seconds" if training
+        stood still for a save in it. Call it when the device has finished (after reading the loss): before,
+        it would time the queueing."""
         now = time.perf_counter()
-        spent = max(now - self.interval_start - self.aside_seconds, 1e-9)
+        spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
+        saving = self.aside_seconds.get("save")
         steps = max(step - self.step, 1)
         # the first interval holds compilation and warm-up: the second replaces it, later ones are averaged in
         new = spent / steps
         self.step_seconds = new if self.measured < 2 else 0.8 * self.step_seconds + 0.2 * new
         self.measured += 1
-        self.interval_start, self.aside_seconds, self.step = now, 0.0, step
+        self.interval_start, self.aside_seconds, self.step = now, Counter(), step
         rate = steps * self.tokens_per_step / spent
         mfu = self.flops_per_token * rate / self.peak if self.peak and self.flops_per_token else None
         return {"seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1),
-                "mfu": None if mfu is None else round(mfu, 4)}
+                "mfu": None if mfu is None else round(mfu, 4),
+                **({"save_seconds": round(saving, 3)} if saving else {})}
 
     @property
     def eta(self) -> float | None:
