@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.hub_server import TOKEN, Fault, HubServer
-from tests.runs import PROJECT, TINY, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, command, metrics, write_corpus
 
 REPO = "ada/tiny"
 ALWAYS = float("inf")
@@ -32,15 +32,17 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
 
 
-def start(hub, corpus, folder, token=TOKEN, **changes):
-    """The script in a process of its own, on the output folder folder/tiny."""
+def start(hub, corpus, folder, token=TOKEN, processes=0, **changes):
+    """The script on the output folder folder/tiny, without the launcher or with so many processes."""
     flags = {**TINY, "dataset_name": corpus, "cache_dir": corpus.parent / "cache", "push_to_hub": True,
              "output_dir": folder / "tiny", **changes}  # fmt: skip
-    words = [str(word) for name, value in flags.items() for word in
-             [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
+    words = [sys.executable, "train_clm.py", *arguments(flags)]
     env = hub.env(corpus.parent / "home", token) | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "train_clm.py", *words], cwd=PROJECT, env=env, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    if processes:
+        words, env["ACCELERATE_USE_CPU"] = command("train_clm.py", flags, processes), "true"
+    return subprocess.Popen(
+        words, cwd=PROJECT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def end(process, status, *folders):
@@ -128,6 +130,31 @@ def test_a_tokenizer_is_published_with_the_same_care(hub, corpus, tmp_path):
     hub.faults.append(Fault("POST .*/ada/words/commit/main", status=401, times=ALWAYS))
     output = train(1, vocab_size="401")
     assert "hf auth login" in output and f"hf upload ada/words {tmp_path}/words" in output
+
+
+def test_one_of_two_processes_publishes(hub, corpus, tmp_path):
+    end(start(hub, corpus, tmp_path, processes=2, per_device_train_batch_size=4), 0, tmp_path)
+    assert published(hub, tmp_path / "revisions")[-1] == 6
+    assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["slow", "hang"])
+def test_a_stop_signal_waits_for_the_push_but_not_for_ever(hub, corpus, tmp_path, kind):
+    """What was saved at the stop arrives; from a server that does not answer, the command is printed."""
+    hub.faults.append(Fault(f"POST .*/{REPO}/commit/main", kind=kind, rate=5e3, times=ALWAYS))
+    process = start(hub, corpus, tmp_path, max_train_steps=100_000, eval_steps=1000, save_steps=20)
+    while not any("/commit/main" in entry["line"] for entry in hub.log):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output = end(process, 128 + signal.SIGTERM, tmp_path / "tiny")
+    if kind == "hang":
+        assert "did not reach" in output and "hf upload ada/tiny" in output
+        return
+    step = int(re.search(r"Stopped at step (\d+)", output)[1])
+    commits = hub.commits(REPO)
+    assert re.match(rf"Step {step}\b", commits[-1]["title"])
+    assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 
 
 def test_killed_during_a_push(hub, corpus, tmp_path):

@@ -239,9 +239,9 @@ class Throughput:
             self.aside_seconds[name] += self.last_aside[name]
 
     def measure(self, step: int) -> dict:
-        """{"seconds", "tokens_per_second", "mfu"} at the end of a log interval, and "save_seconds" if training
-        stood still for a save in it. Call it when the device has finished (after reading the loss): before,
-        it would time the queueing."""
+        """{"seconds", "tokens_per_second", "mfu"} at the end of a log interval, and "save_seconds" where
+        training stood still for a save in it. Call it when the device has finished (after reading the loss):
+        before, it would time the queueing."""
         now = time.perf_counter()
         spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
         saving = self.aside_seconds.get("save")
