@@ -81,7 +81,7 @@ class Checkpoints:
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": training_state.gather_random_states(accelerator),
         }
-        if training_state.is_sharded(model):
+        if training_state.reshard(model):
             if self._group is None and accelerator.num_processes > 1:
                 self._group = dist.new_group(backend="gloo")
             tensors = training_state.shards(model, optimizer, cpu_offload=True)

@@ -11,7 +11,7 @@ import torch
 
 from utils.checkpoint import Checkpoints
 from utils.export import export_model
-from utils.training_state import is_sharded
+from utils.training_state import reshard
 
 
 @contextlib.contextmanager
@@ -37,7 +37,7 @@ def rehearsal(accelerator, model, optimizer, guard, tokenizer, output_dir):
     optimizer.zero_grad()
     checkpoints.load("auto", model, optimizer)
     guard.load_state_dict(guard_before)
-    if is_sharded(model):
+    if reshard(model):
         optimizer.state.clear()  # torch's sharded saving has filled it with zeros and one step
     same = all(torch.equal(a, b.detach().cpu()) for a, b in zip(before, model.parameters(), strict=True))
     if not same or optimizer.state:

@@ -32,9 +32,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
 
 
-def is_sharded(model) -> bool:
-    """Whether FSDP has cut the weights up. A forward pass without backward, as in evaluation, leaves some of
-    them whole in the model; they are cut up again here, since the optimizer knows them only so.
+def reshard(model) -> bool:
+    """Cut the weights up again that a forward pass without backward, as in evaluation, has left whole: the
+    optimizer knows them only so. Returns whether FSDP has cut up any.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -109,7 +109,7 @@ def restore(folder: Path, model, optimizer, state: dict) -> None:
     groups_here = optimizer_groups(model, optimizer)
     if [group["params"] for group in groups_here] != [group["params"] for group in groups]:
         raise ValueError(f"{folder} fits an optimizer with other parameter groups")
-    if is_sharded(model):
+    if reshard(model):
         whole = StateDictOptions(full_state_dict=True, strict=False)  # not strict: tied weights once
         set_model_state_dict(model, saved, options=whole)
         if moments:
