@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertForPreTraining
 
+import train_mlm
 from data.masking import MaskTokens
 from data.packing import PackedRows
 from data.sentence_pairs import PairRows
@@ -89,7 +90,10 @@ SPLITS = {"4x2": (4, 2), "8x1": (8, 1)}  # micro-batches x rows; the whole runs 
 @pytest.fixture(scope="module")
 def runs(workspace):
     """Name -> output folder: for both kinds a run with 1 and with 2 processes, and a step split otherwise."""
-    settings = {}
+    settings = {"modernbert-1": flags(
+        workspace, "modernbert-1", config_overrides="num_hidden_layers=2,hidden_size=32,local_attention=8,"
+        "num_attention_heads=2,intermediate_size=64", model_type=train_mlm.TrainArgs.model_type,
+    )}  # fmt: skip
     for kind in KINDS:
         settings[f"{kind}-1"] = flags(workspace, f"{kind}-1", kind, preflight=True)
         for split, (accumulation, rows) in SPLITS.items():
@@ -220,12 +224,13 @@ for folder in sys.argv[1:]:
     fill = pipeline("fill-mask", model=folder)
     print([guess["token_str"] for guess in fill(f"It is {fill.tokenizer.mask_token}.", top_k=5)])
 """
+    folders = [str(runs[f"{kind}-1"]) for kind in (*KINDS, "modernbert")]
     result = subprocess.run(
-        [sys.executable, "-c", code, *(str(runs[f"{kind}-1"]) for kind in KINDS)], cwd="/", env=environment(),
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code, *folders], cwd="/", env=environment(), capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr[-2000:]
-    assert [len(eval(line)) for line in result.stdout.strip().splitlines()] == [5, 5]
+    assert [len(eval(line)) for line in result.stdout.strip().splitlines()] == [5, 5, 5]
+    assert "warning" not in result.stderr.lower()
 
 
 def test_next_sentence_is_learned(workspace):
