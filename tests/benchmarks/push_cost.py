@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from tests.hub_server import Fault, HubServer
-from tests.runs import PROJECT, TINY, write_corpus
+from tests.runs import PROJECT, TINY, arguments, write_corpus
 
 SIZES = "n_layer=2,n_embd=128,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 
@@ -29,10 +29,8 @@ def step_seconds(hub: HubServer, folder: Path, args: argparse.Namespace, push: b
         "max_train_steps": args.steps, "save_steps": args.save_steps, "eval_steps": args.steps,
         "push_to_hub": push, "resume_from_checkpoint": "none",
     }  # fmt: skip
-    words = [str(word) for name, value in flags.items() for word in
-             [f"--{name}", *(value if isinstance(value, list) else [value])]]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "train_clm.py", *words], cwd=PROJECT, env=hub.env(folder / "home"),
+        [sys.executable, "train_clm.py", *arguments(flags)], cwd=PROJECT, env=hub.env(folder / "home"),
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
