@@ -45,7 +45,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description=__doc__.split("\n\n")[0],
                                      allow_abbrev=False)
     add = parser.add_argument
-    add("--output_dir", required=True, help="folder or fsspec URL: s3://, gs://, hf://datasets/user/x, ...")
+    add("--output_dir", required=True, help="folder or fsspec URL: s3://, gs://, hf://datasets/user/x "
+        "(made private if there is none), ...")
     add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
     add("--dataset_config_name")
     add("--split", default="train", help="split of the source (default: train)")
@@ -284,7 +285,7 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     elif PROGRESS in names and "settings.json" in folder.names(PROGRESS):
         manifest, state = None, "unfinished"
         old = json.loads(folder.read(f"{PROGRESS}/settings.json"))
-    elif set(names) - {PROGRESS}:
+    elif {name for name in names if name not in (PROGRESS, "README.md", ".gitattributes")}:
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
     else:
         return None
@@ -331,6 +332,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     if tokenizer:
         settings |= {"tokenizer": tokenizer_fingerprint(tokenizer), "block_size": args.block_size,
                      "validation_fraction": args.validation_fraction, "seed": args.seed}
+    folder.make()
     manifest = finished_manifest(folder, settings)
     if manifest:
         print(f"{folder.url} is finished: nothing to do")

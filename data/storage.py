@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 import fsspec
+from huggingface_hub import HfApi
 
 Item = TypeVar("Item")
 
@@ -135,6 +136,16 @@ class Folder:
             self.fs, self.root = fsspec.core.url_to_fs(self.url)
         self.root = self.root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
+
+    def make(self) -> None:
+        """The repository, private, that a hf:// URL names, where there is none; other stores need nothing
+        before the first write. Raises ValueError.
+        """
+        kind, *repo_id = self.root.split("@")[0].split("/")[:3]
+        if self.fs.protocol == "hf" and kind == "datasets":
+            with explained(self.url, "written"):
+                repo_id = "/".join(repo_id)
+                HfApi().create_repo(repo_id, repo_type="dataset", private=True, exist_ok=True)
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root

@@ -132,6 +132,29 @@ def test_a_tokenizer_is_published_with_the_same_care(hub, corpus, tmp_path):
     assert "hf auth login" in output and f"hf upload ada/words {tmp_path}/words" in output
 
 
+def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tmp_path):
+    """The repository is made, private; a passing fault is waited out; the finished one is left alone."""
+    env = hub.env(tmp_path / "home") | {"OMP_NUM_THREADS": "1"}
+
+    def tool(module, *flags):
+        words = [sys.executable, "-m", f"data.{module}", "--dataset_name", corpus, *flags]
+        done = subprocess.run(words, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
+        return done.stdout
+
+    tool("tokenizer", "--vocab_size", "400", "--output_dir", tmp_path / "words")
+    hub.faults.append(Fault("POST .*/datasets/ada/rows/commit/main", status=500, times=1))
+    prepare = ["--tokenizer_name", tmp_path / "words", "--block_size", "32", "--validation_fraction", "0.1",
+               "--output_dir", "hf://datasets/ada/rows"]  # fmt: skip
+    tool("prepare", *prepare)
+    files = set(hub.commits("ada/rows", kind="datasets")[-1]["files"])
+    assert "manifest.json" in files and not any(name.startswith("progress/") for name in files)
+    assert "nothing to do" in tool("prepare", *prepare)
+    shards = {"dataset_name": "hf://datasets/ada/rows", "push_to_hub": False, "cache_dir": tmp_path / "cache"}
+    end(start(hub, corpus, tmp_path, **shards), 0, tmp_path)
+    assert metrics(tmp_path / "tiny")[-1]["step"] == 6
+
+
 def test_one_of_two_processes_publishes(hub, corpus, tmp_path):
     end(start(hub, corpus, tmp_path, processes=2, per_device_train_batch_size=4), 0, tmp_path)
     assert published(hub, tmp_path / "revisions")[-1] == 6
