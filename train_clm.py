@@ -484,6 +484,9 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- The end: nothing is left in flight
     progress.close()
     checkpoints.wait()
+    arrived = pusher.finish(20 if stop.requested else args.hub_timeout) if pusher else True
+    for event in pusher.poll() if pusher else []:
+        metrics.write({"step": state["step"], **event})
     if guard.consecutive > args.max_skipped_updates:
         raise RuntimeError(
             f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "
@@ -493,9 +496,6 @@ def main(args: TrainArgs | None = None) -> None:
         stopped_by = 0  # it came too late to stop anything
     if not (last or stopped_by):
         raise RuntimeError(f"the data ended at step {state['step']} of {max_steps}: see above")
-    arrived = pusher.finish(20 if stop.requested else args.hub_timeout) if pusher else True
-    for event in pusher.poll() if pusher else []:
-        metrics.write({"step": state["step"], **event})
     accelerator.end_training()
     stop.close()
     if stopped_by:

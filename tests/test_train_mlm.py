@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertForPreTraining
 
-import train_mlm
 from data.masking import MaskTokens
 from data.packing import PackedRows
 from data.sentence_pairs import PairRows
@@ -90,10 +89,11 @@ SPLITS = {"4x2": (4, 2), "8x1": (8, 1)}  # micro-batches x rows; the whole runs 
 @pytest.fixture(scope="module")
 def runs(workspace):
     """Name -> output folder: for both kinds a run with 1 and with 2 processes, and a step split otherwise."""
-    settings = {"modernbert-1": flags(
-        workspace, "modernbert-1", config_overrides="num_hidden_layers=2,hidden_size=32,local_attention=8,"
-        "num_attention_heads=2,intermediate_size=64", model_type=train_mlm.TrainArgs.model_type,
-    )}  # fmt: skip
+    default = flags(
+        workspace, "modernbert-1", cache_dir=str(workspace / "cache-modernbert"), model_type="modernbert",
+        config_overrides="num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
+    )  # fmt: skip
+    settings = {"modernbert-1": default}
     for kind in KINDS:
         settings[f"{kind}-1"] = flags(workspace, f"{kind}-1", kind, preflight=True)
         for split, (accumulation, rows) in SPLITS.items():
