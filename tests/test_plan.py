@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -58,15 +59,17 @@ CASES = {  # shape, rows, block size, accumulation, bf16
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimated_peak_is_the_measured_one(case):
-    """To 15 percent in most runs, 30 in all: what glibc keeps of freed blocks differs from run to run."""
-    result = subprocess.run([sys.executable, "-c", MEASURE, json.dumps(CASES[case])], cwd=PROJECT, text=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"},  # buffers of threads are not planned
-                            capture_output=True, timeout=300)  # fmt: skip
-    assert result.returncode == 0, result.stderr[-2000:]
+    """What glibc keeps of freed blocks differs from run to run: 15 percent here, hence the median and 20."""
+    command = [sys.executable, "-c", MEASURE, json.dumps(CASES[case])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # buffers of threads are not planned
+    runs = [subprocess.run(command, cwd=PROJECT, env=env, text=True, capture_output=True, timeout=300)
+            for _ in range(3)]  # fmt: skip
+    assert [result.returncode for result in runs] == [0, 0, 0], runs[0].stderr[-2000:]
+    measured = statistics.median(int(result.stdout) for result in runs)
     shape, rows, block_size, accumulation, bf16 = CASES[case]
     config = AutoConfig.for_model("gpt2", **shape)
     plan = estimate(config, rows, block_size, accumulation=accumulation, bf16=bf16)
-    assert plan["peak"] == pytest.approx(int(result.stdout), rel=0.30)
+    assert plan["peak"] == pytest.approx(measured, rel=0.20)
 
 
 @pytest.mark.parametrize("model_type, kind", [

@@ -74,9 +74,9 @@ def report(
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
         "batch": f"{counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
         f"{counted(processes, 'process')} = {tokens // block_size:,} rows = {tokens:,} tokens per step",
-        "steps": f"{max_steps:,} steps = {max_steps * tokens / 1e6:,.1f} M tokens"
+        "steps": f"{max_steps:,} steps = {_millions(max_steps * tokens)} tokens"
         + (f"; {start:,} are done" if start else ""),
-        "model": f"{model}, {parameters / 1e6:,.1f} M parameters",
+        "model": f"{model}, {_millions(parameters)} parameters",
     }
     if memory:
         block["memory"] = f"about {_gib(memory)} per process" + (f" of {_gib(room)}" if room else "")
@@ -248,4 +248,8 @@ def _cores() -> int:
 
 
 def _gib(number: float) -> str:
-    return f"{number / 2**30:,.1f} GiB"
+    return f"{number / 2**30:,.1f} GiB" if number >= 2**29 else f"{number / 2**20:,.0f} MiB"
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 500_000 else f"{number:,}"
