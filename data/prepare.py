@@ -285,7 +285,7 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     elif PROGRESS in names and "settings.json" in folder.names(PROGRESS):
         manifest, state = None, "unfinished"
         old = json.loads(folder.read(f"{PROGRESS}/settings.json"))
-    elif {name for name in names if name not in (PROGRESS, "README.md", ".gitattributes")}:
+    elif set(names) - {PROGRESS, "README.md", ".gitattributes"}:
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
     else:
         return None
@@ -332,7 +332,6 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     if tokenizer:
         settings |= {"tokenizer": tokenizer_fingerprint(tokenizer), "block_size": args.block_size,
                      "validation_fraction": args.validation_fraction, "seed": args.seed}
-    folder.make()
     manifest = finished_manifest(folder, settings)
     if manifest:
         print(f"{folder.url} is finished: nothing to do")
@@ -351,6 +350,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 def write_shards(args, settings: dict[str, Any], corpus: Corpus, tokenizer, folder: Folder) -> dict[str, Any]:
     """Begins the preparation or goes on with it, to the end. Returns the manifest."""
     with explained(folder.url, "written"):
+        folder.make(FIRST_CONTACT)
         folder.write(f"{PROGRESS}/settings.json", json.dumps(settings, indent=1).encode(), FIRST_CONTACT)
     records = Records(folder)
     if tokenizer:

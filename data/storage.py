@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -137,15 +138,15 @@ class Folder:
         self.root = self.root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 
-    def make(self) -> None:
+    def make(self, tries: int | None = None) -> None:
         """The repository, private, that a hf:// URL names, where there is none; other stores need nothing
-        before the first write. Raises ValueError.
+        before the first write.
         """
-        kind, *repo_id = self.root.split("@")[0].split("/")[:3]
+        kind, *name = self.root.split("@")[0].split("/")[:3]
         if self.fs.protocol == "hf" and kind == "datasets":
-            with explained(self.url, "written"):
-                repo_id = "/".join(repo_id)
-                HfApi().create_repo(repo_id, repo_type="dataset", private=True, exist_ok=True)
+            create = partial(HfApi().create_repo, "/".join(name), repo_type="dataset", private=True)
+            with_retries(partial(create, exist_ok=True), f"making {self.url}", tries)
+            self.fs.invalidate_cache()  # it remembers that there was none
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
