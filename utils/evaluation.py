@@ -9,6 +9,10 @@ from accelerate.utils import DistributedType
 from utils.progress import bar
 from utils.xla import sync
 
+# The most likely token each time. Those that have occurred count 1.2 times less (CTRL, arXiv 1909.05858,
+# section 4.1), or models that are small or young repeat one phrase for ever.
+DECODING = {"do_sample": False, "repetition_penalty": 1.2}
+
 
 @torch.no_grad()
 def sum_over_dataset(
@@ -58,10 +62,7 @@ def perplexity_metrics(loss_sum: float, tokens: float, bytes_per_token: float) -
 def complete_prompts(
     accelerator, model, tokenizer, prompts: list[str], max_new_tokens: int = 48
 ) -> list[str]:
-    """Completions of `prompts` by the main process, the most likely token each time; the others return [].
-
-    Tokens that have occurred count 1.2 times less (CTRL, arXiv 1909.05858, section 4.1), or models that are
-    small or young repeat one phrase for ever.
+    """Completions of `prompts` by the main process, by DECODING; the others return [].
 
     None under FSDP, where no process holds the weights, nor on XLA, where each length would compile a graph
     anew.
@@ -79,8 +80,8 @@ def complete_prompts(
         new = min(max_new_tokens, lm.config.max_position_embeddings - ids.shape[1])
         with accelerator.autocast():
             output = lm.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-                repetition_penalty=1.2, pad_token_id=tokenizer.eos_token_id,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                pad_token_id=tokenizer.eos_token_id, **DECODING,
             )  # fmt: skip
         completions.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     lm.train()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from accelerate.utils import DistributedType
 
+from utils.training_state import named_tensors
+
 
 def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer; each file is replaced whole, weights last.
@@ -21,10 +23,8 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
     else:
         weights = unwrapped.lm.state_dict()
     if accelerator.is_main_process:
-        first = {}  # of the names of a tied weight: its copies do not tell save_pretrained that they are one
-        for name, parameter in unwrapped.lm.state_dict(keep_vars=True).items():
-            first.setdefault(id(parameter), name)
-        weights = {name: weights[name].detach().cpu() for name in first.values()}
+        # A tied weight once: its copies do not tell save_pretrained that they are one.
+        weights = {name: weights[name].detach().cpu() for name in named_tensors(unwrapped.lm)}
         output_dir = Path(output_dir)
         temporary = output_dir / ".export"
         shutil.rmtree(temporary, ignore_errors=True)

@@ -8,6 +8,8 @@ import argparse
 
 from transformers import AutoConfig, pipeline
 
+from utils.evaluation import DECODING
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -20,9 +22,7 @@ def main() -> None:
     args = parser.parse_args()
     architecture = AutoConfig.from_pretrained(args.model).architectures[0]
     if "CausalLM" in architecture or "LMHead" in architecture:
-        sampling = {"do_sample": False, "repetition_penalty": 1.2}  # as at the evaluations
-        if args.temperature:
-            sampling = {"do_sample": True, "temperature": args.temperature}
+        sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else DECODING
         generator = pipeline("text-generation", model=args.model)
         print(generator(args.prompt, max_new_tokens=args.max_new_tokens, **sampling)[0]["generated_text"])
     else:
