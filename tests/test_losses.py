@@ -277,6 +277,19 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
         assert sums["nsp_correct"] == (out.seq_relationship_logits.argmax(1) == nsp).sum()
 
 
+@pytest.mark.parametrize("name", MASKED)
+def test_a_masked_step_never_waits_for_the_device(name):
+    """Sentence pairs, which are padded, too; rows of the others are full and have no attention mask."""
+    model_type, auto, special = MASKED[name]
+    model = MaskedLMLoss(small_model(model_type, auto, **(SMALL | special | {"type_vocab_size": 2})))
+    input_ids, attention_mask, types, slots, labels, next_sentence = masked_batch()
+    pairs = (attention_mask, types) if model_type == "bert" else (None, None)
+    with Operations() as seen:
+        sums = model(input_ids, *pairs, slots, labels, next_sentence if name == "bert-nsp" else None)
+        (sums["mlm_loss_sum"] / sums["mlm_tokens"] + sums.get("nsp_loss_sum", 0)).backward()
+    assert not [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
+
+
 def test_a_masked_head_of_another_form_is_used_whole():
     lm = small_model(
         "distilbert", AutoModelForMaskedLM, vocab_size=V, dim=D, n_layers=1, n_heads=2, hidden_dim=32

@@ -253,6 +253,10 @@ class MaskedLMLoss(nn.Module):
         mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
         nsp_rows.
         """
+        config = self.lm.config
+        if attention_mask is not None and config.model_type == "bert" and config._attn_implementation == "sdpa":
+            # As [B, T] transformers waits for the device, to see whether it is all ones.
+            attention_mask = attention_mask[:, None, None, :].bool()
         masks = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
         inputs = {"input_ids": input_ids} | {name: mask for name, mask in masks.items() if mask is not None}
         labels = slot_labels.reshape(-1)
