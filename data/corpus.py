@@ -38,10 +38,7 @@ from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
 
-import datasets
 import fsspec
-import pyarrow as pa
-import pyarrow.parquet
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
@@ -76,14 +73,17 @@ def load_corpus(dataset_name, *, dataset_config_name=None, split="train", text_c
     if name in INSTALLED:
         files = [file[:3] for file in _python_files()]
         return _open(name, _digest(name, files), INSTALLED[name], text_column)
-    if _is_saved(name):
-        dataset = datasets.load_from_disk(name)
-        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-        return _open(name, dataset._fingerprint, partial(_dataset_rows, dataset), text_column)
-    if _is_files(name):
+    saved = _is_saved(name)
+    if not saved and _is_files(name):
         urls = _split_files(name)[split]
         version = _digest([_file_state(url) for url in urls])
         return _open(name, version, partial(_file_rows, urls), text_column)
+    import datasets  # not at the top: it takes 60 MB and half a second
+
+    if saved:
+        dataset = datasets.load_from_disk(name)
+        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+        return _open(name, dataset._fingerprint, partial(_dataset_rows, dataset), text_column)
     with _hub_errors(name, config):
         dataset = datasets.load_dataset(name, config, split=split, streaming=streaming)
         if streaming:
@@ -104,6 +104,8 @@ def has_split(dataset_name, dataset_config_name, split) -> bool:
         return split in (json.loads(saved.read_text())["splits"] if saved.exists() else ["train"])
     if _is_files(name):
         return bool(_split_files(name).get(split))
+    import datasets
+
     with _hub_errors(name, dataset_config_name):
         # a part of a split, "train[:1%]", is there when the split is
         return split.split("[")[0] in datasets.get_dataset_split_names(name, dataset_config_name)
@@ -269,13 +271,16 @@ def _file_state(url) -> tuple:
 
 
 def _file_rows(urls) -> Iterator[dict]:
-    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows,
-               ".parquet": _parquet_rows, ".arrow": _arrow_rows}
+    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
+    if {_suffix(url) for url in urls} - readers.keys():
+        from data.tables import arrow_documents, parquet_documents
+
+        readers |= {".parquet": parquet_documents, ".arrow": arrow_documents}
     for url in urls:
         with fsspec.open(url, "rb", compression="infer") as file:
             try:
                 yield from readers[_suffix(url)](file)
-            except (ValueError, EOFError, pa.ArrowException, gzip.BadGzipFile, zlib.error) as error:
+            except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
                 raise ValueError(f"{url} is damaged ({error}); repair it or take it out") from error
 
 
@@ -357,46 +362,17 @@ def _articles(lines: Iterable[str | None]) -> Iterator[dict]:
         yield {"text": "".join(article)}
 
 
-def _parquet_rows(file) -> Iterator[dict]:
-    for batch in pa.parquet.ParquetFile(file).iter_batches(batch_size=256):
-        yield from _table_rows(batch)
-
-
-def _arrow_rows(file) -> Iterator[dict]:
-    magic = file.read(6)
-    file.seek(0)
-    if magic == b"ARROW1":
-        reader = pa.ipc.open_file(file)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        batches = pa.ipc.open_stream(file)
-    for batch in batches:
-        for start in range(0, batch.num_rows, 256):
-            yield from _table_rows(batch.slice(start, 256))
-
-
-def _table_rows(table) -> Iterable[dict]:
-    try:
-        return table.to_pylist()
-    except UnicodeDecodeError:  # one bad value spoils the whole table: read it value by value
-        def read(value):
-            try:
-                return value.as_py()
-            except UnicodeDecodeError:
-                return None
-
-        columns = zip(table.column_names, table.columns, strict=True)
-        columns = {name: [read(value) for value in column] for name, column in columns}
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
 # ---- Data sets of the datasets library
 
 
 def _dataset_rows(dataset) -> Iterator[dict]:
-    if isinstance(dataset, datasets.Dataset):
+    from datasets import Dataset
+
+    from data.tables import table_documents
+
+    if isinstance(dataset, Dataset):
         for table in dataset.with_format("arrow").iter(batch_size=256):
-            yield from _table_rows(table)
+            yield from table_documents(table)
     else:
         yield from dataset
 
@@ -404,9 +380,11 @@ def _dataset_rows(dataset) -> Iterator[dict]:
 @contextmanager
 def _hub_errors(name, config):
     """What the Hub's client raises, said once, with the remedies."""
+    from datasets.exceptions import DatasetsError
+
     try:
         yield
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         config = f", dataset_config_name {config!r}," if config else ""
         raise ValueError(
             f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: check the "

@@ -32,8 +32,9 @@ from filelock import FileLock, Timeout
 from data.corpus import Corpus, load_corpus
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
 from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
-from data.shards import MANIFEST, PROGRESS, rows_to_parquet, to_parquet, write_shard
+from data.shards import MANIFEST, PROGRESS, write_shard
 from data.storage import FIRST_CONTACT, Folder, PatientCorpus, explained, with_retries
+from data.tables import rows_to_parquet, to_parquet
 from data.tokenizer import load_tokenizer
 
 SECONDS_BETWEEN_RECORDS = 300

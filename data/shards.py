@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from data.packing import PackedRows, tokenizer_fingerprint
@@ -25,29 +23,6 @@ from data.storage import FIRST_CONTACT, Folder, explained
 MANIFEST = "manifest.json"
 PROGRESS = "progress"  # folder of a preparation that is not finished
 FORMATS = {"token-rows-1": "token rows", "text-1": "text"}
-ROW_GROUP_TOKENS = 2**22
-
-
-def to_parquet(table: pa.Table, rows_per_group: int) -> bytes:
-    """The same bytes for the same table, always: fixed encoding, no timestamps.
-
-    Byte-stream split and zstd bring token ids (stored as 4 bytes each in Parquet) below their two bytes, at
-    less time than a dictionary.
-    """
-    ids = pa.types.is_fixed_size_list(table.schema.field(0).type)
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, row_group_size=rows_per_group, compression="zstd", use_dictionary=not ids,
-                   use_byte_stream_split=ids, write_statistics=False)
-    return sink.getvalue().to_pybytes()
-
-
-def rows_to_parquet(rows: np.ndarray) -> bytes:
-    """One shard file from token rows, uint16 or uint32 [n, T]."""
-    n, block_size = rows.shape
-    column = pa.FixedSizeListArray.from_arrays(pa.array(rows.reshape(-1)), block_size)
-    counts = {"rows": str(n), "tokens": str(rows.size)}
-    table = pa.table({"input_ids": column}).replace_schema_metadata(counts)
-    return to_parquet(table, max(1, ROW_GROUP_TOKENS // block_size))
 
 
 def write_shard(folder: Folder, split: str, number: int, data: bytes, **counts: int) -> dict[str, Any]:
@@ -55,20 +30,6 @@ def write_shard(folder: Folder, split: str, number: int, data: bytes, **counts: 
     name = f"{split}-{number:05d}.parquet"
     folder.write(name, data)
     return {"file": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def parquet_to_rows(data: bytes) -> np.ndarray:
-    """Token rows, uint16 or uint32 [n, T], of one shard file."""
-    file = pq.ParquetFile(pa.BufferReader(data))
-    column = file.schema_arrow.field("input_ids").type
-    rows = np.empty((file.metadata.num_rows, column.list_size), column.value_type.to_pandas_dtype())
-    done = 0
-    for group in range(file.num_row_groups):  # group by group: all at once would hold every token twice
-        ids = file.read_row_group(group, use_threads=False).column(0).combine_chunks().flatten().to_numpy()
-        count = len(ids) // column.list_size
-        rows[done : done + count] = ids.reshape(count, column.list_size)
-        done += count
-    return rows
 
 
 def read_manifest(url: str) -> dict[str, Any] | None:
@@ -138,6 +99,8 @@ def read_shard(folder: Folder, shard: dict[str, Any], block_size: int) -> np.nda
     if hashlib.sha256(data).hexdigest() != shard["sha256"]:
         raise ValueError(f"{name} is damaged: its checksum is not the one in {MANIFEST}. Copy it again, or "
                          "delete the folder and prepare it anew.")
+    from data.tables import parquet_to_rows
+
     rows = parquet_to_rows(data)
     assert rows.shape == (shard["rows"], block_size), f"{name}: {rows.shape}"
     return rows

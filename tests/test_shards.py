@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data import shards, storage
+from data import storage
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.streaming import ShardSource, StreamingRows
+from data.tables import parquet_to_rows, rows_to_parquet
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, write_jsonl
 
@@ -31,9 +32,9 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
 def test_rows_come_back_exactly_and_the_same_rows_make_the_same_bytes(dtype):
     rows = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (3000, 4096 // 3), dtype, endpoint=True)
-    data = shards.rows_to_parquet(rows)
-    assert data == shards.rows_to_parquet(rows.copy())
-    back = shards.parquet_to_rows(data)
+    data = rows_to_parquet(rows)
+    assert data == rows_to_parquet(rows.copy())
+    back = parquet_to_rows(data)
     assert back.dtype == dtype and np.array_equal(back, rows)
 
 
