@@ -1,14 +1,16 @@
 """Complete a prompt with a trained model, or fill the mask in it.
 
 python -m utils.generate runs/clm --prompt "import numpy as np"
-python -m utils.generate runs/mlm --prompt "Goal of my life is to <mask>."
+python -m utils.generate runs/mlm --prompt "Goal of my life is to [MASK]."
 """
 
 import argparse
 
 from transformers import AutoConfig, pipeline
 
+from utils.config import user_mistakes
 from utils.evaluation import DECODING
+from utils.progress import quiet_libraries
 
 
 def main() -> None:
@@ -20,14 +22,32 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
     args = parser.parse_args()
-    architecture = AutoConfig.from_pretrained(args.model).architectures[0]
-    if "CausalLM" in architecture or "LMHead" in architecture:
-        sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else DECODING
-        generator = pipeline("text-generation", model=args.model)
-        print(generator(args.prompt, max_new_tokens=args.max_new_tokens, **sampling)[0]["generated_text"])
-    else:
-        for answer in pipeline("fill-mask", model=args.model)(args.prompt):
-            print(f"{answer['score']:6.1%}  {answer['sequence']}")
+    quiet_libraries("error")
+    with user_mistakes():
+        for line in answers(args.model, args.prompt, args.max_new_tokens, args.temperature):
+            print(line)
+
+
+def answers(model: str, prompt: str, max_new_tokens: int, temperature: float) -> list[str]:
+    """The prompt completed, or the five likeliest words for its mask. ValueError where that cannot be."""
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError):
+        raise ValueError(
+            f"{model}: no folder with a trained model (config.json) and no model on the Hub within reach"
+        ) from None
+    causal = any(name in config.architectures[0] for name in ("CausalLM", "LMHead"))
+    pipe = pipeline("text-generation" if causal else "fill-mask", model=model)
+    limit = min(pipe.tokenizer.model_max_length, config.max_position_embeddings)
+    room = limit - len(pipe.tokenizer(prompt)["input_ids"])
+    if room < causal:
+        raise ValueError(f"--prompt: {limit - room} tokens, and {model} has room for {limit}: shorten it")
+    if causal:
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else DECODING
+        return [pipe(prompt, max_new_tokens=min(max_new_tokens, room), **sampling)[0]["generated_text"]]
+    if prompt.count(pipe.tokenizer.mask_token) != 1:
+        raise ValueError(f"--prompt: write {pipe.tokenizer.mask_token} once, where the word is missing")
+    return [f"{answer['score']:6.1%}  {answer['sequence']}" for answer in pipe(prompt)]
 
 
 if __name__ == "__main__":

@@ -12,18 +12,19 @@ import numpy as np
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="prepared rows: train.npy and validation.npy")
+    parser.add_argument("folders", nargs="+", type=Path, help="prepared rows: train.npy and validation.npy")
     parser.add_argument("--rows", type=int, default=0, help="validation rows; 0: all")
     args = parser.parse_args()
-    train = np.load(args.folder / "train.npy", mmap_mode="r")
-    validation = np.load(args.folder / "validation.npy", mmap_mode="r")
-    predicted = validation[: args.rows or None, 1:].ravel()  # the tokens that evaluation predicts
-    size = int(max(train.max(), validation.max())) + 1
-    counts = np.bincount(np.asarray(train).ravel(), minlength=size) + 1  # add-one smoothing
-    loss = -np.log(counts / counts.sum())[predicted].mean()
-    most = np.bincount(predicted).max() / len(predicted)
-    print(f"unigram model: loss {loss:.4f}, perplexity {math.exp(loss):.1f} on {len(predicted):,} tokens; "
-          f"always guessing the most frequent token is right {most:.1%} of the time")  # fmt: skip
+    for folder in args.folders:
+        train = np.load(folder / "train.npy", mmap_mode="r")
+        validation = np.load(folder / "validation.npy", mmap_mode="r")
+        predicted = validation[: args.rows or None, 1:].ravel()  # the tokens that evaluation predicts
+        size = int(max(train.max(), validation.max())) + 1
+        counts = np.bincount(np.asarray(train).ravel(), minlength=size) + 1  # add-one smoothing
+        loss = -np.log(counts / counts.sum())[predicted].mean()
+        most = np.bincount(predicted).max() / len(predicted)
+        print(f"{folder}: loss {loss:.4f}, perplexity {math.exp(loss):.1f} on {len(predicted):,} tokens; "
+              f"always guessing the most frequent token is right {most:.1%} of the time")  # fmt: skip
 
 
 if __name__ == "__main__":
