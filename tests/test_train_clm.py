@@ -77,6 +77,29 @@ def test_two_processes_train_like_one(one_process, two_processes):
             assert a[key] == pytest.approx(b[key], rel=1e-5), (a, b)
 
 
+@pytest.mark.parametrize("how", [[], ["--dynamo_use_regional_compilation"]], ids=["whole", "by blocks"])
+def test_compiled_it_is_the_same_run_and_nothing_is_compiled_after_the_start(how, workspace, one_process):
+    """The rehearsal has met every shape there will be, evaluation's last batch too. aot_eager traces as
+    inductor does, in a tenth of the time."""
+    name = "-".join(["compiled", *how])
+    line = command("train_clm.py", flags(workspace, name, preflight=True))
+    script = line.index("train_clm.py")
+    line[script:script] = ["--dynamo_backend", "aot_eager", *how]
+    result = subprocess.run(
+        line, cwd=PROJECT, env=environment(TORCH_LOGS="recompiles", PYTHONUNBUFFERED="1"), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:]
+    start, rest = result.stdout.split("step 1/6", 1)
+    assert "compiled with aot_eager" in start and "Recompiling" in start
+    assert "Recompiling" not in rest and "recompile_limit" not in result.stdout
+    for a, b in zip(metrics(one_process), metrics(workspace / name), strict=True):
+        assert a == pytest.approx(b, rel=1e-4), (a, b)
+    saved = [load_file(folder / "checkpoints/step-00000006/model.safetensors").keys()
+             for folder in (one_process, workspace / name)]  # fmt: skip
+    assert saved[0] == saved[1]
+
+
 def test_the_linear_schedule_ends_at_zero(workspace):
     """Also with two processes, and with an accumulation that does not divide the number of batches."""
     for processes in (1, 2):
@@ -190,6 +213,11 @@ def mistakes(workspace):
         ({"model_name_or_path": "no/where", "tokenizer_name": one, "config_overrides": ""}, ["no/where"]),
         ({"output_dir": str(workspace / "file" / "below")}, ["output_dir"]),
         ({"push_checkpoints": True}, ["push_checkpoints"]),
+        # another experiment in the folder of a run, seen before anything is prepared for it
+        ({"output_dir": one, "seed": 7, "vocab_size": 300, "cache_dir": str(workspace / "unused")},
+         ["holds a run with other settings", "seed: 42 in the run, 7 now", "vocab_size: 512"]),
+        ({"output_dir": str(workspace / "new"), "seed": 7,
+          "resume_from_checkpoint": f"{one}/checkpoints/step-00000003"}, ["seed: 42 in the run, 7 now"]),
     ]  # fmt: skip
 
 
@@ -223,7 +251,7 @@ def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, 
         assert "Traceback" not in message and message.count("error:") == 1, (changes, message)
         for word in words:
             assert word in message, (changes, message)
-        assert not (workspace / "mistake").exists(), changes
+        assert not (workspace / "mistake").exists() and not (workspace / "unused").exists(), changes
 
 
 def test_processes_that_do_not_see_each_other_are_stopped(workspace):
