@@ -30,7 +30,7 @@ from data.rows import evaluation_loader, rows_from_shards, rows_from_text, train
 from data.shards import fetch_tokenizer, is_shards
 from data.tokenizer import keytoken_ids, load_tokenizer
 from utils import xla
-from utils.checkpoint import Checkpoints, changed_settings, disk_space
+from utils.checkpoint import Checkpoints, changed_settings, disk_space, other_run
 from utils.config import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
 from utils.curves import draw_curves
 from utils.doctor import check_devices, check_launch, report
@@ -146,9 +146,10 @@ PRESETS = {
     "gpt2-124m": dict(  # GPT-2 small on web text, 0.5 M tokens per step on one device: the speed reference
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
-        config_overrides="resid_pdrop=0,embd_pdrop=0,attn_pdrop=0", per_device_train_batch_size=32,
-        gradient_accumulation_steps=16, learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000,
-        eval_steps=1000, save_steps=1000, output_dir="runs/gpt2-124m",
+        config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257, to 64 x 786
+        per_device_train_batch_size=32, gradient_accumulation_steps=16, learning_rate=6e-4,
+        num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
+        output_dir="runs/gpt2-124m",
     ),
 }
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
@@ -216,6 +217,8 @@ def main(args: TrainArgs | None = None) -> None:
     problems += model_problems(
         "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size, tokenizer
     )
+    if not args.eval_only:
+        problems += other_run(asdict(args), MAY_CHANGE)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -265,6 +268,7 @@ def main(args: TrainArgs | None = None) -> None:
     eval_loader = evaluation_loader(accelerator, rows, args.per_device_eval_batch_size, args.max_eval_samples)
 
     # ---- Model, optimizer, schedule
+    tokenizer.model_max_length = args.block_size  # saved with it
     set_seed(args.seed)
     lm = build_model(
         "causal", args.model_type, args.config_overrides, args.model_name_or_path, tokenizer, args.block_size
@@ -309,8 +313,7 @@ def main(args: TrainArgs | None = None) -> None:
 
     def check_saved(saved: dict) -> None:
         if changes := changed_settings(saved["settings"], settings, MAY_CHANGE):
-            first = f"{args.output_dir} holds a run with other settings: give them or a new output_dir"
-            raise ValueError("\n".join([first, *changes]))
+            raise ValueError("\n".join(changes))
 
     checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, args.background_save)
     saved = checkpoints.load(args.resume_from_checkpoint, model, optimizer, check_saved)
@@ -319,12 +322,16 @@ def main(args: TrainArgs | None = None) -> None:
         scheduler.load_state_dict(saved["scheduler"])
         guard.load_state_dict(saved["guard"])
     pusher = HubPusher(repo_id, args.output_dir, push_checkpoints=args.push_checkpoints) if repo_id else None
+
+    def push() -> None:
+        if pusher:
+            pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "perplexity")})
+
     if state["step"] >= max_steps and not state["evaluation_due"]:
         accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
-        if pusher:  # the last push may have been cut off; nothing is sent that the Hub has
-            pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "perplexity")})
-            if not pusher.finish(args.hub_timeout):
-                raise SystemExit(1)
+        push()  # the last one may have been cut off; nothing is sent that the Hub has
+        if pusher and not pusher.finish(args.hub_timeout):
+            raise SystemExit(1)
         return
     train_loader, stream = training_loader(
         accelerator, rows, args.per_device_train_batch_size, args.seed, start=state["step"] * rows_per_step,
@@ -355,9 +362,12 @@ def main(args: TrainArgs | None = None) -> None:
     ))
     accelerator.print(f"disk       {disk}")
 
-    def log(record: dict) -> None:
+    def log_pushes() -> None:
         for event in pusher.poll() if pusher else []:
             metrics.write({"step": state["step"], **event})
+
+    def log(record: dict) -> None:
+        log_pushes()
         record = {"step": state["step"], **record}
         metrics.write(record)
         log_to_trackers(accelerator, record)
@@ -398,8 +408,7 @@ def main(args: TrainArgs | None = None) -> None:
                     example=args.prompts[0] if args.prompts else "", repo_id=repo_id,
                     base_model=args.model_name_or_path,
                 )
-            if pusher:
-                pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "perplexity")})
+            push()
 
     def losses_by_process() -> list[list[float]]:
         """[processes, 4]: `losses` and the newest gradient norm. Here alone the loop waits for the device."""
@@ -417,7 +426,7 @@ def main(args: TrainArgs | None = None) -> None:
     step_losses = torch.zeros(2).to(accelerator.device)  # weighted, plain: over a step's micro-batches
     last, stopped_by = False, 0
     if args.preflight and not saved:
-        with rehearsal(accelerator, model, optimizer, guard, tokenizer, args.output_dir):
+        with rehearsal(accelerator, model, optimizer, guard, tokenizer, checkpoints):
             if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
                 batch = next(iter(train_loader))
                 accelerator.backward(model(batch["input_ids"])[0])
@@ -485,8 +494,7 @@ def main(args: TrainArgs | None = None) -> None:
     progress.close()
     checkpoints.wait()
     arrived = pusher.finish(20 if stop.requested else args.hub_timeout) if pusher else True
-    for event in pusher.poll() if pusher else []:
-        metrics.write({"step": state["step"], **event})
+    log_pushes()
     if guard.consecutive > args.max_skipped_updates:
         raise RuntimeError(
             f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "

@@ -33,7 +33,7 @@ from data.sentence_pairs import holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards
 from data.tokenizer import load_tokenizer
 from utils import xla
-from utils.checkpoint import Checkpoints, changed_settings, disk_space
+from utils.checkpoint import Checkpoints, changed_settings, disk_space, other_run
 from utils.config import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
 from utils.curves import draw_curves
 from utils.doctor import check_devices, check_launch, report
@@ -254,6 +254,8 @@ def main(args: TrainArgs | None = None) -> None:
         problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
     if args.next_sentence and corpus and holds_pairs(corpus) and not tokenizer:
         problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
+    if not args.eval_only:
+        problems += other_run(asdict(args), MAY_CHANGE)
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -316,6 +318,7 @@ def main(args: TrainArgs | None = None) -> None:
     )
 
     # ---- Model, optimizer, schedule
+    tokenizer.model_max_length = args.block_size  # saved with it
     set_seed(args.seed)
     lm = build_model(
         kind, args.model_type, args.config_overrides, args.model_name_or_path, tokenizer, args.block_size
@@ -357,8 +360,7 @@ def main(args: TrainArgs | None = None) -> None:
 
     def check_saved(saved: dict) -> None:
         if changes := changed_settings(saved["settings"], settings, MAY_CHANGE):
-            first = f"{args.output_dir} holds a run with other settings: give them or a new output_dir"
-            raise ValueError("\n".join([first, *changes]))
+            raise ValueError("\n".join(changes))
 
     checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, args.background_save)
     saved = checkpoints.load(args.resume_from_checkpoint, model, optimizer, check_saved)
@@ -367,12 +369,16 @@ def main(args: TrainArgs | None = None) -> None:
         scheduler.load_state_dict(saved["scheduler"])
         guard.load_state_dict(saved["guard"])
     pusher = HubPusher(repo_id, args.output_dir, push_checkpoints=args.push_checkpoints) if repo_id else None
+
+    def push() -> None:
+        if pusher:
+            pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
+
     if state["step"] >= max_steps and not state["evaluation_due"]:
         accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
-        if pusher:  # the last push may have been cut off; nothing is sent that the Hub has
-            pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
-            if not pusher.finish(args.hub_timeout):
-                raise SystemExit(1)
+        push()  # the last one may have been cut off; nothing is sent that the Hub has
+        if pusher and not pusher.finish(args.hub_timeout):
+            raise SystemExit(1)
         return
     train_loader, stream = training_loader(
         accelerator, rows, args.per_device_train_batch_size, args.seed, start=state["step"] * rows_per_step,
@@ -403,9 +409,12 @@ def main(args: TrainArgs | None = None) -> None:
     ))
     accelerator.print(f"disk       {disk}")
 
-    def log(record: dict) -> None:
+    def log_pushes() -> None:
         for event in pusher.poll() if pusher else []:
             metrics.write({"step": state["step"], **event})
+
+    def log(record: dict) -> None:
+        log_pushes()
         record = {"step": state["step"], **record}
         metrics.write(record)
         log_to_trackers(accelerator, record)
@@ -445,8 +454,7 @@ def main(args: TrainArgs | None = None) -> None:
                     example=PROMPTS[0].replace(MASK, tokenizer.mask_token), repo_id=repo_id,
                     base_model=args.model_name_or_path,
                 )
-            if pusher:
-                pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
+            push()
 
     def losses_by_process() -> list[list[float]]:
         """[processes, 4]: `losses` and the newest gradient norm. Here alone the loop waits for the device."""
@@ -465,7 +473,7 @@ def main(args: TrainArgs | None = None) -> None:
     share = args.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a step
     last, stopped_by = False, 0
     if args.preflight and not saved:
-        with rehearsal(accelerator, model, optimizer, guard, tokenizer, args.output_dir):
+        with rehearsal(accelerator, model, optimizer, guard, tokenizer, checkpoints):
             if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
                 sums = model(**next(iter(train_loader)))
                 accelerator.backward(sums["mlm_loss_sum"] + sums.get("nsp_loss_sum", 0))
@@ -543,8 +551,7 @@ def main(args: TrainArgs | None = None) -> None:
     progress.close()
     checkpoints.wait()
     arrived = pusher.finish(20 if stop.requested else args.hub_timeout) if pusher else True
-    for event in pusher.poll() if pusher else []:
-        metrics.write({"step": state["step"], **event})
+    log_pushes()
     if guard.consecutive > args.max_skipped_updates:
         raise RuntimeError(
             f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "

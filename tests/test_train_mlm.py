@@ -182,6 +182,9 @@ def test_configuration_and_tokenizer_agree(runs, kind):
                          AutoTokenizer.from_pretrained(runs[f"{kind}-1"]))  # fmt: skip
     assert config.vocab_size == len(tokenizer)
     assert config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.model_max_length == TINY["block_size"]
+    saved = json.loads((runs[f"{kind}-1"] / "tokenizer.json").read_text())
+    assert saved["padding"] is None and saved["truncation"] is None  # the samples leave nothing in it
     if kind == "mlm":
         assert config.max_position_embeddings == TINY["block_size"] + tokenizer.pad_token_id + 1
     else:

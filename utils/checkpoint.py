@@ -93,15 +93,17 @@ class Checkpoints:
             state["groups"] = training_state.optimizer_groups(model, optimizer)
             text = _to_json(state)
             if (step, text) != self._written:
-                tensors = {
-                    "model.safetensors": training_state.named_tensors(model),
-                    "optimizer.safetensors": training_state.optimizer_tensors(model, optimizer),
-                }
+                tensors = _tensors_by_file(model, optimizer)
                 background = background and self._copy_to_host(tensors)
                 self._run(background, step, text, tensors, False)
         if final:
             self._raise_if_failed()
         return time.perf_counter() - start
+
+    def reserve(self, model, optimizer) -> None:
+        """Take the memory that background saves copy into: the first save would, and stall twice as long."""
+        if self.background and self.accelerator.is_main_process and not training_state.reshard(model):
+            self._copy_to_host(_tensors_by_file(model, getattr(optimizer, "optimizer", optimizer)))
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -213,6 +215,7 @@ class Checkpoints:
                 mine = state["random"][self.accelerator.process_index]
                 training_state.set_random_state(mine, self.accelerator.device)
             self.last_good = folder
+            self.reserve(model, optimizer)
         if self.accelerator.is_main_process:
             for path in list_checkpoints(self.folder):
                 if _step(path) > step:
@@ -254,6 +257,13 @@ class Checkpoints:
         if auto:
             return self.folder / f"step-{step:08d}" if step >= 0 else None
         return Path(resume_from)
+
+
+def _tensors_by_file(model, optimizer) -> dict[str, dict]:
+    return {
+        "model.safetensors": training_state.named_tensors(model),
+        "optimizer.safetensors": training_state.optimizer_tensors(model, optimizer),
+    }
 
 
 def list_checkpoints(folder) -> list[Path]:
@@ -338,11 +348,27 @@ def disk_space(output_dir, model, save_total_limit: int | None) -> tuple[bool, s
 
 def changed_settings(saved: dict, now: dict, may_change: set[str]) -> list[str]:
     """A line for each setting that differs and may not: "learning_rate: 0.0005 in the run, 0.001 now"."""
-    return [
+    lines = [
         f"{name}: {saved.get(name, 'missing')} in the run, {now.get(name, 'missing')} now"
         for name in sorted((saved.keys() | now.keys()) - may_change)
         if name not in saved or name not in now or saved[name] != now[name]
     ]
+    first = f"{now['output_dir']} holds a run with other settings: give these, or another output_dir"
+    return [first, *lines] if lines else []
+
+
+def other_run(args: dict, may_change: set[str]) -> list[str]:
+    """changed_settings against the checkpoint that these settings would continue from, told before any work.
+
+    What cannot be read says nothing here: `load` verifies it, and compares what only the data tell.
+    """
+    start = args["resume_from_checkpoint"]
+    found = list_checkpoints(Path(args["output_dir"]) / "checkpoints") if start == "auto" else [Path(start)]
+    try:
+        saved = json.loads((found[-1] / "state.json").read_text())["extra"]["settings"]
+        return changed_settings({name: saved[name] for name in args}, args, may_change)
+    except (IndexError, KeyError, OSError, TypeError, ValueError):
+        return []
 
 
 def available_memory() -> int:

@@ -18,7 +18,9 @@ def fill_masks(accelerator, model, tokenizer, prompts: list[str], top: int = 5) 
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
     lm.eval()
     texts = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts]
-    inputs = tokenizer(texts, return_tensors="pt", padding=True)
+    # Padded and cut here: asked to, the tokenizer would remember it, and save it with the model.
+    ids = [{"input_ids": tokenizer(text)["input_ids"][: tokenizer.model_max_length]} for text in texts]
+    inputs = tokenizer.pad(ids, return_tensors="pt")  # [prompts, T]
     rows, places = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero(as_tuple=True)
     with accelerator.autocast():
         out = lm(**inputs.to(accelerator.device))

@@ -1,6 +1,6 @@
 """How long training stands still for a checkpoint, and how long writing takes.
 
-    python tests/benchmarks/checkpoint_stall.py --gigabytes 1.5 --folder /where/checkpoints/go
+    python -m tests.benchmarks.checkpoint_stall --gigabytes 1.5 --folder /where/checkpoints/go
 
 Prints the stall of background saves beside copying the same bytes once in memory, and the time of a
 foreground save beside `dd conv=fsync` of the same bytes; medians of some rounds, each pair in turn.
@@ -10,12 +10,9 @@ import argparse
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from accelerate import Accelerator
@@ -59,10 +56,13 @@ def main():
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
     foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1, background=False)
+    reserved = seconds(background.reserve, model, optimizer)
     first_stall = background.save(0, model, optimizer, {})
     background.wait()
+    again = seconds(copy)
     print(f"{size / 1e9:.2f} GB, {len(tensors)} tensors, {device}")
-    print(f"first    copy in memory {first_copy:6.3f} s   stall {first_stall:6.3f} s")
+    print(f"start    copy to new memory {first_copy:.3f} s   memory reserved in {reserved:.3f} s")
+    print(f"first    copy in memory {again:6.3f} s   stall {first_stall:6.3f} s")
 
     dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
     rows = []
