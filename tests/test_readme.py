@@ -1,10 +1,13 @@
-"""What the README claims: its loop is the script's, its files exist, its edits run."""
+"""What the README claims: its loop is the script's, its files exist, its commands and edits run."""
 
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +17,16 @@ from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
 from utils.config import parse_args
 
 README = (PROJECT / "README.md").read_text()
+LEFT_OUT = shutil.ignore_patterns(".git", "runs", "cache", "__pycache__", ".venv")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
 
 
 def test_the_loop_is_the_scripts():
-    loop = next(code for kind, code in BLOCKS if kind == "python" and "accumulate" in code)
+    parts = [code for kind, code in BLOCKS if kind == "python"]
     script = (PROJECT / "train_clm.py").read_text()
-    assert textwrap.indent(loop, "    ", lambda line: line.strip()) in script
+    assert len(parts) == 2
+    for part, indent in zip(parts, (4, 8), strict=True):
+        assert textwrap.indent(part, indent * " ") in script
 
 
 def test_every_file_of_the_tree_exists():
@@ -34,6 +40,87 @@ def test_every_file_of_the_tree_exists():
             assert (PROJECT / name).exists() or (PROJECT / folder / name).exists(), name
     modules = {file.name for part in ("data", "utils") for file in (PROJECT / part).glob("[a-z]*.py")}
     assert not {name for name in modules if name not in tree}, "missing in the README's tree"
+
+
+def commands() -> list[str]:
+    """The shell lines of the README: those of its blocks, and what in backticks starts like one."""
+    starts = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|bash|hf|pip|pytest|python|torchrun) "
+    lines = [line for kind, code in BLOCKS if kind == "bash" for line in code.strip().splitlines()]
+    text = re.sub(r"```.*?```", "", README, flags=re.S)
+    return lines + [found.replace("\n", " ") for found in re.findall(rf"`({starts}[^`]+)`", text)]
+
+
+# What makes each of them small here; it counts more than what the line itself says.
+TINY_RUN = arguments({**TINY, "preflight": True, "dataset_name": "corpus.jsonl"})
+TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --rounds 1".split()
+BENCHMARK = "python -m tests.benchmarks."
+SMALL = {
+    "python -m utils.generate runs/clm": [],
+    "python -m utils.curves runs/clm runs/other": [],
+    "python -m utils.plan": [],
+    "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
+    "ACCELERATE_USE_CPU=true accelerate launch": [*TINY_RUN, "--output_dir", "runs/two"],
+    BENCHMARK + "unigram": [],
+    BENCHMARK + "throughput --contenders": TINY_SHAPE,
+    BENCHMARK + "masked_head": [*TINY_SHAPE, "--block_size", "64"],
+    BENCHMARK + "preparation": "--tokenizer_name runs/clm --megabytes 1 --rounds 1".split(),
+    BENCHMARK + "checkpoint_stall": "--gigabytes 0.05 --rounds 1".split(),
+    "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
+    BENCHMARK + "scaling": TINY_SHAPE,
+}
+NOT_HERE = {
+    "pip install -r requirements.txt && accelerate": "CI installs; the rest makes the runs below",
+    "pip install -r requirements.txt -r tests": "this is how CI runs this test",
+    "pip install torch==2.13.0": "needs the network",
+    "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
+    "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py": "makes the runs below",
+    "accelerate launch --config_file accelerate_configs/single_gpu": "GPU; test_accelerate_configs.py",
+    "accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 ": "8 GPUs",
+    "accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_clm.py": "S3; test_prepare.py",
+    "accelerate launch --config_file accelerate_configs/rocm": "GPU; test_accelerate_configs.py",
+    "accelerate launch --config_file accelerate_configs/fsdp": "GPUs; on CPU processes in test_fsdp.py",
+    "accelerate launch --config_file accelerate_configs/tpu": "TPU; on XLA's CPU device in tests/xla",
+    "accelerate launch --config_file accelerate_configs/mps": "Apple GPU; test_accelerate_configs.py",
+    "torchrun --nproc_per_node 8": "8 GPUs; two CPU processes in test_preemption.py",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "part of a line; test_crash.py",
+    "PJRT_DEVICE=CPU": "torch_xla wants an environment of its own",
+    "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
+    "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
+    BENCHMARK + "throughput --batch_size": "the line below it, at another size",
+    BENCHMARK + "throughput --vocab_size": "the line above it, at another size",
+}
+
+
+@pytest.fixture(scope="module")
+def project_with_runs(tmp_path_factory):
+    """A copy of the project in which cpu.yaml's line has left runs/clm and runs/other."""
+    copy = tmp_path_factory.mktemp("readme") / "project"
+    shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
+    write_corpus(copy / "corpus.jsonl")
+    for name in ("clm", "other"):
+        line = "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py"
+        shell(copy, " ".join([line, *map(shlex.quote, TINY_RUN), "--output_dir", f"runs/{name}"]))
+    return copy
+
+
+def shell(folder, line):
+    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_command_is_run_here_or_has_its_reason():
+    for line in commands():
+        assert sum(line.startswith(start) for start in [*SMALL, *NOT_HERE]) >= 1, line
+    for start in [*SMALL, *NOT_HERE]:
+        assert any(line.startswith(start) for line in commands()), f"no longer in the README: {start}"
+
+
+@pytest.mark.parametrize("start", SMALL)
+def test_the_command_runs(start, project_with_runs):
+    line = next(line for line in commands() if line.startswith(start))
+    assert shell(project_with_runs, " ".join([line, *map(shlex.quote, SMALL[start])])).strip()
 
 
 def test_every_path_and_flag_of_its_commands_exists():
@@ -52,9 +139,7 @@ def test_the_edits_run(edit, tmp_path):
     """Each edit of the README, made in a copy of the project, trains for two steps."""
     first, *lines = edit.splitlines()
     copy = tmp_path / "project"
-    shutil.copytree(
-        PROJECT, copy, ignore=shutil.ignore_patterns(".git", "runs", "cache", "__pycache__", ".venv")
-    )
+    shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
     file = copy / first.strip("# ")
     old = "".join(line[1:] + "\n" for line in lines if line[0] in " -")
     new = "".join(line[1:] + "\n" for line in lines if line[0] in " +")
