@@ -253,8 +253,8 @@ class MaskedLMLoss(nn.Module):
         mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
         nsp_rows.
         """
-        config = self.lm.config
-        if attention_mask is not None and config.model_type == "bert" and config._attn_implementation == "sdpa":
+        plain_sdpa = self.lm.config.model_type == "bert" and self.lm.config._attn_implementation == "sdpa"
+        if attention_mask is not None and plain_sdpa:
             # As [B, T] transformers waits for the device, to see whether it is all ones.
             attention_mask = attention_mask[:, None, None, :].bool()
         masks = {"attention_mask": attention_mask, "token_type_ids": token_type_ids}
