@@ -249,3 +249,17 @@ def test_the_validation_split_is_a_function_of_content_and_seed():
     assert len(held_out & other) < 100
     assert held_out < {text for text in documents if in_validation(text, 0, 0.1)}
     assert not any(in_validation(text, 0, 0.0) for text in documents)
+
+
+def test_text_files_and_installed_sources_need_no_library_of_tables(tmp_path):
+    """datasets and pyarrow are 85 MB and half a second, of each process of each run."""
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    code = (
+        "import sys, train_clm, train_mlm; from data.corpus import load_corpus;"
+        "list(load_corpus(sys.argv[1])); next(iter(load_corpus('installed-docs')));"
+        "print({'datasets', 'pandas', 'pyarrow'} & sys.modules.keys())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.jsonl")], cwd=PROJECT, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "set()", result.stderr
