@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.checkpoint_stall --gigabytes 1.5 --folder /where/checkpoints/go
 
-Prints the stall of background saves beside copying the same bytes once in memory, and the time of a
-foreground save beside `dd conv=fsync` of the same bytes; medians of some rounds, each pair in turn.
+Background saves beside copying the same bytes once in memory, a foreground save beside `dd conv=fsync` of
+the same bytes; medians of some rounds, each pair in turn.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from tests.benchmarks.measure import print_table
 from utils.checkpoint import Checkpoints
 
 
@@ -31,6 +32,7 @@ def main():
     parser.add_argument("--gigabytes", type=float, default=0.5)
     parser.add_argument("--folder", default=None)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     args = parser.parse_args()
 
     accelerator = Accelerator()
@@ -52,18 +54,13 @@ def main():
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    first_copy = seconds(copy)  # into pages that the system must find first
+    seconds(copy)  # into pages that the system must find first
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
     foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1, background=False)
-    reserved = seconds(background.reserve, model, optimizer)
-    first_stall = background.save(0, model, optimizer, {})
+    background.reserve(model, optimizer)
+    first = {"seconds": background.save(0, model, optimizer, {})}
     background.wait()
-    again = seconds(copy)
-    print(f"{size / 1e9:.2f} GB, {len(tensors)} tensors, {device}")
-    print(f"start    copy to new memory {first_copy:.3f} s   memory reserved in {reserved:.3f} s")
-    print(f"first    copy in memory {again:6.3f} s   stall {first_stall:6.3f} s")
-
     dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
     rows = []
     for step in range(1, args.rounds + 1):
@@ -71,12 +68,21 @@ def main():
         background.wait()
         written = seconds(foreground.save, step, model, optimizer, {})
         shutil.rmtree(folder / "foreground")
-        rows.append((copied, stalled, written, seconds(lambda: subprocess.run(dd, capture_output=True))))
+        rows.append((copied, stalled, seconds(lambda: subprocess.run(dd, capture_output=True)), written))
         (folder / "dd").unlink()
-    copied, stalled, written, dumped = (statistics.median(column) for column in zip(*rows, strict=True))
-    print(f"then     copy in memory {copied:6.3f} s   stall {stalled:6.3f} s   ratio {stalled / copied:.2f}")
-    print(f"     dd with fsync  {dumped:6.3f} s   foreground {written:.3f} s   ratio {written / dumped:.2f}")
     shutil.rmtree(folder)
+    copied, stalled, dumped, written = (statistics.median(column) for column in zip(*rows, strict=True))
+    print_table(
+        f"A checkpoint of {size / 1e9:.2f} GB, {len(tensors)} tensors, medians of {args.rounds} rounds",
+        {
+            "copy in memory": {"seconds": copied},
+            "first background save": first | {"copy": first["seconds"] / copied},
+            "background save": {"seconds": stalled, "copy": stalled / copied},
+            "dd with fsync": {"seconds": dumped},
+            "foreground save": {"seconds": written, "dd": written / dumped},
+        },
+        {"seconds": "training stands still, s", "copy": "over the copy", "dd": "over dd"}, {}, args.append,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import resource
 import sys
 
-from tests.benchmarks.throughput import Clock, interleaved, print_table
+from tests.benchmarks.measure import Clock, interleaved, print_table
 
 
 def contender(kind: str, args) -> dict:

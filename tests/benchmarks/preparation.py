@@ -6,8 +6,8 @@ Same documents (installed Python source), same tokenizer, same cores, each in a 
     tokenizers   encode_batch_fast on texts in memory, and nothing else
     ours         prepare_rows: filter, duplicates, split, tokenize, EOS, rows on disk, from text in memory
     run_clm      datasets.map(tokenize), datasets.map(group_texts), as transformers' example does by default
-Prints tokens per second (median over rounds), the two ratios and the peak memory of each process. CPU seconds
-beside them: on a machine with other work they say more than the clock.
+Prints medians over the rounds, and the peak memory of each process. CPU seconds beside the clock's: on a
+machine with other work they say more.
 """
 
 import argparse
@@ -15,10 +15,7 @@ import contextlib
 import io
 import itertools
 import json
-import resource
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +25,10 @@ from data.corpus import Corpus, load_corpus
 from data.filters import Accounting, clean_documents
 from data.packing import prepare_rows
 from data.tokenizer import load_tokenizer
+from tests.benchmarks.measure import interleaved, print_table
 
 BLOCK_SIZE = 1024
-METHODS = ("tokenizers", "ours", "run_clm")
+METHODS = ("run_clm", "tokenizers", "ours")
 
 
 def read_texts(megabytes: float) -> list[str]:
@@ -82,22 +80,17 @@ def run_clm(texts, tokenizer, folder) -> int:
 
 
 def measure(method, tokenizer_name, megabytes):
-    """One measurement, as a line of JSON; the peak is that of the process, texts and libraries included."""
+    """One measurement, as a line of JSON. Reading texts and libraries is not timed."""
     texts, tokenizer = read_texts(megabytes), load_tokenizer(tokenizer_name)
     tokenizer.backend_tokenizer.encode_batch_fast(texts[:20], add_special_tokens=False)
     work = {"tokenizers": tokenizers_alone, "ours": ours, "run_clm": run_clm}[method]
     folder = tempfile.mkdtemp()
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     with contextlib.redirect_stdout(io.StringIO()):
         tokens = work(texts, tokenizer, folder)
-    seconds = time.perf_counter() - started
-    after = resource.getrusage(resource.RUSAGE_SELF)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     shutil.rmtree(folder)
-    cpu = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = after.ru_maxrss * unit / 1e9
-    print(json.dumps({"tokens": tokens, "seconds": seconds, "cpu": cpu, "peak": peak}))
+    print(json.dumps({"tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / cpu}))
 
 
 def main():
@@ -107,28 +100,24 @@ def main():
     parser.add_argument("--tokenizer_name", required=True, help="a Hub id or folder")
     parser.add_argument("--megabytes", type=float, default=60, help="of text")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     parser.add_argument("--only", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
         return measure(args.only, args.tokenizer_name, args.megabytes)
-    results = {method: [] for method in METHODS}
-    for _, method in itertools.product(range(args.rounds), METHODS):
-        command = [sys.executable, "-m", "tests.benchmarks.preparation", "--only", method,
-                   "--tokenizer_name", args.tokenizer_name, "--megabytes", str(args.megabytes)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(done.stderr)
-        results[method].append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"{'':<12}{'tokens/s':>12}{'tokens/CPU s':>14}{'peak GB':>9}   {args.megabytes:g} MB of text")
-    rates = {}
-    for method, found in results.items():
-        rates[method] = [statistics.median(result["tokens"] / result[clock] for result in found)
-                         for clock in ("seconds", "cpu")]
-        peak = max(result["peak"] for result in found)
-        print(f"{method:<12}{rates[method][0]:>12,.0f}{rates[method][1]:>14,.0f}{peak:>9.2f}")
-    for other in ("tokenizers", "run_clm"):
-        by_clock, by_cpu = (ours / theirs for ours, theirs in zip(rates["ours"], rates[other], strict=True))
-        print(f"ours / {other}: {by_clock:.2f} by the clock, {by_cpu:.2f} by CPU seconds")
+    command = [sys.executable, "-m", "tests.benchmarks.preparation", "--tokenizer_name", args.tokenizer_name,
+               "--megabytes", str(args.megabytes), "--only"]
+    lines = interleaved({method: [*command, method] for method in METHODS}, args.rounds)
+    for found in lines.values():
+        found["share"] = found["tokens_per_second"] / lines["tokenizers"]["tokens_per_second"]
+    print_table(
+        f"{args.megabytes:g} MB of text to rows, medians of {args.rounds} runs in turn",
+        lines,
+        {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU s", "mib": "peak MiB",
+         "share": "tokens/s over tokenizers'"},
+        {"tokens_per_second": "tokens/s over run_clm's", "mib": "memory ratio"},
+        args.append,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.benchmarks.measure import print_table
 from tests.hub_server import Fault, HubServer
 from tests.runs import PROJECT, TINY, arguments, write_corpus
 
@@ -46,6 +47,7 @@ def main():
     parser.add_argument("--slowness", type=float, default=10, help="save intervals that one push takes")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--xet", action="store_true", help="upload as default installs do, not through LFS")
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -55,18 +57,24 @@ def main():
             rate = (folder / "quiet/model.safetensors").stat().st_size / (args.slowness * interval)
             hub.faults.append(Fault("PUT /lfs|POST /xet/v1/xorbs", "slow", rate=rate, times=float("inf")))
             print(f"a save every {interval:.2f} s, uploads at {rate / 1e6:.2f} MB/s", flush=True)
-            ratios = []
+            rounds = []
             for i in range(args.rounds):
                 pushed = len(hub.commits("ada/pushing"))
                 quiet = statistics.median(step_seconds(hub, folder, args, push=False))
                 pushing = statistics.median(step_seconds(hub, folder, args, push=True))
-                ratios.append(pushing / quiet)
                 pushed = len(hub.commits("ada/pushing")) - pushed
+                rounds.append((1e3 * quiet, 1e3 * pushing, pushing / quiet, pushed))
                 saves = -(-args.steps // args.save_steps)
                 print(f"round {i + 1}: median step {1e3 * quiet:.2f} ms, {1e3 * pushing:.2f} ms pushing; "
                       f"{pushed} revisions of {saves} saves", flush=True)  # fmt: skip
             last = hub.commits("ada/pushing")[-1]["title"]
-            print(f"pushing / quiet: median {statistics.median(ratios):.3f}; last revision: {last}")
+    quiet, pushing, ratio, pushed = (statistics.median(column) for column in zip(*rounds, strict=True))
+    print_table(
+        f"{args.steps} steps, one push takes {args.slowness:g} save intervals, medians of {args.rounds} "
+        f"rounds; last revision: {last}",
+        {"quiet": {"ms": quiet}, "pushing": {"ms": pushing, "ratio": ratio, "pushed": pushed}},
+        {"ms": "median step ms", "ratio": "ratio within a round", "pushed": "revisions"}, {}, args.append,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

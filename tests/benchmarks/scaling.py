@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 
-from tests.benchmarks.throughput import Clock, T, interleaved, print_table
+from tests.benchmarks.measure import Clock, T, interleaved, print_table
 
 
 def worker(args) -> dict | None:
