@@ -87,10 +87,11 @@ def training_loader(
     collate: batch -> batch, for example masking. Returns the loader and, where rows are streamed, the stream,
     whose state_dict(position) belongs to the checkpoint (stream_state when resuming).
     """
+    pinned = copies_ahead(accelerator)
     if isinstance(rows.train, PackedRows):
         order = SampleOrder(len(rows.train), seed, start, stop)
         return accelerator.prepare(
-            DataLoader(rows.train, batch_size, sampler=order, collate_fn=collate)
+            DataLoader(rows.train, batch_size, sampler=order, collate_fn=collate, pin_memory=pinned)
         ), None
     stream = StreamingRows(
         rows.train, batch_size=batch_size, seed=seed, start=start, stop=stop,
@@ -98,13 +99,25 @@ def training_loader(
     )  # fmt: skip
     if stream_state:
         stream.load_state_dict(stream_state)
-    loader = DataLoader(stream, batch_size, collate_fn=CollateRows(collate), drop_last=True)
+    loader = DataLoader(
+        stream, batch_size, collate_fn=CollateRows(collate), drop_last=True, pin_memory=pinned
+    )
     # The stream gives this process its own rows, so accelerate must not divide them again: one process of
     # one.
     loader = prepare_data_loader(
-        loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True
+        loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True, non_blocking=pinned
     )
     return loader, stream
+
+
+def copies_ahead(accelerator) -> bool:
+    """Have batches copied to a GPU from pinned memory, while it computes; False where there is none.
+
+    From other memory each copy would make the host wait for all that the GPU has been given to do.
+    """
+    pinned = accelerator.device.type not in ("cpu", "mps", "xla")
+    accelerator.dataloader_config.non_blocking = pinned
+    return pinned
 
 
 def evaluation_loader(accelerator, rows: Rows, batch_size: int, max_rows: int = 0, collate=keep_batch):
@@ -113,7 +126,11 @@ def evaluation_loader(accelerator, rows: Rows, batch_size: int, max_rows: int = 
     """
     n = min(len(rows.eval), max_rows or len(rows.eval))
     order = evaluation_order(n, batch_size * accelerator.num_processes)
-    return accelerator.prepare(DataLoader(rows.eval, batch_size, sampler=order, collate_fn=collate))
+    return accelerator.prepare(
+        DataLoader(
+            rows.eval, batch_size, sampler=order, collate_fn=collate, pin_memory=copies_ahead(accelerator)
+        )
+    )
 
 
 class CollateRows:

@@ -10,12 +10,16 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
 
+from data.packing import PackedRows
+from data.rows import Rows, training_loader
 from utils.losses import (
     CausalLMLoss,
     MaskedLMLoss,
@@ -25,6 +29,7 @@ from utils.losses import (
     linear_cross_entropy,
 )
 from utils.model import use_one_kernel_gelu
+from utils.optim import UpdateGuard, build_optimizer
 
 V, D, T = 211, 16, 24
 SMALL = {
@@ -182,6 +187,30 @@ def test_a_step_never_waits_for_the_device_and_attends_causally_without_a_mask(m
     torch._dynamo.reset()
     torch.compile(model, backend=record)(input_ids)
     assert len(attentions) == 2 and all(a["is_causal"] and a["attn_mask"] is None for a in attentions)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_on_a_gpu_a_whole_step_waits_for_nothing(tmp_path):
+    """The batch's way to the device, loss, gradient, clipping, guard and update: torch raises at a wait."""
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, V, (64, T)).astype(np.uint16))
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = CausalLMLoss(small_model("gpt2")).to(accelerator.device)
+    model.lm.tie_weights()
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
+    guard = UpdateGuard(accelerator, optimizer)
+    rows = Rows(PackedRows(tmp_path / "rows.npy"), None, 1.0, 64)
+    loader, _ = training_loader(accelerator, rows, 8, seed=0, start=0, stop=64)
+    try:
+        for step, batch in enumerate(loader):
+            loss, _ = model(batch["input_ids"])
+            accelerator.backward(loss)
+            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one builds things
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert step == 7
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
