@@ -87,18 +87,16 @@ def training_loader(
     collate: batch -> batch, for example masking. Returns the loader and, where rows are streamed, the stream,
     whose state_dict(position) belongs to the checkpoint (stream_state when resuming).
     """
-    pinned = copies_ahead(accelerator)
     if isinstance(rows.train, PackedRows):
         order = SampleOrder(len(rows.train), seed, start, stop)
-        return accelerator.prepare(
-            DataLoader(rows.train, batch_size, sampler=order, collate_fn=collate, pin_memory=pinned)
-        ), None
+        return _packed_loader(accelerator, rows.train, batch_size, order, collate), None
     stream = StreamingRows(
         rows.train, batch_size=batch_size, seed=seed, start=start, stop=stop,
         process_index=accelerator.process_index, num_processes=accelerator.num_processes,
     )  # fmt: skip
     if stream_state:
         stream.load_state_dict(stream_state)
+    pinned = _pins_memory(accelerator)
     loader = DataLoader(
         stream, batch_size, collate_fn=CollateRows(collate), drop_last=True, pin_memory=pinned
     )
@@ -110,27 +108,27 @@ def training_loader(
     return loader, stream
 
 
-def copies_ahead(accelerator) -> bool:
-    """Have batches copied to a GPU from pinned memory, while it computes; False where there is none.
-
-    From other memory each copy would make the host wait for all that the GPU has been given to do.
-    """
-    pinned = accelerator.device.type not in ("cpu", "mps", "xla")
-    accelerator.dataloader_config.non_blocking = pinned
-    return pinned
-
-
 def evaluation_loader(accelerator, rows: Rows, batch_size: int, max_rows: int = 0, collate=keep_batch):
     """Every validation row once (the first max_rows, if that is not 0), then rows marked -1 up to whole
     batches.
     """
     n = min(len(rows.eval), max_rows or len(rows.eval))
     order = evaluation_order(n, batch_size * accelerator.num_processes)
+    return _packed_loader(accelerator, rows.eval, batch_size, order, collate)
+
+
+def _packed_loader(accelerator, rows: PackedRows, batch_size: int, order, collate):
+    pinned = accelerator.dataloader_config.non_blocking = _pins_memory(accelerator)
     return accelerator.prepare(
-        DataLoader(
-            rows.eval, batch_size, sampler=order, collate_fn=collate, pin_memory=copies_ahead(accelerator)
-        )
+        DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=pinned)
     )
+
+
+def _pins_memory(accelerator) -> bool:
+    """Whether batches are copied from pinned memory, while the device computes: to a GPU. From other memory
+    each copy would make the host wait for all that the GPU has been given to do.
+    """
+    return accelerator.device.type not in ("cpu", "mps", "xla")
 
 
 class CollateRows:
