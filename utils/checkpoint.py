@@ -231,7 +231,7 @@ class Checkpoints:
         auto = resume_from == "auto"
         chosen, problem, damaged = None, "", []
         if self.accelerator.is_main_process:
-            for path in list_checkpoints(self.folder)[::-1] if auto else [Path(resume_from)]:
+            for path in _candidates(self.folder, resume_from):
                 problem = find_problem(path)
                 if not problem:
                     chosen = path
@@ -264,6 +264,13 @@ def _tensors_by_file(model, optimizer) -> dict[str, dict]:
         "model.safetensors": training_state.named_tensors(model),
         "optimizer.safetensors": training_state.optimizer_tensors(model, optimizer),
     }
+
+
+def _candidates(folder, resume_from: str) -> list[Path]:
+    """What resume_from may mean, the first choice first; nothing is verified."""
+    if resume_from == "none":
+        return []
+    return list_checkpoints(folder)[::-1] if resume_from == "auto" else [Path(resume_from)]
 
 
 def list_checkpoints(folder) -> list[Path]:
@@ -362,10 +369,9 @@ def other_run(args: dict, may_change: set[str]) -> list[str]:
 
     What cannot be read says nothing here: `load` verifies it, and compares what only the data tell.
     """
-    start = args["resume_from_checkpoint"]
-    found = list_checkpoints(Path(args["output_dir"]) / "checkpoints") if start == "auto" else [Path(start)]
+    found = _candidates(Path(args["output_dir"]) / "checkpoints", args["resume_from_checkpoint"])
     try:
-        saved = json.loads((found[-1] / "state.json").read_text())["extra"]["settings"]
+        saved = json.loads((found[0] / "state.json").read_text())["extra"]["settings"]
         return changed_settings({name: saved[name] for name in args}, args, may_change)
     except (IndexError, KeyError, OSError, TypeError, ValueError):
         return []
