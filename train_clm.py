@@ -24,21 +24,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 
-from data.corpus import has_split, load_corpus
 from data.packing import trained_tokenizer
 from data.rows import evaluation_loader, rows_from_shards, rows_from_text, training_loader
 from data.shards import fetch_tokenizer, is_shards
+from data.sources.corpus import has_split, load_corpus
 from data.tokenizer import keytoken_ids, load_tokenizer
 from utils import xla
-from utils.checkpoint import Checkpoints, changed_settings, disk_space, other_run
-from utils.config import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
-from utils.curves import draw_curves
-from utils.doctor import check_devices, check_launch, report
-from utils.evaluation import complete_prompts, perplexity_metrics, sum_over_dataset
-from utils.export import export_model
-from utils.hub import HubPusher, check_hub, fetch_checkpoint
-from utils.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
-from utils.metrics import (
+from utils.display.curves import draw_curves
+from utils.display.doctor import check_devices, check_launch, report
+from utils.display.metrics import (
     MetricsLog,
     Throughput,
     check_trackers,
@@ -48,13 +42,25 @@ from utils.metrics import (
     peak_flops,
     start_trackers,
 )
-from utils.model import build_model, model_problems
-from utils.model_card import write_model_card
-from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_groups, skipped_updates
-from utils.plan import peak_memory
-from utils.preemption import StopSignals, exit_status, install, lock_output_dir
-from utils.preflight import rehearsal
-from utils.progress import Progress, duration, quiet_libraries, summarize
+from utils.display.plan import peak_memory
+from utils.display.progress import Progress, duration, quiet_libraries, summarize
+from utils.learning.evaluation import complete_prompts, perplexity_metrics, sum_over_dataset
+from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
+from utils.learning.model import build_model, model_problems
+from utils.learning.optim import (
+    UpdateGuard,
+    build_optimizer,
+    build_schedule,
+    describe_groups,
+    skipped_updates,
+)
+from utils.publishing.export import export_model
+from utils.publishing.hub import HubPusher, check_hub, fetch_checkpoint
+from utils.publishing.model_card import write_model_card
+from utils.settings import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
+from utils.state.checkpoint import Checkpoints, changed_settings, disk_space, other_run
+from utils.state.preemption import StopSignals, exit_status, install, lock_output_dir
+from utils.state.rehearsal import rehearsal
 
 # Completed at every evaluation: they show what the loss does not. Does it write code yet?
 PROMPTS = [

@@ -25,24 +25,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 
-from data.corpus import has_split, load_corpus
 from data.masking import MaskTokens
 from data.packing import trained_tokenizer
+from data.pairs import holds_pairs, load_pair_source, prepare_pairs
 from data.rows import Rows, evaluation_loader, rows_from_shards, rows_from_text, training_loader
-from data.sentence_pairs import holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards
+from data.sources.corpus import has_split, load_corpus
 from data.tokenizer import load_tokenizer
 from utils import xla
-from utils.checkpoint import Checkpoints, changed_settings, disk_space, other_run
-from utils.config import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
-from utils.curves import draw_curves
-from utils.doctor import check_devices, check_launch, report
-from utils.evaluation import sum_over_dataset
-from utils.export import export_model
-from utils.fill_mask import MASK, fill_masks
-from utils.hub import HubPusher, check_hub, fetch_checkpoint
-from utils.losses import MaskedLMLoss
-from utils.metrics import (
+from utils.display.curves import draw_curves
+from utils.display.doctor import check_devices, check_launch, report
+from utils.display.metrics import (
     MetricsLog,
     Throughput,
     check_trackers,
@@ -52,13 +45,26 @@ from utils.metrics import (
     peak_flops,
     start_trackers,
 )
-from utils.model import build_model, model_problems
-from utils.model_card import write_model_card
-from utils.optim import UpdateGuard, build_optimizer, build_schedule, describe_groups, skipped_updates
-from utils.plan import peak_memory
-from utils.preemption import StopSignals, exit_status, install, lock_output_dir
-from utils.preflight import rehearsal
-from utils.progress import Progress, duration, quiet_libraries, summarize
+from utils.display.plan import peak_memory
+from utils.display.progress import Progress, duration, quiet_libraries, summarize
+from utils.display.samples import MASK, fill_masks
+from utils.learning.evaluation import sum_over_dataset
+from utils.learning.losses import MaskedLMLoss
+from utils.learning.model import build_model, model_problems
+from utils.learning.optim import (
+    UpdateGuard,
+    build_optimizer,
+    build_schedule,
+    describe_groups,
+    skipped_updates,
+)
+from utils.publishing.export import export_model
+from utils.publishing.hub import HubPusher, check_hub, fetch_checkpoint
+from utils.publishing.model_card import write_model_card
+from utils.settings import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
+from utils.state.checkpoint import Checkpoints, changed_settings, disk_space, other_run
+from utils.state.preemption import StopSignals, exit_status, install, lock_output_dir
+from utils.state.rehearsal import rehearsal
 
 # Filled at every evaluation: they show what the loss does not. Does it know the language yet?
 PROMPTS = [

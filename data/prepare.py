@@ -29,12 +29,12 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from data.corpus import Corpus, load_corpus
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
 from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
 from data.shards import MANIFEST, PROGRESS, write_shard
-from data.storage import FIRST_CONTACT, Folder, PatientCorpus, explained, with_retries
-from data.tables import rows_to_parquet, to_parquet
+from data.sources.corpus import Corpus, load_corpus
+from data.sources.storage import FIRST_CONTACT, Folder, PatientCorpus, explained, with_retries
+from data.sources.tables import rows_to_parquet, to_parquet
 from data.tokenizer import load_tokenizer
 
 SECONDS_BETWEEN_RECORDS = 300
@@ -409,7 +409,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}\nThe same command goes on where this one stopped.", file=sys.stderr)
         return 1
     except ValueError as error:
-        if Path(traceback.extract_tb(error.__traceback__)[-1].filename).parent != Path(__file__).parent:
+        if not Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(Path(__file__).parent):
             raise  # a library's: keep its traceback
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,10 +10,10 @@ import numpy as np
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
+from data.order import SampleOrder, evaluation_order, keep_batch
 from data.packing import PackedRows, build_once, prepare_rows
-from data.sampler import SampleOrder, evaluation_order, keep_batch
 from data.shards import check_shards, open_shards
-from data.streaming import ShardSource, StreamingRows, TextSource
+from data.streams import ShardSource, StreamingRows, TextSource
 
 
 @dataclass
@@ -82,7 +82,7 @@ def training_loader(
     stream_state: dict | None = None, collate: Callable[[dict], dict] = keep_batch,
 ):  # fmt: skip
     """Batches {"input_ids": int64 [B, T], "row": [B], "epoch": [B]} of positions start to stop; see
-    data/sampler.py.
+    data/order.py.
 
     collate: batch -> batch, for example masking. Returns the loader and, where rows are streamed, the stream,
     whose state_dict(position) belongs to the checkpoint (stream_state when resuming).

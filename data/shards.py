@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.packing import PackedRows, tokenizer_fingerprint
-from data.storage import FIRST_CONTACT, Folder, explained
+from data.sources.storage import FIRST_CONTACT, Folder, explained
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress"  # folder of a preparation that is not finished
@@ -99,7 +99,7 @@ def read_shard(folder: Folder, shard: dict[str, Any], block_size: int) -> np.nda
     if hashlib.sha256(data).hexdigest() != shard["sha256"]:
         raise ValueError(f"{name} is damaged: its checksum is not the one in {MANIFEST}. Copy it again, or "
                          "delete the folder and prepare it anew.")
-    from data.tables import parquet_to_rows
+    from data.sources.tables import parquet_to_rows
 
     rows = parquet_to_rows(data)
     assert rows.shape == (shard["rows"], block_size), f"{name}: {rows.shape}"

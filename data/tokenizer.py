@@ -28,10 +28,10 @@ from tokenizers import (
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from data.corpus import load_corpus
 from data.filters import Accounting, clean_documents, show_progress
-from utils.hub import HubPusher, check_hub
-from utils.model import POSITIONS_AFTER_PAD
+from data.sources.corpus import load_corpus
+from utils.learning.model import POSITIONS_AFTER_PAD
+from utils.publishing.hub import HubPusher, check_hub
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
@@ -182,7 +182,7 @@ def main(arguments=None):
     add("--algorithm", default="bpe", choices=list(USUAL_ALGORITHM))
     add("--vocab_size", type=int, default=32_000, help="tokens, special ones included")
     add("--model_type", help="decides the special tokens; without it gpt2, roberta or bert, by algorithm")
-    add("--dataset_name", default="installed-python", help="any source that data/corpus.py knows")
+    add("--dataset_name", default="installed-python", help="any source that data/sources/corpus.py knows")
     add("--dataset_config_name")
     add("--split", default="train")
     add("--text_column", help="without it content or text")

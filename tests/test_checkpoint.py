@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from utils import checkpoint
-from utils.checkpoint import Checkpoints, changed_settings, disk_space, find_problem, list_checkpoints
+from utils.state import checkpoint
+from utils.state.checkpoint import Checkpoints, changed_settings, disk_space, find_problem, list_checkpoints
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -265,7 +265,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 from accelerate import Accelerator
-from utils.checkpoint import Checkpoints, find_problem, list_checkpoints
+from utils.state.checkpoint import Checkpoints, find_problem, list_checkpoints
 folder, trials = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)  # forking below
 accelerator = Accelerator(cpu=True)
@@ -310,7 +310,7 @@ import json, os, sys
 import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
-from utils.checkpoint import Checkpoints
+from utils.state.checkpoint import Checkpoints
 folder = sys.argv[1]
 accelerator = Accelerator(cpu=True)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from utils.config import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
+from utils.settings import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
 
 
 @dataclass

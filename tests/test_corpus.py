@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from data.corpus import CUT_AFTER, DOCSTRING, LONG_FILE, has_split, load_corpus
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
+from data.sources.corpus import CUT_AFTER, DOCSTRING, LONG_FILE, has_split, load_corpus
 from tests.runs import PROJECT
 
 TEXTS = ["plain", "two\nlines\n", 'quotes " and, commas', "été 日本 🎉", "tab\tand \x00 NUL", "   indented"]
@@ -51,7 +51,7 @@ def test_installed_python_is_the_source_on_this_machine():
 
 
 def test_the_fingerprint_of_the_installation_is_the_same_in_another_process():
-    command = "from data.corpus import load_corpus; print(load_corpus('installed-docs').fingerprint)"
+    command = "from data.sources.corpus import load_corpus; print(load_corpus('installed-docs').fingerprint)"
     other = subprocess.run([sys.executable, "-c", command], cwd=PROJECT, capture_output=True, text=True,
                            env=os.environ | {"PYTHONHASHSEED": "7"}, check=True)
     assert other.stdout.strip() == load_corpus("installed-docs").fingerprint
@@ -255,7 +255,7 @@ def test_text_files_and_installed_sources_need_no_library_of_tables(tmp_path):
     """datasets and pyarrow are 85 MB and half a second, of each process of each run."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     code = (
-        "import sys, train_clm, train_mlm; from data.corpus import load_corpus;"
+        "import sys, train_clm, train_mlm; from data.sources.corpus import load_corpus;"
         "list(load_corpus(sys.argv[1])); next(iter(load_corpus('installed-docs')));"
         "print({'datasets', 'pandas', 'pyarrow'} & sys.modules.keys())"
     )

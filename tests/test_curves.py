@@ -11,9 +11,9 @@ import pytest
 from matplotlib.image import imread
 
 from tests.runs import PROJECT
-from utils import curves
-from utils.curves import draw, draw_curves
-from utils.metrics import MetricsLog
+from utils.display import curves
+from utils.display.curves import draw, draw_curves
+from utils.display.metrics import MetricsLog
 
 
 def train_line(step, loss=3.0, **more):
@@ -74,7 +74,7 @@ def test_drawing_leaves_no_trace_in_pyplot(tmp_path):
     write_run(tmp_path, RUNS["five points"])
     code = f"""
 import sys
-from utils.curves import draw_curves
+from utils.display.curves import draw_curves
 assert draw_curves({str(tmp_path)!r})
 assert "matplotlib.pyplot" not in sys.modules
 """
@@ -126,10 +126,10 @@ def test_events_are_marked_where_they_happened(tmp_path, monkeypatch):
 
 
 def test_the_command_overlays_runs_and_refuses_other_folders(tmp_path):
-    """`python -m utils.curves run1 run2`"""
+    """`python -m utils.display.curves run1 run2`"""
     for name in ("one", "two"):
         write_run(tmp_path / name, RUNS["5,000 points"])
-    command = [sys.executable, "-m", "utils.curves", str(tmp_path / "one"), str(tmp_path / "two")]
+    command = [sys.executable, "-m", "utils.display.curves", str(tmp_path / "one"), str(tmp_path / "two")]
     output = ["--output", str(tmp_path / "both.png"), "--x", "tokens"]
     subprocess.run([*command, *output], cwd=PROJECT, check=True)
     assert imread(tmp_path / "both.png").std() > 0.02

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from utils.doctor import (
+from utils.display.doctor import (
     check_devices,
     computes_bf16,
     device_warnings,
@@ -63,7 +63,7 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
         pytest.skip("this machine has an accelerator: the launch is right")
     script = tmp_path / "script.py"
     script.write_text(
-        "from accelerate import Accelerator\nfrom utils.doctor import check_devices, check_launch\n"
+        "from accelerate import Accelerator\nfrom utils.display.doctor import check_devices, check_launch\n"
         "check_devices()\ncheck_launch(Accelerator(mixed_precision='no'))\nprint('trains')\n"
     )
     launch = [sys.executable, "-m", "accelerate.commands.launch"]
@@ -152,8 +152,8 @@ def test_the_target_names_processes_and_machines():
 
 # Where "cuda" is meant as torch's name of a device type, not as "an accelerator".
 MEANS_CUDA = {
-    "utils/optim.py": 1,  # where fused AdamW is known to obey found_inf
-    "utils/plan.py": 1,  # the type of a device that is not at hand
+    "utils/learning/optim.py": 1,  # where fused AdamW is known to obey found_inf
+    "utils/display/plan.py": 1,  # the type of a device that is not at hand
 }
 
 

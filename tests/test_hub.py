@@ -23,8 +23,8 @@ ALWAYS = float("inf")
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
-from utils import hub
-from utils.hub import HubPusher, check_hub, fetch_checkpoint
+from utils.publishing import hub
+from utils.publishing.hub import HubPusher, check_hub, fetch_checkpoint
 
 out = Path(sys.argv[1])
 out.mkdir(exist_ok=True)
@@ -434,7 +434,7 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     Program(hub, tmp_path, """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from data.corpus import has_split, load_corpus
+    from data.sources.corpus import has_split, load_corpus
     from data.tokenizer import load_tokenizer
 
     texts = [f"document {i}" for i in range(5)]

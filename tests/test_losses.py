@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from data.packing import PackedRows
 from data.rows import Rows, training_loader
-from utils.losses import (
+from utils.learning.losses import (
     CausalLMLoss,
     MaskedLMLoss,
     chunk_rows,
@@ -28,8 +28,8 @@ from utils.losses import (
     keytoken_table,
     linear_cross_entropy,
 )
-from utils.model import use_one_kernel_gelu
-from utils.optim import UpdateGuard, build_optimizer
+from utils.learning.model import use_one_kernel_gelu
+from utils.learning.optim import UpdateGuard, build_optimizer
 
 V, D, T = 211, 16, 24
 SMALL = {

@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.runs import PROJECT
-from utils import metrics
-from utils.metrics import MetricsLog, Throughput, flops_per_token, peak_flops, read_metrics, read_run
-from utils.progress import duration, quiet_libraries, summarize
+from utils.display import metrics
+from utils.display.metrics import MetricsLog, Throughput, flops_per_token, peak_flops, read_metrics, read_run
+from utils.display.progress import duration, quiet_libraries, summarize
 
 
 def python(code, *arguments, capture_output=True, **options):
@@ -99,7 +99,7 @@ def test_a_full_disk_costs_lines_not_the_run(tmp_path):
     """RLIMIT_FSIZE cuts a write short, as a full disk does."""
     code = """
 import resource, sys, warnings
-from utils.metrics import MetricsLog
+from utils.display.metrics import MetricsLog
 log = MetricsLog(sys.argv[1], 0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for step in range(9):
@@ -256,7 +256,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():
 
 RUN = """
 import sys
-from utils.progress import Progress, bar
+from utils.display.progress import Progress, bar
 progress = Progress(40, 0)
 for step in range(1, 41):
     progress.update(step)
@@ -299,14 +299,14 @@ def test_on_a_terminal_there_is_one_bar_with_the_numbers():
 
 NOISE = """
 import sys, warnings
-from utils.progress import quiet_libraries
+from utils.display.progress import quiet_libraries
 quiet_libraries(sys.argv[1])
 import datasets, transformers
 transformers.utils.logging.get_logger("transformers.x").warning("transformers warns")
 datasets.utils.logging.get_logger("datasets.x").warning("datasets warns")
 warnings.warn_explicit("a library warns", UserWarning, "x.py", 1, module="some.library")
-warnings.warn_explicit("a file is open", ResourceWarning, "x.py", 1, module="data.corpus")
-warnings.warn_explicit("ours warns", UserWarning, "x.py", 1, module="utils.checkpoint")
+warnings.warn_explicit("a file is open", ResourceWarning, "x.py", 1, module="data.sources.corpus")
+warnings.warn_explicit("ours warns", UserWarning, "x.py", 1, module="utils.state.checkpoint")
 datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
 """
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from utils.model import build_model, model_problems, use_one_kernel_gelu
+from utils.learning.model import build_model, model_problems, use_one_kernel_gelu
 
 GPT2 = "n_layer=2,n_embd=32,n_head=2"
 BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"

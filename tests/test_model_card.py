@@ -13,7 +13,7 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from utils.model_card import write_model_card
+from utils.publishing.model_card import write_model_card
 
 FACTS = {
     "model_name": "my: model", "parameters": 12_345, "dataset": "ada/text", "step": 100, "max_steps": 100,

@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
 
-from utils.optim import (
+from utils.learning.optim import (
     UpdateGuard,
     build_optimizer,
     build_schedule,

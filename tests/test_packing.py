@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import packing
-from data.corpus import load_corpus
 from data.filters import in_validation
 from data.packing import (
     PackedRows,
@@ -30,6 +29,7 @@ from data.packing import (
     tokenize_texts,
     trained_tokenizer,
 )
+from data.sources.corpus import load_corpus
 from tests.runs import PROJECT, write_corpus
 
 T = 32
@@ -198,7 +198,7 @@ def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
 
 PREPARE = """
 import sys, time
-from data.corpus import load_corpus
+from data.sources.corpus import load_corpus
 from data.packing import prepare_rows
 from data.tokenizer import load_tokenizer
 source, tokenizer, cache, slow = sys.argv[1:]

@@ -11,15 +11,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.runs import PROJECT
-from utils.plan import describe, estimate
+from utils.display.plan import describe, estimate
 
 MEASURE = """
 # The highest resident memory of two real updates, above that of a process that has made a tiny one.
 import json, sys
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from utils.losses import CausalLMLoss
-from utils.model import use_one_kernel_gelu
+from utils.learning.losses import CausalLMLoss
+from utils.learning.model import use_one_kernel_gelu
 
 def update(config, rows, block_size, accumulation, bf16, times):
     lm = AutoModelForCausalLM.from_config(config)
@@ -116,8 +116,8 @@ def test_the_table_gives_time_at_a_rate():
 
 
 def test_the_command_plans_a_run_on_devices_that_are_not_here():
-    command = [sys.executable, "-m", "utils.plan", "--config_overrides", "n_layer=2,n_embd=64,n_head=4"]
-    options = ["--devices", "8", "--device_name", "NVIDIA H100", "--tokens", "1e9"]
+    command = [sys.executable, "-m", "utils.display.plan"]
+    options = ["--config_overrides", "n_layer=2,n_embd=64,n_head=4", "--devices", "8", "--device_name", "NVIDIA H100", "--tokens", "1e9"]
     result = subprocess.run([*command, *options], cwd=PROJECT, capture_output=True, text=True)
     assert result.returncode == 0 and "tokens per second" in result.stdout and "hours" in result.stdout
     result = subprocess.run([*command, "--model_type", "gtp2"], cwd=PROJECT, capture_output=True, text=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from utils.preemption import lock_output_dir
+from utils.state.preemption import lock_output_dir
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -18,7 +18,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 JOB = """
 import os, sys, time
 from accelerate import Accelerator
-from utils.preemption import StopSignals, exit_status, install, lock_output_dir
+from utils.state.preemption import StopSignals, exit_status, install, lock_output_dir
 
 def main():
     install()
@@ -175,7 +175,7 @@ def test_under_a_tpu_launcher_the_signal_reaches_the_child(tmp_path):
 
 HOLD = """
 import os, sys, time
-from utils.preemption import lock_output_dir
+from utils.state.preemption import lock_output_dir
 lock = lock_output_dir(sys.argv[1])
 print("held", flush=True)
 os.fork()

@@ -17,10 +17,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from data import packing, prepare, storage
-from data.corpus import load_corpus
+from data import packing, prepare
 from data.filters import in_validation
 from data.shards import check_shards
+from data.sources import storage
+from data.sources.corpus import load_corpus
 from data.tokenizer import load_tokenizer
 from tests.shard_data import command, make_texts, run, save_tokenizer, shard_bytes, write_jsonl
 

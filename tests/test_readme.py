@@ -14,7 +14,7 @@ import pytest
 import train_clm
 import train_mlm
 from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
-from utils.config import parse_args
+from utils.settings import parse_args
 
 README = (PROJECT / "README.md").read_text()
 LEFT_OUT = shutil.ignore_patterns(".git", "runs", "cache", "__pycache__", ".venv")
@@ -56,8 +56,8 @@ TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --
 BENCHMARK = "python -m tests.benchmarks."
 SMALL = {
     "python -m utils.generate runs/clm": [],
-    "python -m utils.curves runs/clm runs/other": [],
-    "python -m utils.plan": [],
+    "python -m utils.display.curves runs/clm runs/other": [],
+    "python -m utils.display.plan": [],
     "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
     "ACCELERATE_USE_CPU=true accelerate launch": [*TINY_RUN, "--output_dir", "runs/two"],
     BENCHMARK + "unigram": [],

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.sampler import SampleOrder, evaluation_order, permuted
+from data.order import SampleOrder, evaluation_order, permuted
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 4097])

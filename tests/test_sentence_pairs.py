@@ -1,4 +1,4 @@
-"""data/sentence_pairs.py: sentences, pairs of both labels, rows on disk, pairs prepared elsewhere."""
+"""data/pairs.py: sentences, pairs of both labels, rows on disk, pairs prepared elsewhere."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import BertForPreTraining
 
-from data.sentence_pairs import (
+from data.pairs import (
     PairBuilder,
     load_pair_source,
     prepare_pairs,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data import storage
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
-from data.streaming import ShardSource, StreamingRows
-from data.tables import parquet_to_rows, rows_to_parquet
+from data.sources import storage
+from data.sources.tables import parquet_to_rows, rows_to_parquet
+from data.streams import ShardSource, StreamingRows
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, write_jsonl
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from data import storage
-from data.corpus import load_corpus
 from data.packing import prepare_rows
 from data.shards import open_shards
-from data.streaming import ShardSource, StreamingRows, TextSource
+from data.sources import storage
+from data.sources.corpus import load_corpus
+from data.streams import ShardSource, StreamingRows, TextSource
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from data.corpus import load_corpus
+from data.sources.corpus import load_corpus
 from data.tokenizer import keytoken_ids, load_tokenizer, sample_texts, split_text, train_tokenizer
 from tests.runs import PROJECT
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertFo
 
 from data.masking import MaskTokens
 from data.packing import PackedRows
-from data.sentence_pairs import PairRows
+from data.pairs import PairRows
 from tests.runs import PROJECT, TINY, arguments, environment, metrics, run
 
 KINDS = {

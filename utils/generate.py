@@ -8,9 +8,9 @@ import argparse
 
 from transformers import AutoConfig, pipeline
 
-from utils.config import user_mistakes
-from utils.evaluation import DECODING
-from utils.progress import quiet_libraries
+from utils.display.progress import quiet_libraries
+from utils.learning.evaluation import DECODING
+from utils.settings import user_mistakes
 
 
 def main() -> None:

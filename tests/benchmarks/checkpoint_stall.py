@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.benchmarks.measure import print_table
-from utils.checkpoint import Checkpoints
+from utils.state.checkpoint import Checkpoints
 
 
 def seconds(function, *args):

@@ -18,8 +18,8 @@ def contender(kind: str, args) -> dict:
     import torch
     from transformers import AutoConfig, AutoModelForMaskedLM, set_seed
 
-    from utils.losses import MaskedLMLoss
-    from utils.optim import build_optimizer
+    from utils.learning.losses import MaskedLMLoss
+    from utils.learning.optim import build_optimizer
 
     set_seed(0)
     config = AutoConfig.for_model(

@@ -21,9 +21,9 @@ import tempfile
 import time
 from dataclasses import replace
 
-from data.corpus import Corpus, load_corpus
 from data.filters import Accounting, clean_documents
 from data.packing import prepare_rows
+from data.sources.corpus import Corpus, load_corpus
 from data.tokenizer import load_tokenizer
 from tests.benchmarks.measure import interleaved, print_table
 

@@ -21,8 +21,8 @@ def worker(args) -> dict | None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-    from utils.losses import CausalLMLoss
-    from utils.optim import build_optimizer
+    from utils.learning.losses import CausalLMLoss
+    from utils.learning.optim import build_optimizer
 
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)

@@ -67,11 +67,11 @@ def train_ours(lm, rows, args, bf16, clock):
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
 
+    from data.order import SampleOrder, keep_batch
     from data.packing import PackedRows
-    from data.sampler import SampleOrder, keep_batch
-    from utils.losses import CausalLMLoss
-    from utils.model import use_one_kernel_gelu
-    from utils.optim import UpdateGuard, build_optimizer, build_schedule
+    from utils.learning.losses import CausalLMLoss
+    from utils.learning.model import use_one_kernel_gelu
+    from utils.learning.optim import UpdateGuard, build_optimizer, build_schedule
 
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
     use_one_kernel_gelu(lm)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from utils.metrics import write_json
+from utils.display.metrics import write_json
 
 
 def on_terminal() -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from accelerate.utils import DistributedType
 
-from utils.training_state import named_tensors
+from utils.state.training_state import named_tensors
 
 
 def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
-from utils.metrics import device_name
+from utils.display.metrics import device_name
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
 # Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.

@@ -1,7 +1,7 @@
 """Curves of training runs, from their metrics.jsonl.
 
-    python -m utils.curves output_dir                              redraws output_dir/curves.png
-    python -m utils.curves run1 run2 --x tokens --output both.png  overlays runs
+    python -m utils.display.curves output_dir                              redraws output_dir/curves.png
+    python -m utils.display.curves run1 run2 --x tokens --output both.png  overlays runs
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.metrics import read_metrics, read_run
+from utils.display.metrics import read_metrics, read_run
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
 FEW = 40  # up to here a curve shows its points, beyond it is smoothed

@@ -30,10 +30,10 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.filters import Accounting, clean_documents, in_validation
+from data.order import permuted
 from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
-from data.sampler import permuted
 from data.shards import check_shards, read_shard, split_entry
-from data.storage import Folder, PatientCorpus
+from data.sources.storage import Folder, PatientCorpus
 
 MARKS = 64  # windows whose beginnings are remembered, for resuming a text stream
 

@@ -8,9 +8,9 @@ import shutil
 
 import torch
 
-from utils.checkpoint import Checkpoints
-from utils.export import export_model
-from utils.training_state import reshard
+from utils.publishing.export import export_model
+from utils.state.checkpoint import Checkpoints
+from utils.state.training_state import reshard
 
 
 @contextlib.contextmanager

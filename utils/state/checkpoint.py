@@ -27,7 +27,7 @@ import xxhash
 from accelerate.utils import DistributedType, broadcast
 from torch.utils._pytree import tree_map
 
-from utils import training_state
+from utils.state import training_state
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from transformers import HfArgumentParser
 
-from utils.doctor import lost_peer
-from utils.metrics import write_json
+from utils.display.doctor import lost_peer
+from utils.display.metrics import write_json
 
 Args = TypeVar("Args")
 PROJECT = Path(__file__).resolve().parent.parent

@@ -273,7 +273,7 @@ def _file_state(url) -> tuple:
 def _file_rows(urls) -> Iterator[dict]:
     readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
     if {_suffix(url) for url in urls} - readers.keys():
-        from data.tables import arrow_documents, parquet_documents
+        from data.sources.tables import arrow_documents, parquet_documents
 
         readers |= {".parquet": parquet_documents, ".arrow": arrow_documents}
     for url in urls:
@@ -368,7 +368,7 @@ def _articles(lines: Iterable[str | None]) -> Iterator[dict]:
 def _dataset_rows(dataset) -> Iterator[dict]:
     from datasets import Dataset
 
-    from data.tables import table_documents
+    from data.sources.tables import table_documents
 
     if isinstance(dataset, Dataset):
         for table in dataset.with_format("arrow").iter(batch_size=256):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 from accelerate.utils import DistributedType
 
-from utils.progress import bar
+from utils.display.progress import bar
 from utils.xla import sync
 
 # The most likely token each time. Those that have occurred count 1.2 times less (CTRL, arXiv 1909.05858,

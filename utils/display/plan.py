@@ -1,6 +1,6 @@
 """What a training run will need, before it is started: memory per device, FLOPs, communication, time.
 
-    python -m utils.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
+    python -m utils.display.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
         --devices 8 --device_name "NVIDIA H100" --precision bf16 --mfu 0.4 --tokens 10e9
 
 B rows per micro-batch, T tokens per row, V vocabulary, D width, P parameters.
@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
-from utils.losses import chunk_rows
-from utils.metrics import flops_per_token, peak_flops
-from utils.model import MODEL_CLASSES, use_one_kernel_gelu
+from utils.display.metrics import flops_per_token, peak_flops
+from utils.learning.losses import chunk_rows
+from utils.learning.model import MODEL_CLASSES, use_one_kernel_gelu
 
 DROPOUTS = (
     "attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout_prob",
@@ -31,8 +31,8 @@ def estimate(
 ) -> dict[str, float]:  # fmt: skip
     """Bytes per device, FLOPs per token and bytes sent per update, for fused AdamW on float32 weights.
 
-    config: a transformers configuration; kind: as in utils.model; rows: B; sharding: "ddp" or "fsdp" (all of
-    it); predicted: the share of positions that pass the head (masked LM).
+    config: a transformers configuration; kind: as in learning/model.py; rows: B; sharding: "ddp" or "fsdp" (all
+    of it); predicted: the share of positions that pass the head (masked LM).
 
     The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
     architecture, not a formula (a compiled model keeps less). Off the CPU, attention is taken to be fused and

@@ -23,7 +23,6 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from data.corpus import Corpus, load_corpus
 from data.filters import Accounting, clean_documents, in_validation, show_progress
 from data.packing import (
     PackedRows,
@@ -34,6 +33,7 @@ from data.packing import (
     tokenize_texts,
     tokenizer_fingerprint,
 )
+from data.sources.corpus import Corpus, load_corpus
 
 FORMAT = 1  # part of every cache key: raise it when rows of old caches would differ
 BLOCK = 1 << 23  # characters of text in hand at a time, from which the B of label 1 are drawn

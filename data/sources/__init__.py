@@ -1,0 +1,1 @@
+"""Where text comes from, and files at any URL."""

@@ -1,0 +1,1 @@
+"""The model, its losses, its optimizer."""
