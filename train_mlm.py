@@ -11,60 +11,29 @@ TrainArgs below: edit them there, or give them as flags.
 Shapes: B rows per micro-batch, T tokens per row (block_size), K predictions. A step is an optimizer step.
 """
 
-import itertools
-import json
 import math
-import shlex
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 
 from data.masking import MaskTokens
-from data.packing import trained_tokenizer
-from data.pairs import holds_pairs, load_pair_source, prepare_pairs
-from data.rows import Rows, evaluation_loader, rows_from_shards, rows_from_text, training_loader
-from data.shards import check_shards, fetch_tokenizer, is_shards
-from data.sources.corpus import has_split, load_corpus
-from data.tokenizer import load_tokenizer
-from utils import xla
-from utils.display.curves import draw_curves
-from utils.display.doctor import check_devices, check_launch, report
-from utils.display.metrics import (
-    MetricsLog,
-    Throughput,
-    check_trackers,
-    device_name,
-    flops_per_token,
-    log_to_trackers,
-    peak_flops,
-    start_trackers,
-)
-from utils.display.plan import peak_memory
-from utils.display.progress import Progress, duration, quiet_libraries, summarize
-from utils.display.samples import MASK, fill_masks
-from utils.learning.evaluation import sum_over_dataset
-from utils.learning.losses import MaskedLMLoss
+from data.rows import Recipe, open_sources, prepare
+from utils.display.trackers import check_trackers
+from utils.entry import entry_point
+from utils.learning.losses import MaskedLMLoss, trust_row_positions
 from utils.learning.model import build_model, model_problems
-from utils.learning.optim import (
-    UpdateGuard,
-    build_optimizer,
-    build_schedule,
-    describe_groups,
-    skipped_updates,
-)
-from utils.publishing.export import export_model
-from utils.publishing.hub import HubPusher, check_hub, fetch_checkpoint
-from utils.publishing.model_card import write_model_card
-from utils.settings import attempt, entry_point, number_problems, output_dir_problems, parse_args, save_args
-from utils.state.checkpoint import Checkpoints, changed_settings, disk_space, other_run
-from utils.state.preemption import StopSignals, exit_status, install, lock_output_dir
-from utils.state.rehearsal import rehearsal
+from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
+from utils.run import Run
+from utils.settings import common_problems, evaluate_what_is_saved, parse_args, stop_at
+from utils.state.preemption import handle_stop_signals
+from utils.steps import Steps
+from utils.tasks import MASKED
+from utils.xla import autocast_forward, launcher_precision, sync
 
 # Filled at every evaluation: they show what the loss does not. Does it know the language yet?
 PROMPTS = [
@@ -73,7 +42,6 @@ PROMPTS = [
     "The number of [MASK] in the array.",
 ]
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
-
 
 # Rotary positions: with learned ones a model of this size knows no word order yet when its minutes are over.
 SMALL = "num_hidden_layers=3,hidden_size=128,num_attention_heads=4,intermediate_size=256,local_attention=16"
@@ -86,7 +54,7 @@ class TrainArgs:
     # What to learn from
     dataset_name: str = "installed-docs"  # or a Hub id, a file, folder or glob, token shards
     dataset_config_name: str | None = None  # configuration of a Hub data set
-    eval_dataset_name: str | None = None  # none: the source's validation split, else a part of it
+    eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split or a part
     text_column: str | None = None  # none: content, else text
     keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
@@ -161,432 +129,129 @@ PRESETS = {
         prompts=ENGLISH, output_dir="runs/wikitext-bert-nsp",
     ),
 }
-# A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
-# The batch may be divided otherwise; the rows per step are compared instead.
-MAY_CHANGE = set(
-    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
-    "save_steps save_total_limit background_save prompts report_to log_level push_to_hub hub_model_id "
-    "hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
-    "per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
-)
-MAY_BE_ZERO = set(
-    "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm adam_beta2 seed "
-    "skip_outlier_updates max_eval_samples eval_steps save_steps".split()
-)
 
 
 def check_args(args: TrainArgs) -> list[str]:
     """Every problem that can be seen in the settings alone, a line each."""
-    problems = number_problems(args, MAY_BE_ZERO) + output_dir_problems(args.output_dir)
-    if not args.max_train_steps and not args.num_train_epochs:
-        problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
+    problems = common_problems(args)
     special = 3 if args.next_sentence else 2  # [CLS] A [SEP] B [SEP], or <s> row </s>
     if args.block_size <= special:
         problems.append(f"block_size: {special} are special tokens, must be more than {args.block_size}.")
-    if args.mlm_probability >= 1:
-        problems.append(f"mlm_probability: must be less than 1, is {args.mlm_probability}.")
-    if args.validation_fraction >= 1:
-        problems.append(f"validation_fraction: must be less than 1, is {args.validation_fraction}.")
-    if args.adam_beta2 >= 1:
-        problems.append(f"adam_beta2: must be less than 1, is {args.adam_beta2}.")
-    if args.max_train_steps and args.num_warmup_steps > args.max_train_steps:
-        problems.append(f"num_warmup_steps: {args.num_warmup_steps} are more than max_train_steps, "
-                        f"{args.max_train_steps}.")
-    if args.streaming and not (args.max_train_steps and args.max_eval_samples):
-        problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
-    if args.streaming and not args.tokenizer_name and not is_shards(args.dataset_name):
-        problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
     if args.streaming and args.next_sentence:
         problems.append("streaming: sentence pairs are prepared first, set only one of it and next_sentence.")
-    if args.streaming and not (args.eval_steps and args.save_steps):
-        problems.append("streaming: a stream has no known epochs, set eval_steps and save_steps.")
-    if args.model_name_or_path and not args.tokenizer_name:
-        problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
-    if args.push_checkpoints and not args.push_to_hub:
-        problems.append("push_checkpoints: needs push_to_hub.")
     return problems
-
-
-def masked_metrics(loss_sum, correct, tokens, nsp_loss_sum=0.0, nsp_correct=0.0, nsp_rows=0.0) -> dict:
-    """Sums over the validation set to what is logged. loss/eval is what is trained: both losses, if two."""
-    mlm = loss_sum / max(tokens, 1)
-    metrics = {
-        "loss/eval": mlm, "perplexity": math.exp(min(mlm, 700)), "accuracy": correct / max(tokens, 1),
-        "eval_tokens": int(tokens), "loss/mlm": mlm,
-    }
-    if nsp_rows:
-        nsp = nsp_loss_sum / nsp_rows
-        metrics |= {"loss/eval": mlm + nsp, "loss/nsp": nsp, "nsp_accuracy": nsp_correct / nsp_rows}
-    return metrics
 
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    # ---- Settings, all checked before any work
-    install()  # from here on a stop signal ends the run in order
+    # ---- Settings and sources: every mistake at once, before any work
     args = args or parse_args(TrainArgs, PRESETS)
-    if args.eval_only and not args.model_name_or_path:
-        args.model_name_or_path = args.tokenizer_name = args.output_dir
-        args.config_overrides = ""  # the saved configuration counts
+    evaluate_what_is_saved(args)
     problems = check_args(args)
-    attempt(problems, quiet_libraries, args.log_level)
-    trackers = attempt(problems, check_trackers, args.report_to)
-    shards = attempt(problems, is_shards, args.dataset_name)
-    if shards and not args.tokenizer_name:
-        args.tokenizer_name = fetch_tokenizer(args.dataset_name, args.cache_dir)
-    row_size = args.block_size if args.next_sentence else args.block_size - 2  # <s> and </s> come later
-    if shards and (made := check_shards(args.dataset_name)["block_size"]) != row_size:
-        problems.append(
-            f"block_size: <s> and </s> are added to the {made} tokens of the rows of {args.dataset_name}: "
-            f"set --block_size {made + 2}."
-        )
+    special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
+    sources = open_sources(Recipe.of(args, algorithm="unigram", special=special), problems)
     kind = "pretraining" if args.next_sentence else "masked"
-    corpus = eval_corpus = None
-    source = {"dataset_config_name": args.dataset_config_name, "text_column": args.text_column}
-    if not shards:
-        load = load_pair_source if args.next_sentence else load_corpus
-        corpus = attempt(problems, load, args.dataset_name, **source, streaming=args.streaming)
-        if args.eval_dataset_name:
-            eval_corpus = attempt(problems, load, args.eval_dataset_name, text_column=args.text_column)
-        elif corpus and has_split(args.dataset_name, args.dataset_config_name, "validation"):
-            eval_corpus = attempt(problems, load, args.dataset_name, split="validation", **source)
-    tokenizer = attempt(problems, load_tokenizer, args.tokenizer_name) if args.tokenizer_name else None
-    problems += model_problems(
-        kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size, tokenizer
-    )
-    if tokenizer:
-        attempt(problems, MaskTokens, tokenizer, args.mlm_probability, args.seed)
-    if shards and args.next_sentence:
-        problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
-    if args.next_sentence and corpus and holds_pairs(corpus) and not tokenizer:
-        problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
-    if not args.eval_only:
-        problems += other_run(asdict(args), MAY_CHANGE)
-    if problems:
-        raise ValueError("\n".join(problems))
+    build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
+    problems += model_problems(*build, sources.tokenizer)
+    stop_at(problems)
 
-    # ---- Processes and devices
-    check_devices()
     accelerator = Accelerator(
-        mixed_precision=xla.launcher_precision(),
-        # SampleOrder gives whole steps only: accelerate must not end one early at a supposed last batch
+        mixed_precision=launcher_precision(),
+        # Updates are whole: accelerate must not end one early at a supposed last batch
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
         ),
-        log_with=trackers or None, project_dir=args.output_dir,
+        log_with=check_trackers(args.report_to) or None,
+        project_dir=args.output_dir,
     )
-    check_launch(accelerator)
-    is_main = accelerator.is_main_process
-    repo_id, name = None, args.hub_model_id or Path(args.output_dir).resolve().name
-    if args.push_to_hub and is_main:
-        repo_id = check_hub(name, args.hub_private_repo, args.push_checkpoints)
+    run = Run(args, accelerator, MASKED)
 
-    # ---- Text to rows [n, T], prepared once per machine
-    text = {"keywords": args.keywords, "cache_dir": args.cache_dir}
-    if tokenizer is None:
-        tokenizer = trained_tokenizer(
-            corpus, vocab_size=args.vocab_size, algorithm="unigram", model_type=args.model_type, **text
-        )
-    if args.next_sentence:
-        made = prepare_pairs(
-            corpus, tokenizer, block_size=row_size, eval_corpus=eval_corpus, seed=args.seed,
-            validation_fraction=args.validation_fraction, **text,
-        )
-        rows = Rows(made.train, made.eval, math.nan, len(made.train))
-    elif shards:
-        rows = rows_from_shards(
-            args.dataset_name, tokenizer, block_size=row_size, cache_dir=args.cache_dir,
-            streaming=args.streaming,
-        )
-    else:
-        rows = rows_from_text(
-            corpus, tokenizer, block_size=row_size, eval_corpus=eval_corpus, seed=args.seed,
-            validation_fraction=args.validation_fraction, streaming=args.streaming,
-            max_eval_rows=args.max_eval_samples, **text,
-        )
-    rows_per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows_per_step = rows_per_process * accelerator.num_processes
-    tokens_per_step = rows_per_step * args.block_size
-    max_steps = args.max_train_steps or int(rows.length * args.num_train_epochs) // rows_per_step
-    if max_steps < 1 or (rows.length or rows_per_step) < rows_per_step:
-        raise ValueError(
-            f"dataset_name: {args.dataset_name} gives {rows.length} rows of {args.block_size} tokens to "
-            f"train on, and one step takes {rows_per_step}. Take more text, or lower block_size, "
-            "per_device_train_batch_size or gradient_accumulation_steps."
-        )
-    warmup = int(args.num_warmup_steps * (max_steps if args.num_warmup_steps < 1 else 1))
-    eval_steps, save_steps = (
-        steps or max(1, rows.length // rows_per_step) for steps in (args.eval_steps, args.save_steps)
-    )
-    mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)
-    eval_loader = evaluation_loader(
-        accelerator, rows, args.per_device_eval_batch_size, args.max_eval_samples, mask
-    )
+    # ---- Data: tokenizer, rows [n, T], prepared once per machine; masks made for each batch
+    data = prepare(sources, accelerator)
+    data.tokenizer.model_max_length = args.block_size  # saved with it
+    data.collate = MaskTokens(data.tokenizer, args.mlm_probability, args.seed)
+    steps = Steps(args, accelerator, data.length)
 
-    # ---- Model, optimizer, schedule
-    tokenizer.model_max_length = args.block_size  # saved with it
+    # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
-    lm = build_model(
-        kind, args.model_type, args.config_overrides, args.model_name_or_path, tokenizer, args.block_size
-    )
-    model = MaskedLMLoss(lm).to(accelerator.device)
+    trust_row_positions()
+    lm = build_model(*build, data.tokenizer)
+    model = MaskedLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
     lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
     optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, betas=(0.9, args.adam_beta2))
-    scheduler = build_schedule(optimizer, args.lr_scheduler_type, warmup, max_steps)
+    warmup = steps.count(args.num_warmup_steps)
+    schedule = build_schedule(optimizer, args.lr_scheduler_type, warmup, steps.last)
     accelerator.print(describe_groups(optimizer))
-    parameters = lm.num_parameters()  # before FSDP cuts them up
-    memory = peak_memory(
-        accelerator, lm.config, args.per_device_train_batch_size, args.block_size, kind, args.mlm_probability
-    )
-    enough_disk, disk = disk_space(args.output_dir, model, args.save_total_limit)
-    if not enough_disk:
-        raise ValueError(f"output_dir: {disk}.")
-    flops = flops_per_token(lm, args.block_size, head_share=args.mlm_probability)
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes too
-    xla.autocast_forward(model)
-    guard = UpdateGuard(accelerator, optimizer, args.skip_outlier_updates)
+    run.plan(lm, kind, predicted=args.mlm_probability)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
+    autocast_forward(model)
+    guard = UpdateGuard(accelerator, optimizer, outlier_factor=args.skip_outlier_updates)
+    means = Means(accelerator, "train_mlm", *(["train_nsp"] if args.next_sentence else []), total="train")
 
-    def batch_sums(batch: dict) -> torch.Tensor:
-        """The sums and counts that `masked_metrics` divides; padding rows have nothing to predict."""
-        return torch.stack([value.detach().float() for value in model(**batch).values()])
-
-    if args.eval_only:
-        sums = sum_over_dataset(accelerator, model, eval_loader, batch_sums)
-        accelerator.print(json.dumps(masked_metrics(*sums)))
-        return
-
-    # ---- The state of the run: beside weights and optimizer, all that shapes what comes next
-    lock = lock_output_dir(args.output_dir) if is_main else None  # noqa: F841  until the end
-    if is_main and args.push_checkpoints and args.resume_from_checkpoint == "auto":
-        fetch_checkpoint(repo_id, args.output_dir)  # where this folder has none as new
-    accelerator.wait_for_everyone()
-    state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
-    facts = {"rows_per_step": rows_per_step, "max_steps": max_steps, "training_rows": rows.length}
-    settings = asdict(args) | facts
-
-    def check_saved(saved: dict) -> None:
-        if changes := changed_settings(saved["settings"], settings, MAY_CHANGE):
-            raise ValueError("\n".join(changes))
-
-    checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, args.background_save)
-    saved = checkpoints.load(args.resume_from_checkpoint, model, optimizer, check_saved)
-    if saved:
-        state = saved["state"]
-        scheduler.load_state_dict(saved["scheduler"])
-        guard.load_state_dict(saved["guard"])
-    pusher = HubPusher(repo_id, args.output_dir, push_checkpoints=args.push_checkpoints) if repo_id else None
-
-    def push() -> None:
-        if pusher:
-            pusher.push(state["step"], {k: state["eval"].get(k) for k in ("loss/eval", "accuracy")})
-
-    if state["step"] >= max_steps and not state["evaluation_due"]:
-        accelerator.print(f"{args.output_dir}: this run is finished, {state['step']} steps; nothing to do.")
-        push()  # the last one may have been cut off; nothing is sent that the Hub has
-        if pusher and not pusher.finish(args.hub_timeout):
-            raise SystemExit(1)
-        return
-    train_loader, stream = training_loader(
-        accelerator, rows, args.per_device_train_batch_size, args.seed, start=state["step"] * rows_per_step,
-        stop=max_steps * rows_per_step, stream_state=saved and saved["stream"], collate=mask,
-    )
-
-    # ---- What is seen of it
-    if is_main:
-        save_args(args, args.output_dir)
-    metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, is_main)
-    start_trackers(accelerator, "train_mlm", args.output_dir, asdict(args), state["step"])
-    hardware = f"{accelerator.num_processes} x {device_name(accelerator.device)}"
-    peak = peak_flops(device_name(accelerator.device))
-    clock = Throughput(
-        max_steps, tokens_per_step, flops, peak and peak * accelerator.num_processes,
-        step=state["step"], seconds=state["seconds"],
-        every={"evaluation": eval_steps, "save": save_steps},
-    )
-    progress = Progress(max_steps, state["step"], is_main)
-    if pusher:
-        pusher.say = progress.write  # above the bar
-    stop = StopSignals(accelerator)
-    accelerator.print(report(
-        accelerator, model=args.model_name_or_path or args.model_type, parameters=parameters,
-        rows=args.per_device_train_batch_size, accumulation=args.gradient_accumulation_steps,
-        block_size=args.block_size, max_steps=max_steps, start=state["step"], memory=memory,
-        precision=xla.xla_precision() if xla.is_xla() else None,
-    ))
-    accelerator.print(f"disk       {disk}")
-
-    def log_pushes() -> None:
-        for event in pusher.poll() if pusher else []:
-            metrics.write({"step": state["step"], **event})
-
-    def log(record: dict) -> None:
-        log_pushes()
-        record = {"step": state["step"], **record}
-        metrics.write(record)
-        log_to_trackers(accelerator, record)
-        progress.update(state["step"], record, clock.eta, pusher.status if pusher else "")
-
-    def evaluate() -> None:
-        """Loss of the validation set, filled masks, curves. A stop signal ends it early, still due."""
-        with clock.aside("evaluation"):
-            sums = sum_over_dataset(accelerator, model, eval_loader, batch_sums, stop.agreed)
-            state["evaluation_due"] = sums is None
-            if sums is None:
-                return
-            state["eval"] = masked_metrics(*sums)
-            log(state["eval"])
-            for line in fill_masks(accelerator, model, tokenizer, args.prompts):
-                progress.write(line)
-            if is_main:
-                draw_curves(args.output_dir)
-
-    def save(final: bool = False) -> None:
-        """A checkpoint to continue from, the model for from_pretrained, and their push."""
-        with clock.aside("save"):
-            state["seconds"] = clock.seconds
-            state["losses"] = [row[:3] for row in losses_by_process()]
-            export_model(accelerator, model, tokenizer, args.output_dir)
-            checkpoints.save(state["step"], model, optimizer, final=final, extra={
-                "state": state, "settings": settings, "scheduler": scheduler.state_dict(),
-                "guard": guard.state_dict(), "metrics_offset": metrics.offset,
-                "stream": stream and stream.state_dict(state["step"] * rows_per_step),
-            })
-            if is_main:
-                write_model_card(
-                    args.output_dir, pipeline_tag="fill-mask", model_name=name.split("/")[-1],
-                    model_type=lm.config.model_type, parameters=parameters, dataset=args.dataset_name,
-                    step=state["step"], max_steps=max_steps, tokens=state["step"] * tokens_per_step,
-                    seconds=state["seconds"], hardware=hardware, settings=asdict(args), results=state["eval"],
-                    example=PROMPTS[0].replace(MASK, tokenizer.mask_token), repo_id=repo_id,
-                    base_model=args.model_name_or_path,
-                )
-            push()
-
-    def losses_by_process() -> list[list[float]]:
-        """[processes, 4]: `losses` and the newest gradient norm. Here alone the loop waits for the device."""
-        return accelerator.gather(torch.cat([losses, guard.norm[None]])).cpu().view(-1, 4).tolist()
-
-    def seed_step() -> None:
-        """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
-        set_seed((args.seed * 1_000_003 + state["step"] * 4099 + accelerator.process_index) % 2**32)
-
-    # ---- The loop
-    losses = torch.zeros(3).to(accelerator.device)  # masked LM, next sentence, steps: since the last log
-    if saved:
-        mine = state["losses"][accelerator.process_index :: accelerator.num_processes]
-        losses = torch.tensor(mine).sum(0).to(accelerator.device) if mine else losses
-    step_losses = torch.zeros(2).to(accelerator.device)  # masked LM, next sentence: over a step's rows
-    share = args.gradient_accumulation_steps * accelerator.num_processes  # micro-batches of a step
-    last, stopped_by = False, 0
-    if args.preflight and not saved:
-        with rehearsal(accelerator, model, optimizer, guard, tokenizer, checkpoints):
-            if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
-                sums = model(**next(iter(train_loader)))
-                accelerator.backward(sums["mlm_loss_sum"] + sums.get("nsp_loss_sum", 0))
-                guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-                optimizer.step()
-            sum_over_dataset(accelerator, model, [next(iter(eval_loader))], batch_sums)
-            fill_masks(accelerator, model, tokenizer, args.prompts)
-    if state["evaluation_due"]:  # a stop signal came during the evaluation of the step that was saved
-        evaluate()
-        if state["evaluation_due"]:  # and another one: all is saved
-            raise SystemExit(exit_status(stop.agreed()))
-        last = state["step"] == max_steps
-        if last:
-            save(final=True)
-    batches = iter(train_loader)
-    while micro_batches := list(itertools.islice(batches, args.gradient_accumulation_steps)):
-        seed_step()
+    def update(micro_batches: list[dict]) -> None:
+        """One step: the gradient of all micro-batches and processes, and what it changes."""
+        accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
+        processes = accelerator.num_processes
         # Rows differ in predicted tokens: the mean over a step needs their number on all processes first.
         predicted = sum((batch["slot_labels"] != -100).sum() for batch in micro_batches)
-        if accelerator.num_processes > 1:
-            predicted = accelerator.reduce(predicted)
+        predicted = accelerator.reduce(predicted) if processes > 1 else predicted
+        rows = sum(len(batch["row"]) for batch in micro_batches) * processes
         for batch in micro_batches:
-            with accelerator.accumulate(model):
-                sums = model(**batch)
-                mlm_loss = sums["mlm_loss_sum"] / predicted.clamp(min=1)
-                nsp_loss = sums.get("nsp_loss_sum", 0 * mlm_loss) / rows_per_step
-                accelerator.backward((mlm_loss + nsp_loss) * share)  # it takes the mean over those
-                step_losses += torch.stack([mlm_loss, nsp_loss]).detach() * accelerator.num_processes
+            with accelerator.accumulate(model):  # processes exchange gradients at the last one
+                sums = model(batch)
+                losses = [sums["mlm_loss_sum"] / predicted.clamp(min=1)]
+                if args.next_sentence:
+                    losses.append(sums["nsp_loss_sum"] / rows)
+                accelerator.backward(sum(losses) * (len(micro_batches) * processes))  # it takes their mean
+                means.add(*(loss * processes for loss in losses))
                 if accelerator.sync_gradients:
-                    limit = args.max_grad_norm or math.inf
+                    limit = args.max_grad_norm or math.inf  # infinite: only measured
                     grad_norm = accelerator.clip_grad_norm_(model.parameters(), limit)
-                    bad = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
+                    skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
+                    means.close(skipped)
                     optimizer.step()
-                    scheduler.step()
+                    schedule.step()
                     optimizer.zero_grad()
-                else:
-                    xla.sync()  # the next micro-batch is the same graph again
-        if not accelerator.sync_gradients:
-            continue
+            sync()
 
-        state["step"] += 1
-        last = state["step"] == max_steps
-        means = torch.cat([step_losses, torch.ones_like(bad)[None]])
-        losses += torch.where(bad > 0, 0, means)
-        step_losses.zero_()
-        xla.sync()
-        progress.update(state["step"])
-        if last or state["step"] % args.logging_steps == 0:
-            mlm, nsp, steps, norms = map(sum, zip(*losses_by_process(), strict=True))
-            losses = torch.zeros(3).to(accelerator.device)
-            for record in skipped_updates(guard.read(), state["step"], rows_per_step):
-                metrics.write(record)
-                state["skipped_updates"] += 1
-            log({
-                "epoch": rows.length and state["step"] * rows_per_step / rows.length,
-                "samples": state["step"] * rows_per_step, "tokens": state["step"] * tokens_per_step,
-                "loss/train": (mlm + nsp) / steps if steps else None,
-                "loss/train_mlm": mlm / steps if steps else None,
-                **({"loss/train_nsp": nsp / steps if steps else None} if args.next_sentence else {}),
-                "learning_rate": scheduler.get_last_lr()[0], "grad_norm": norms / accelerator.num_processes,
-                "skipped_updates": state["skipped_updates"],
-                **clock.measure(state["step"]),
-            })
+    def evaluate(batch: dict) -> dict:
+        """{name: (sum, count)}; padding rows have nothing to predict."""
+        sums = model(batch)
+        tokens = sums["mlm_tokens"]
+        totals = {"loss/mlm": (sums["mlm_loss_sum"], tokens), "accuracy": (sums["mlm_correct"], tokens)}
+        if args.next_sentence:
+            pairs = sums["nsp_rows"]
+            totals["loss/nsp"] = sums["nsp_loss_sum"], pairs
+            totals["nsp_accuracy"] = sums["nsp_correct"], pairs
+        return totals
+
+    # ---- The loop
+    if args.eval_only:
+        return run.evaluate_only(model, evaluate, data)
+    # Whatever has state_dict and load_state_dict: saved, put back, rehearsed. Yours too.
+    keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
+    if not run.start(model, update, evaluate, data, steps, keep):
+        return
+    for micro_batches in data.batches(steps, run.step):
+        run.seed_step()
+        update(micro_batches)
+        run.next_step()
+        if run.due(args.logging_steps):
+            losses = means.read(grad_norm=guard.norm)  # here alone the loop waits for the device
+            run.log({**losses, "learning_rate": schedule.get_last_lr()[0]}, skipped=guard.read())
             if guard.consecutive > args.max_skipped_updates:
+                run.give_up(guard.consecutive)
                 break
-        if last or state["step"] % eval_steps == 0:
-            evaluate()
-        stopped_by = stop.agreed()
-        if last or stopped_by or state["step"] % save_steps == 0:
-            save(final=bool(last or stopped_by))
-        if stopped_by:
+        if run.due(args.eval_steps):
+            run.evaluate()
+        if run.due(args.save_steps) or run.stopping:
+            run.save()
+        if run.stopping:
             break
-
-    # ---- The end: nothing is left in flight
-    progress.close()
-    checkpoints.wait()
-    arrived = pusher.finish(20 if stop.requested else args.hub_timeout) if pusher else True
-    log_pushes()
-    if guard.consecutive > args.max_skipped_updates:
-        raise RuntimeError(
-            f"{guard.consecutive} updates in a row were skipped, as their gradients are not finite. Lower "
-            f"learning_rate, or look at the samples that {args.output_dir}/metrics.jsonl names."
-        )
-    if last and not state["evaluation_due"]:
-        stopped_by = 0  # it came too late to stop anything
-    if not (last or stopped_by):
-        raise RuntimeError(f"the data ended at step {state['step']} of {max_steps}: see above")
-    accelerator.end_training()
-    stop.close()
-    if stopped_by:
-        accelerator.print(f"Stopped at step {state['step']} of {max_steps} and saved; run it again to go on.")
-        raise SystemExit(exit_status(stopped_by))
-    if is_main:
-        print(summarize(args.output_dir, f"{args.model_type} on {args.dataset_name}", {
-            "steps": max_steps, "tokens": max_steps * tokens_per_step, "time": duration(clock.seconds),
-            **({"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}),
-            **state["eval"], "model": args.output_dir, "curves": f"{args.output_dir}/curves.png",
-        }, {
-            "fill": f"python -m utils.generate {args.output_dir} --prompt 'It is {tokenizer.mask_token}.'",
-            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true",
-            "publish": f"hf upload {name} {args.output_dir} . --exclude 'checkpoints/*'",
-        }))
-    if not arrived:
-        raise SystemExit(1)
+    run.finish()
 
 
-install(importing=True)  # the TPU launcher imports this file; it must pass a stop signal on to its children
+handle_stop_signals(importing=True)  # the TPU launcher imports this file and must pass a stop signal on
 
 if __name__ == "__main__":
     main()

@@ -80,12 +80,12 @@ class SeenHashes:
         return True
 
 
-def clean_documents(corpus, keywords: Iterable[str], counts: Accounting, seen=None) -> Iterator[dict]:
-    """The documents to train on, in order: text that is a non-empty string, contains any of the keywords
-    (all do when there are none) and was not seen before. Everything else is counted in `counts` and skipped.
+def clean_documents(corpus, counts: Accounting, seen=None) -> Iterator[dict]:
+    """The documents of a Corpus to train on, in order: text that is a non-empty string, contains any of its
+    keywords (all do when there are none) and was not seen before. Everything else is counted and skipped.
 
     `seen` (SeenHashes) carries over the duplicates known from an earlier part of the same source."""
-    keywords, column = list(keywords), corpus.text_column
+    keywords, column = corpus.keywords, corpus.text_column
     seen = SeenHashes() if seen is None else seen
     for document in corpus:
         counts.read += 1

@@ -6,7 +6,9 @@ epoch, row): masks change every epoch, and neither processes, workers, batch siz
 
 B rows, T tokens per row, K prediction slots per row.
 """
+
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -18,29 +20,34 @@ def special_ids(tokenizer) -> list[int]:
 
 
 class MaskTokens:
-    """collate_fn for batches of PackedRows and PairRows: {"input_ids" [B, T], "row" [B], "epoch" [B], ...}.
+    """collate_fn for batches of PackedRows and PairRows: input_ids [B, T]; position, epoch, row [B]; ...
 
     Returns the inputs of the model: input_ids with masks applied, `slots` int64 [B, K] (the positions to
-    predict) and `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots), and untouched what
-    sentence pairs bring (attention_mask, token_type_ids, next_sentence_label). K is the same for every batch,
-    so that shapes are static and the vocabulary is projected on K positions per row instead of T; it is the
-    largest number of predictions a row can ask for, so none is ever dropped. Rows numbered -1 (padding of the
-    last evaluation batch) have no predictions.
+    predict) and `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots), and untouched all else:
+    position, epoch, row, and what sentence pairs bring (attention_mask, token_type_ids, next_sentence_label).
+    K is the same for every batch, so that shapes are static and the vocabulary is projected on K positions
+    per row instead of T; it is the largest number of predictions a row can ask for, so none is ever dropped.
+    Rows numbered -1 (padding of the last evaluation batch) have no predictions.
 
     Packed rows carry no attention mask: every position is text. They are wrapped as `<s> row </s>`, the form
     in which a fill-mask pipeline will hand its sentence to the model, and come out two tokens longer.
-    """
 
-    def __init__(self, tokenizer, mlm_probability: float = 0.15, seed: int = 0):
+    mlm_probability: the share that is predicted, or a function of the rows' positions in the training stream
+    (int64 [B] -> float [B]; evaluation counts its own rows from 0); then `most` is its largest value, which
+    decides K. Raises ValueError where the tokenizer has no mask token or a share is not possible."""
+
+    def __init__(self, tokenizer, mlm_probability: float | Callable[[np.ndarray], np.ndarray] = 0.15,
+                 seed: int = 0, most: float | None = None):
         names = ("mask_token", "cls_token", "sep_token", "pad_token")
         missing = [name for name in names if getattr(tokenizer, name) is None]
         if missing:
             raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}: masked "
                              "LM needs them; choose a RoBERTa or BERT tokenizer, or let the script train one")
-        if not 0 < mlm_probability < 1:
-            raise ValueError(f"mlm_probability {mlm_probability}: must lie between 0 and 1, usually 0.15")
-        special = special_ids(tokenizer)
         self.mlm_probability, self.seed = mlm_probability, seed % 2**63
+        self.most = most if callable(mlm_probability) else mlm_probability
+        if self.most is None or not 0 < self.most < 1:
+            raise ValueError(f"mlm_probability {self.most}: must lie between 0 and 1, usually 0.15")
+        special = special_ids(tokenizer)
         self.mask_id, self.cls_id, self.sep_id = (tokenizer.mask_token_id, tokenizer.cls_token_id,
                                                   tokenizer.sep_token_id)
         self.is_special = np.zeros(max(len(tokenizer), *special) + 1, dtype=bool)
@@ -48,32 +55,47 @@ class MaskTokens:
         self.replacements = np.setdiff1d(np.arange(len(tokenizer)), special)  # random tokens come from here
 
     def __call__(self, batch: dict) -> dict:
-        batch = dict(batch)
-        rows, epochs = batch.pop("row").numpy(), batch.pop("epoch").numpy()
-        ids = batch["input_ids"].numpy()                                     # [B, T]
-        real = (rows >= 0)[:, None] & ~self.is_special[ids]
+        rows, epochs, positions = (batch[name].numpy() for name in ("row", "epoch", "position"))
+        ids = batch["input_ids"].numpy()  # [B, T]
+        eligible = (rows >= 0)[:, None] & ~self.is_special[ids]
         if "attention_mask" in batch:
-            real &= batch["attention_mask"].numpy() > 0
-        ids, slots, labels = self.mask(ids, real, rows, epochs)
+            eligible &= batch["attention_mask"].numpy() > 0
+        ids, slots, labels = self.mask(ids, eligible, rows, epochs, self.rates(positions))
         if "attention_mask" not in batch:
             ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.cls_id, self.sep_id)))
             slots = slots + 1
         return batch | {name: torch.from_numpy(np.ascontiguousarray(array))
                         for name, array in (("input_ids", ids), ("slots", slots), ("slot_labels", labels))}
 
-    def mask(self, ids, eligible, rows, epochs):
-        """ids, eligible [B, T]; rows, epochs [B] -> masked ids [B, T], slots [B, K], slot labels [B, K]."""
+    def rates(self, positions: np.ndarray) -> np.ndarray:
+        """positions [B] -> the share of each row's tokens to predict, float64 [B]."""
+        if not callable(self.mlm_probability):
+            return np.full(len(positions), self.mlm_probability)
+        rates = np.asarray(self.mlm_probability(np.maximum(positions, 0)), np.float64)
+        if not (0 <= rates.min() and rates.max() <= self.most):
+            raise ValueError(f"mlm_probability: {rates.min()} to {rates.max()} from position "
+                             f"{positions.min()} on, must lie between 0 and most, {self.most}")
+        return np.broadcast_to(rates, positions.shape)
+
+    def order(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """ids [B, T], draws float64 [B, T] in [0, 1) -> the draws by which tokens are chosen, lowest first.
+        A subclass may make some equal: those tokens are then chosen together, first to last."""
+        return draws
+
+    def mask(self, ids, eligible, rows, epochs, rates):
+        """ids, eligible [B, T]; rows, epochs, rates [B] -> masked ids [B, T], slots, slot labels [B, K]."""
         B, T = ids.shape
-        K = math.ceil(self.mlm_probability * T - 1e-9)
+        K = math.ceil(self.most * T - 1e-9)
         draws = np.empty((B, 3 * T + 1))
         for draw, row, epoch in zip(draws, rows.tolist(), epochs.tolist(), strict=True):
             key, counter = [self.seed, epoch], [0, 0, 0, max(row, 0)]
             np.random.Generator(np.random.Philox(key=key, counter=counter)).random(out=draw)
         which, how, what = draws[:, 1:].reshape(B, 3, T).transpose(1, 0, 2)  # [B, T] each
 
-        # Rounded up or down at random so that the share is mlm_probability for short rows too, not 15 of 128.
-        counts = np.floor(self.mlm_probability * eligible.sum(1) + draws[:, 0]).astype(int)
-        slots = np.argsort(np.where(eligible, which, 2.0), axis=1)[:, :K]    # eligible positions come first
+        # Rounded up or down at random so that the share is right for short rows too, not 15 of 128.
+        counts = np.floor(rates * eligible.sum(1) + draws[:, 0]).astype(int)
+        first = np.where(eligible, self.order(ids, which), 2.0)  # eligible positions come first
+        slots = np.argsort(first, axis=1, kind="stable")[:, :K]
         used = np.arange(K) < counts[:, None]
         originals, how, what = (np.take_along_axis(x, slots, axis=1) for x in (ids, how, what))
         random_ids = self.replacements[(what * len(self.replacements)).astype(int)]

@@ -1,8 +1,8 @@
 """The order of samples: a function of (seed, epoch, position) alone.
 
-Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch p
-// n. Nothing is stored and nothing is walked through, so a run resumes at any position at once, and any
-number of processes sees the same order.
+Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch
+p // n. Nothing is stored and nothing is walked through, so a run resumes at any position at once, and any
+number of processes sees the same order. Each batch says which positions, epochs and rows are in it.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation (seed, epoch) of range(n) sends `positions` (int64, each in [0, n)). Returns
-    int64.
+    """Where the permutation (seed, epoch) of range(n) sends `positions` (int64 in [0, n)). Returns int64.
 
     A Feistel network over the smallest even number of bits that holds n, applied again to what falls outside
     (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory at any n.
@@ -47,7 +46,7 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 
 
 class SampleOrder(Sampler):
-    """Yields (epoch, row) for positions start, ..., stop - 1 of the endless stream over `n_rows` rows."""
+    """Yields (position, epoch, row) for positions start, ..., stop - 1 of the stream over `n_rows` rows."""
 
     def __init__(self, n_rows: int, seed: int, start: int, stop: int):
         self.n_rows, self.seed, self.start, self.stop = n_rows, seed, start, stop
@@ -55,22 +54,21 @@ class SampleOrder(Sampler):
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
         position = self.start
         while position < self.stop:
             epoch, first = divmod(position, self.n_rows)
             last = min(first + CHUNK, self.n_rows, first + self.stop - position)
             for row in permuted(np.arange(first, last), self.n_rows, self.seed, epoch).tolist():
-                yield epoch, row
-            position += last - first
+                yield position, epoch, row
+                position += 1
 
 
-def evaluation_order(n_rows: int, multiple: int) -> list[tuple[int, int]]:
-    """Every row once, in order, then rows of -1 (padding, to be counted as nothing) up to a multiple of
-    `multiple`.
-    """
+def evaluation_order(n_rows: int, multiple: int) -> list[tuple[int, int, int]]:
+    """(position, epoch, row) of every row once, in order, then of padding, to be counted as nothing, up to a
+    multiple of `multiple`: position and row -1."""
     padding = -n_rows % multiple
-    return [(0, row) for row in range(n_rows)] + [(0, -1)] * padding
+    return [(row, 0, row) for row in range(n_rows)] + [(-1, 0, -1)] * padding
 
 
 def keep_batch(batch: dict) -> dict:

@@ -1,7 +1,7 @@
 """Text to training rows: tokenize, end every document with EOS, cut the stream of tokens into rows of T.
 
     prepared = prepare_rows(corpus, tokenizer, block_size=128, seed=0, cache_dir="cache")
-    prepared.train.__getitems__([(0, 5), (0, 2)])["input_ids"]     # int64 [2, 128]
+    prepared.train.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
 
 Rows carry over document boundaries; one remainder, shorter than a row, is dropped at the end of each split.
 Letters: B rows of a batch, T tokens of a row (block_size), n rows of a split.
@@ -9,25 +9,22 @@ Letters: B rows of a batch, T tokens of a row (block_size), n rows of a split.
 
 import hashlib
 import json
-import os
-import shutil
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
 from tokenizers import Tokenizer
 
+from data.cache import RowFile, build_once, checksum
 from data.filters import Accounting, clean_documents, in_validation, show_progress
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sample_texts, split_text, train_tokenizer
 
-MANIFEST = "sizes.json"
 SPLITS = ("train", "validation")
 FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
@@ -114,113 +111,117 @@ class RowPacker:
         return tokens[:cut].reshape(-1, self.block_size)
 
 
-class RowFile:
-    """Writes a .npy file [n, T] whose n is known only at the end: the header, of fixed size, comes last."""
-
-    HEADER = 128
-
-    def __init__(self, path, block_size: int, dtype):
-        self.file, self.block_size, self.dtype, self.rows = open(path, "wb"), block_size, np.dtype(dtype), 0
-        self.file.write(bytes(self.HEADER))
-
-    def write(self, rows: np.ndarray) -> None:
-        """rows [n, T]"""
-        self.file.write(np.ascontiguousarray(rows).data)
-        self.rows += len(rows)
-
-    def close(self) -> None:
-        shape = (self.rows, self.block_size)
-        header = repr({"descr": self.dtype.str, "fortran_order": False, "shape": shape}).encode()
-        self.file.seek(0)
-        self.file.write(b"\x93NUMPY\x01\x00" + (self.HEADER - 10).to_bytes(2, "little"))
-        self.file.write(header.ljust(self.HEADER - 11) + b"\n")
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-
-
-
-
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of a .npy file [n, T], memory-mapped. Keys are (epoch, row). It pickles as its path alone."""
+    """Rows of a .npy file [n, T], memory-mapped. It pickles as its path alone."""
 
-    def __init__(self, path, max_rows: int | None = None):
-        self.path, self.max_rows = str(path), max_rows
-        self.rows = np.load(self.path, mmap_mode="r")[:max_rows]
+    def __init__(self, path):
+        self.path = str(path)
+        self.rows = np.load(self.path, mmap_mode="r")
 
     def __reduce__(self):
-        return PackedRows, (self.path, self.max_rows)
+        return type(self), (self.path,)
 
     @property
     def block_size(self) -> int:
         return self.rows.shape[1]
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the content of the rows, and with nothing else."""
+        return checksum(self.path)
+
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> dict:
-        """keys (epoch, row) -> {"input_ids": int64 [B, T], "row": int64 [B], "epoch": int64 [B]}; row -1 is
-        padding, zeros. For a DataLoader whose collate_fn passes batches on unchanged."""
-        epoch, row = np.array(keys, np.int64).reshape(-1, 2).T
+    def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
+        """keys (position, epoch, row) -> {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B]};
+        row -1 is padding, zeros. For a DataLoader whose collate_fn passes batches on unchanged."""
+        position, epoch, row = np.array(keys, np.int64).reshape(-1, 3).T
         tokens = self.rows[np.maximum(row, 0)].astype(np.int64)
         tokens[row < 0] = 0
-        return {"input_ids": torch.from_numpy(tokens), "row": torch.tensor(row), "epoch": torch.tensor(epoch)}
+        return {"input_ids": torch.from_numpy(tokens), "position": torch.tensor(position),
+                "epoch": torch.tensor(epoch), "row": torch.tensor(row)}
 
 
 @dataclass
 class PreparedRows:
     train: PackedRows
-    eval: PackedRows
+    eval: PackedRows | None  # None where nothing was to be held out
     accounting: dict[str, dict]  # "train" and "validation" -> Accounting.as_dict()
-    eval_bytes_per_token: float  # UTF-8 bytes of the validation documents / their tokens, EOS included
     folder: str
 
+    def bytes_per_token(self, split: str) -> float:
+        """UTF-8 bytes of the documents of a split / their tokens, EOS included."""
+        return self.accounting[split]["bytes"] / self.accounting[split]["tokens"]
 
-def prepare_rows(corpus, tokenizer, *, block_size: int, keywords=(), validation_fraction: float = 0.05,
+
+def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                  eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True) -> PreparedRows:
     """Rows for training and evaluation, from the cache where the same were prepared before.
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents, chosen by
-    content hash and seed; of few documents more are held out, until they fill a row. The cache key covers
-    everything that shapes the rows. Several processes may call this at once: one prepares, the others wait.
-    Raises ValueError where a split gets no row."""
-    settings = {
-        "format": FORMAT,
-        "corpus": [corpus.fingerprint, corpus.text_column],
-        "eval_corpus": eval_corpus and [eval_corpus.fingerprint, eval_corpus.text_column],
-        "validation": None if eval_corpus else [validation_fraction, seed],
+    content hash and seed; of few documents more are held out, until they fill a row. With neither (None) all
+    is for training. The cache key covers everything that shapes the rows. Several processes may call this at
+    once: one prepares, the others wait. Raises ValueError where a split gets no row."""
+    hold_out = eval_corpus is None and validation_fraction is not None
+    names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
+    settings = preparation_settings(FORMAT, corpus, eval_corpus) | {
+        "validation": [validation_fraction, seed] if hold_out else None,
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "keywords": sorted(set(keywords)),
+        "keywords": sorted(set(corpus.keywords)),
         "block_size": block_size,
     }
 
-    def build(folder):
-        fraction = validation_fraction
+    def write(folder: Path) -> dict[str, dict]:
+        fraction = validation_fraction if hold_out else 0
         while True:
-            splits = _write_splits(folder, corpus, eval_corpus, tokenizer, settings, fraction, progress)
-            train, validation = splits["train"].counts, splits["validation"].counts
-            if validation.rows or eval_corpus is not None or not train.rows or not 0 < fraction <= 0.25:
+            splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
+            _pack(corpus, tokenizer, splits["train"], splits.get("validation"), seed, fraction, progress)
+            if eval_corpus is not None:
+                _pack(eval_corpus, tokenizer, splits["validation"], None, seed, 0, progress)
+            for split in splits.values():
+                split.close()
+            train = splits["train"].counts
+            enough = not hold_out or splits["validation"].counts.rows or not train.rows
+            if enough or not 0 < fraction <= 0.25:
                 break
             fraction = max(2 * fraction, 2 / train.kept)  # holds out what the smaller one did, and more
             print(f"validation_fraction {validation_fraction} of {train.kept} documents fills no row of "
                   f"{block_size} tokens: holding out {fraction:.2g}", flush=True)
         if progress:
-            print(train.table(f"{corpus.name}, train"))
-            print(validation.table(f"{(eval_corpus or corpus).name}, validation"))
-            if keywords:
+            for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
+                print(split.counts.table(f"{source.name}, {name}"))
+            if corpus.keywords:
                 print(train.share_after_filtering(), flush=True)
-        _check_rows(train, validation, corpus, eval_corpus, settings, validation_fraction)
-        manifest = {
-            "settings": settings,
-            "accounting": {name: split.counts.as_dict() for name, split in splits.items()},
-            "eval_bytes_per_token": validation.bytes / validation.tokens,
-        }
+        _check_rows(splits, corpus, eval_corpus, block_size, validation_fraction)
+        return {name: split.counts.as_dict() for name, split in splits.items()}
+
+    return prepare_splits(cache_dir, "rows", settings, write)
+
+
+def preparation_settings(version: int, corpus, eval_corpus) -> dict:
+    """The part of a cache key that says which documents are prepared, keywords aside."""
+    assert eval_corpus is None or sorted(eval_corpus.keywords) == sorted(corpus.keywords)
+    return {
+        "format": version,
+        "corpus": [corpus.fingerprint, corpus.text_column],
+        "eval_corpus": eval_corpus and [eval_corpus.fingerprint, eval_corpus.text_column],
+    }
+
+
+def prepare_splits(cache_dir, kind: str, settings: dict, write, rows=PackedRows) -> PreparedRows:
+    """What write(folder) -> {split: account} prepared for these settings, or prepares now: a .npy file for
+    each split, opened as `rows`."""
+
+    def build(folder: Path) -> None:
+        manifest = {"settings": settings, "accounting": write(folder)}
         (folder / "preparation.json").write_text(json.dumps(manifest, indent=1))
 
-    folder = build_once(cache_dir, "rows", settings, build)
+    folder = build_once(cache_dir, kind, settings, build)
     manifest = json.loads((folder / "preparation.json").read_text())
-    return PreparedRows(PackedRows(folder / "train.npy"), PackedRows(folder / "validation.npy"),
-                        manifest["accounting"], manifest["eval_bytes_per_token"], str(folder))
+    accounting = manifest.get("accounting", manifest)  # of pairs, older caches hold the accounts alone
+    train, *held_out = (rows(folder / f"{split}.npy") for split in SPLITS if split in accounting)
+    return PreparedRows(train, held_out[0] if held_out else None, accounting, str(folder))
 
 
 class Split:
@@ -240,33 +241,26 @@ class Split:
         self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.packer.rest)
 
 
-def _write_splits(folder, corpus, eval_corpus, tokenizer, settings, fraction, progress) -> dict[str, Split]:
-    keywords, (_, seed) = settings["keywords"], settings["validation"] or (0, 0)
-    splits = {name: Split(folder / f"{name}.npy", settings["block_size"], tokenizer) for name in SPLITS}
-    train, validation = splits.values()
-
-    def split_of(text):
-        return validation if eval_corpus is None and in_validation(text, seed, fraction) else train
-
-    _pack(corpus, tokenizer, keywords, split_of, train.counts, progress)
-    if eval_corpus is not None:
-        _pack(eval_corpus, tokenizer, keywords, lambda text: validation, validation.counts, progress)
-    for split in splits.values():
-        split.close()
-    return splits
+def split_documents(corpus, split, held_out, seed: int, fraction: float, progress) -> Iterator[tuple]:
+    """(text, split or held_out) of the documents to prepare: `fraction` of them are held out. Both splits
+    have `counts`."""
+    documents = clean_documents(corpus, split.counts)
+    for document in show_progress(documents, split.counts, f"preparing {corpus.name}", progress):
+        text = document[corpus.text_column]
+        if fraction and in_validation(text, seed, fraction):
+            split.counts.hold_out(held_out.counts, len(text.encode()))
+            yield text, held_out
+        else:
+            yield text, split
 
 
-def _pack(corpus, tokenizer, keywords, split_of: Callable[[str], Split], counts: Accounting, progress):
-    """One pass over a corpus, counted in `counts`; each document's tokens go to the split of its text."""
+def _pack(corpus, tokenizer, split, held_out, seed, fraction, progress):
+    """One pass over a corpus; each document's tokens go to the split of its text."""
     started, splits = time.monotonic(), deque()  # splits: of the documents that are being tokenized
 
     def texts():
-        documents = clean_documents(corpus, keywords, counts)
-        for document in show_progress(documents, counts, f"preparing {corpus.name}", progress):
-            text = document[corpus.text_column]
-            splits.append(split_of(text))
-            if splits[-1].counts is not counts:
-                counts.hold_out(splits[-1].counts, len(text.encode()))
+        for text, into in split_documents(corpus, split, held_out, seed, fraction, progress):
+            splits.append(into)
             yield text
 
     for tokens, ends in tokenize_texts(texts(), tokenizer):
@@ -276,75 +270,43 @@ def _pack(corpus, tokenizer, keywords, split_of: Callable[[str], Split], counts:
             start = end
         if start < len(tokens):  # a document that goes on in the next batch
             parts.setdefault(splits[0], []).append(tokens[start:])
-        for split, found in parts.items():
-            split.add(np.concatenate(found))
-    counts.seconds = round(time.monotonic() - started, 3)
+        for into, found in parts.items():
+            into.add(np.concatenate(found))
+    split.counts.seconds = round(time.monotonic() - started, 3)
 
 
-def _check_rows(train, validation, corpus, eval_corpus, settings, fraction):
-    keywords, block_size = settings["keywords"], settings["block_size"]
-    if keywords and not train.kept + train.validation:
-        raise ValueError(f"keywords {' '.join(keywords)}: none of the {train.read:,} documents of "
+def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
+    train = splits["train"].counts
+    if corpus.keywords and not train.kept + train.validation:
+        raise ValueError(f"keywords {' '.join(corpus.keywords)}: none of the {train.read:,} documents of "
                          f"{corpus.name} contains any of them; name others, or none to keep everything")
-    sources = (("train", train, corpus), ("validation", validation, eval_corpus or corpus))
-    for split, counts, source in sources:
-        if not counts.rows:
+    held_out = "validation" in splits and eval_corpus is None
+    for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
+        if not split.counts.rows:
             remedy = "lower block_size or take more text"
-            if eval_corpus is None and train.kept + validation.kept == 1:
+            if held_out and train.kept + train.validation == 1:
                 remedy = "one document cannot be split: name validation data, or cut it into several files"
-            elif eval_corpus is None and split == "validation":
+            elif held_out and name == "validation":
                 remedy = f"raise validation_fraction ({fraction}), lower block_size or name validation data"
-            raise ValueError(f"block_size {block_size}: the {split} split of {source.name} is "
-                             f"{counts.kept:,} documents, {counts.tokens:,} tokens, no whole row; {remedy}")
+            raise ValueError(f"block_size {block_size}: the {name} split of {source.name} is "
+                             f"{split.counts.kept:,} documents, {split.counts.tokens:,} tokens, no whole "
+                             f"row; {remedy}")
 
 
-def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str, keywords=(),
+def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
                       max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True):
     """A tokenizer trained on a sample of at most max_bytes of the corpus, or the same one from the cache."""
-    settings = [FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(keywords)), vocab_size, algorithm,
-                model_type, max_bytes, seed]
+    settings = [FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(corpus.keywords)), vocab_size,
+                algorithm, model_type, max_bytes, seed]
 
     def build(folder):
         counts = Accounting()
-        documents = clean_documents(corpus, keywords, counts)
+        documents = clean_documents(corpus, counts)
         documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer", progress)
         texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed=seed)
         if not texts:
-            raise ValueError(f"keywords {' '.join(keywords)}: none of the {counts.read:,} documents of "
-                             f"{corpus.name} contains any of them, so no tokenizer can be trained")
+            raise ValueError(f"keywords {' '.join(corpus.keywords)}: none of the {counts.read:,} documents "
+                             f"of {corpus.name} contains any of them, so no tokenizer can be trained")
         train_tokenizer(texts, algorithm, vocab_size, model_type).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))
-
-
-def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) -> Path:
-    """The folder of `cache_dir` that build(folder) filled for these settings, or fills it now.
-
-    It appears by a rename, complete, with the size of every file on record. Of several processes one builds
-    and the others wait; a killed one leaves neither a lock nor a folder that could be taken for whole."""
-    key = hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
-    folder, building = Path(cache_dir) / f"{kind}-{key}", Path(cache_dir) / f"{kind}-{key}.tmp"
-    if _is_whole(folder):
-        return folder
-    os.makedirs(cache_dir, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not _is_whole(folder):
-            for leftover in (building, folder):
-                shutil.rmtree(leftover, ignore_errors=True)
-            building.mkdir()
-            try:
-                build(building)
-                sizes = {file.name: file.stat().st_size for file in building.iterdir()}
-                (building / MANIFEST).write_text(json.dumps(sizes))
-                building.rename(folder)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
-    return folder
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / MANIFEST).read_text())
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False

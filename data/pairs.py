@@ -1,7 +1,7 @@
 """Sentence pairs for next-sentence prediction (BERT, section 3.1): rows `[CLS] A [SEP] B [SEP]` of T tokens.
 
     pairs = prepare_pairs(corpus, tokenizer, block_size=128, seed=0, cache_dir="cache")
-    pairs.train.__getitems__([(0, 5), (0, 2)])     # input_ids, token_type_ids, ... int64 [2, 128]
+    pairs.train.__getitems__([(0, 0, 5), (1, 0, 2)])     # input_ids, token_type_ids, ... int64 [2, 128]
 
 A and B are runs of whole sentences that fill the row, as in BERT's own preparation. In half of the rows B is
 what follows A in its document (label 0, as in transformers' BertForPreTraining), in the other half text of
@@ -12,33 +12,35 @@ another document (label 1). Nothing but the meaning may tell the two apart, so
 """
 
 import itertools
-import json
-import math
 import random
 import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from data.filters import Accounting, clean_documents, in_validation, show_progress
+from data.cache import RowFile, checksum
+from data.filters import Accounting, show_progress
 from data.packing import (
+    SPLITS,
     PackedRows,
     PreparedRows,
-    RowFile,
-    build_once,
+    preparation_settings,
+    prepare_splits,
+    split_documents,
     token_dtype,
     tokenize_texts,
     tokenizer_fingerprint,
 )
-from data.sources.corpus import Corpus, load_corpus
+from data.sources.corpus import Corpus, Source, load_corpus
 
 FORMAT = 1  # part of every cache key: raise it when rows of old caches would differ
 BLOCK = 1 << 23  # characters of text in hand at a time, from which the B of label 1 are drawn
 COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of prepared pairs
-SPLITS = ("train", "validation")
 
 # A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
 # initial ("H. Smith") nor these abbreviations. A space before the closing quote is WikiText's spelling.
@@ -81,8 +83,7 @@ class PairBuilder:
     """Documents (lists of sentences, each an array of token ids) to (A, B, label), in the documents' order.
 
     Text for label 1 comes from the documents in hand: those of this call and of the one before. So memory is
-    bounded by what the caller gives at a time. Attributes count what became of the text.
-    """
+    bounded by what the caller gives at a time. Attributes count what became of the text."""
 
     def __init__(self, room: int, seed: int):
         self.room = room  # tokens of A and B together
@@ -152,14 +153,15 @@ class PairBuilder:
 class PairRows(PackedRows):
     """Pairs in two .npy files: token ids [n, T]; spans [n, 3]: the ends of A and of the row, the label."""
 
-    def __init__(self, path, max_rows: int | None = None):
-        super().__init__(path, max_rows)
-        self.spans = np.load(spans_of(path), mmap_mode="r")[:max_rows]
+    def __init__(self, path):
+        super().__init__(path)
+        self.spans = np.load(spans_of(path), mmap_mode="r")
 
-    def __reduce__(self):
-        return PairRows, (self.path, self.max_rows)
+    @property
+    def fingerprint(self) -> str:
+        return f"{super().fingerprint} {checksum(spans_of(self.path))}"
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> dict:
+    def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
         """As PackedRows, with token_type_ids and attention_mask int64 [B, T], next_sentence_label int64 [B].
 
         Row -1 is padding: label -100, and attention to all: for attention to none kernels may give NaN."""
@@ -167,9 +169,9 @@ class PairRows(PackedRows):
         spans = torch.from_numpy(self.spans[batch["row"].clamp(min=0).numpy()].astype(np.int64))  # [B, 3]
         spans[batch["row"] < 0] = torch.tensor([self.block_size, self.block_size, -100])
         end_of_a, end, label = spans.T
-        position = torch.arange(self.block_size)
-        real = position < end[:, None]  # [B, T]
-        return batch | {"token_type_ids": (real & (position >= end_of_a[:, None])).long(),
+        place = torch.arange(self.block_size)
+        real = place < end[:, None]  # [B, T]
+        return batch | {"token_type_ids": (real & (place >= end_of_a[:, None])).long(),
                         "attention_mask": real.long(), "next_sentence_label": label.contiguous()}  # fmt: skip
 
 
@@ -177,14 +179,14 @@ def spans_of(path) -> str:
     return str(path).removesuffix(".npy") + ".spans.npy"
 
 
-def load_pair_source(dataset_name, *, text_column=None, **options) -> Corpus:
+def load_pair_source(source: Source) -> Corpus:
     """load_corpus for text, or for pairs prepared elsewhere, which have no column of text."""
     try:
-        return load_corpus(dataset_name, text_column=text_column, **options)
+        return load_corpus(source)
     except ValueError:
-        for column in COLUMNS if text_column is None else ():
+        for column in COLUMNS if source.text_column is None else ():
             with suppress(ValueError):
-                return load_corpus(dataset_name, text_column=column, **options)
+                return load_corpus(replace(source, text_column=column))
         raise
 
 
@@ -193,72 +195,54 @@ def holds_pairs(corpus: Corpus) -> bool:
     return any(column in corpus.columns for column in COLUMNS)
 
 
-def prepare_pairs(
-    corpus, tokenizer, *, block_size: int, keywords=(), validation_fraction: float = 0.05,
-    eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True,
-) -> PreparedRows:  # fmt: skip
+def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
+                  eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True) -> PreparedRows:
     """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows.
 
     A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
     checked; without eval_corpus the last validation_fraction of them is held out. Raises ValueError where the
-    text gives no pairs or prepared ones are not right.
-    """
-    settings = {
-        "format": FORMAT,
-        "corpus": [corpus.fingerprint, corpus.text_column],
-        "eval_corpus": eval_corpus and [eval_corpus.fingerprint, eval_corpus.text_column],
-        "validation": None if eval_corpus else validation_fraction,
+    text gives no pairs or prepared ones are not right."""
+    fraction = None if eval_corpus else validation_fraction
+    names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]
+    settings = preparation_settings(FORMAT, corpus, eval_corpus) | {
+        "validation": fraction,
         "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.cls_token_id, tokenizer.sep_token_id],
-        "keywords": sorted(set(keywords)),
+        "keywords": sorted(set(corpus.keywords)),
         "block_size": block_size,
         "seed": seed,
     }
 
-    def build(folder):
-        files = [_PairFile(folder / f"{split}.npy", tokenizer, block_size, seed) for split in SPLITS]
-        if eval_corpus is None:
-            _read(corpus, *files, validation_fraction, seed, keywords, progress)
-        else:
-            _read(corpus, files[0], None, 0, seed, keywords, progress)
-            _read(eval_corpus, files[1], None, 0, seed, keywords, progress)
-        for split, file, source in zip(SPLITS, files, (corpus, eval_corpus or corpus), strict=True):
-            file.close()
+    def write(folder: Path) -> dict[str, dict]:
+        splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed) for name in names}
+        _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed, progress)
+        if eval_corpus is not None:
+            _read(eval_corpus, splits["validation"], None, 0, seed, progress)
+        for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
+            split.close()
             if progress:
-                print(file.counts.table(f"{split} split, pairs in rows of {block_size} tokens"))
-                print(file.report(), flush=True)
-            file.check(f"the {split} split of {source.name}")
-        accounting = {split: file.account() for split, file in zip(SPLITS, files, strict=True)}
-        (folder / "preparation.json").write_text(json.dumps(accounting, indent=1))
+                print(split.counts.table(f"{name} split, pairs in rows of {block_size} tokens"))
+                print(split.report(), flush=True)
+            split.check(f"the {name} split of {source.name}")
+        return {name: split.account() for name, split in splits.items()}
 
-    folder = build_once(cache_dir, "pairs", settings, build)
-    accounting = json.loads((folder / "preparation.json").read_text())
-    train, validation = (PairRows(folder / f"{split}.npy") for split in SPLITS)
-    return PreparedRows(train, validation, accounting, math.nan, str(folder))
+    return prepare_splits(cache_dir, "pairs", settings, write, PairRows)
 
 
-def _read(corpus, file, held_out, fraction, seed, keywords, progress):
+def _read(corpus, file, held_out, fraction, seed, progress):
     """One pass over a source into `file`. A fraction of its documents goes to `held_out`; of prepared pairs
     the last ones, because neighbours share their documents."""
     started, counts = time.monotonic(), file.counts
     if holds_pairs(corpus):
         if missing := [column for column in COLUMNS if column not in corpus.columns]:
-            raise ValueError(
-                f"dataset_name {corpus.name!r}: sentence pairs without the column {', '.join(missing)}. "
-                f"Prepared pairs need {', '.join(COLUMNS)}."
-            )
+            raise ValueError(f"dataset_name {corpus.name!r}: sentence pairs without the column "
+                             f"{', '.join(missing)}. Prepared pairs need {', '.join(COLUMNS)}.")
         n = sum(1 for _ in corpus) if fraction else 0
         for number, pair in enumerate(show_progress(corpus, counts, f"reading {corpus.name}", progress)):
             into = held_out if fraction and number >= n - max(1, round(n * fraction)) else file
             into.add_prepared(pair, f"dataset_name {corpus.name!r}, pair {number}: ")
     else:
-        documents = clean_documents(corpus, keywords, counts)
-        for document in show_progress(documents, counts, f"preparing {corpus.name}", progress):
-            text = document[corpus.text_column]
-            if fraction and in_validation(text, seed, fraction):
-                counts.hold_out(held_out.counts, len(text.encode()))
-                held_out.add(text)
-            else:
-                file.add(text)
+        for text, into in split_documents(corpus, file, held_out, seed, fraction, progress):
+            into.add(text)
     counts.seconds = round(time.monotonic() - started, 3)
 
 
@@ -338,16 +322,13 @@ class _PairFile:
     def check(self, where: str):
         """ValueError where there are no pairs, or no other documents for the random ones."""
         if not self.counts.rows:
-            raise ValueError(
-                f"next_sentence: {where} has {self.counts.kept:,} documents, none of two sentences, so no "
-                "pairs. Remedies: name a source whose rows are whole documents with sentences that end in "
-                ". ! or ?, raise validation_fraction, or switch next_sentence off."
-            )
+            raise ValueError(f"next_sentence: {where} has {self.counts.kept:,} documents, none of two "
+                             "sentences, so no pairs. Remedies: name a source whose rows are whole documents "
+                             "with sentences that end in . ! or ?, raise validation_fraction, or switch "
+                             "next_sentence off.")
         if self.builder.labels[0] > 1 and not self.builder.labels[1]:
-            raise ValueError(
-                f"next_sentence: {where} has one document, so no text of another one to pair with. Name a "
-                "source of more documents, or raise validation_fraction."
-            )
+            raise ValueError(f"next_sentence: {where} has one document, so no text of another one to pair "
+                             "with. Name a source of more documents, or raise validation_fraction.")
 
     def account(self) -> dict:
         return self.counts.as_dict() | {

@@ -1,134 +1,312 @@
-"""Rows of tokens for training and evaluation, wherever they come from: text, token shards, or a stream of
-either.
+"""From the settings to batches on the device: what is opened, the rows that are made of it, their order.
+
+    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)
+    data = prepare(sources, accelerator)
+    for micro_batches in data.batches(steps, start): ...    # those of step start, start + 1, ...
+    for batch in data.evaluation(name): ...
+
+B rows of a batch, T tokens of a row. Every batch says which rows it holds, at which positions of the stream.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
+from data.cache import build_once
 from data.order import SampleOrder, evaluation_order, keep_batch
-from data.packing import PackedRows, build_once, prepare_rows
-from data.shards import check_shards, open_shards
+from data.packing import PackedRows, prepare_rows, tokenizer_fingerprint, trained_tokenizer
+from data.pairs import holds_pairs, load_pair_source, prepare_pairs
+from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
+from data.sources.corpus import Corpus, Source, has_split, load_corpus
 from data.streams import ShardSource, StreamingRows, TextSource
+from data.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything between the settings and the rows. The names are those of the settings."""
+
+    dataset_name: str
+    dataset_config_name: str | None = None
+    eval_dataset_name: tuple[str, ...] = ()
+    text_column: str | None = None
+    keywords: tuple[str, ...] = ()
+    validation_fraction: float = 0.03
+    tokenizer_name: str | None = None
+    vocab_size: int = 4096
+    algorithm: str = "bpe"
+    model_type: str = "gpt2"
+    block_size: int = 128
+    special: int = 0  # tokens that collate adds to a row: rows hold so many fewer than block_size
+    next_sentence: bool = False  # rows are sentence pairs
+    streaming: bool = False
+    cache_dir: str = "cache"
+    seed: int = 42
+    max_eval_samples: int = 0
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 32
+
+    @classmethod
+    def of(cls, args, **more) -> "Recipe":
+        """From the settings of the same names, and `more`. Lists become tuples."""
+        names = {field.name for field in fields(cls)}
+        values = {name: value for name, value in vars(args).items() if name in names} | more
+        evals = values.get("eval_dataset_name") or []
+        values["eval_dataset_name"] = [evals] if isinstance(evals, str) else evals
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+        return cls(**values | lists)
+
+    @property
+    def row_size(self) -> int:
+        return self.block_size - self.special
 
 
 @dataclass
-class Rows:
-    train: PackedRows | ShardSource | TextSource  # the latter two are read while training
-    eval: PackedRows
-    eval_bytes_per_token: float  # UTF-8 bytes of the validation documents / their tokens, EOS included
-    length: int | None  # training rows; None where only the end of the stream would tell
+class Sources:
+    """What a recipe names, opened: nothing is prepared yet."""
+
+    recipe: Recipe
+    train: Corpus | None = None
+    shards: str | None = None  # URL of the token shards that are trained on instead of a corpus
+    evals: dict[str, Corpus | str] = field(default_factory=dict)  # or such URLs; {}: a part of the documents
+    tokenizer: object = None  # None: to be trained
 
 
-def rows_from_text(
-    corpus, tokenizer, *, block_size, keywords, validation_fraction, eval_corpus, seed, cache_dir,
-    streaming=False, max_eval_rows=0,
-) -> Rows:  # fmt: skip
-    """Prepared once and memory-mapped, or with `streaming` tokenized on the way.
+def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
+    """Opens data and tokenizer. Each mistake is appended to `problems` as a line."""
+    sources, name, tokenizer_name = Sources(recipe), recipe.dataset_name, recipe.tokenizer_name
+    source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords)
+    load = load_pair_source if recipe.next_sentence else load_corpus
+    if _attempt(problems, is_shards, name):
+        sources.shards = name
+        tokenizer_name = tokenizer_name or _attempt(problems, fetch_tokenizer, name, recipe.cache_dir)
+    else:
+        sources.train = _attempt(problems, load, replace(source, streaming=recipe.streaming))
+    if names := recipe.eval_dataset_name:
+        for name, short in zip(names, short_names(names), strict=True):
+            found = name if _attempt(problems, is_shards, name) else _attempt(
+                problems, load, replace(source, dataset_name=name, dataset_config_name=None)
+            )
+            if found:
+                sources.evals[short] = found
+    elif sources.shards:
+        sources.evals[""] = sources.shards
+    elif sources.train and _attempt(problems, has_split, source, "validation"):
+        sources.evals[""] = _attempt(problems, load, replace(source, split="validation"))
+    if recipe.streaming and not tokenizer_name and not sources.shards:
+        problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
+    if tokenizer_name:
+        sources.tokenizer = _attempt(problems, load_tokenizer, tokenizer_name)
+    shards = dict.fromkeys(url for url in [sources.shards, *sources.evals.values()] if isinstance(url, str))
+    for url in () if recipe.next_sentence else shards:
+        if recipe.special and (made := check_shards(url)["block_size"]) != recipe.row_size:
+            problems.append(
+                f"block_size: <s> and </s> are added to the {made} tokens of the rows of {url}: "
+                f"set --block_size {made + recipe.special}."
+            )
+        else:
+            _attempt(problems, check_shards, url, recipe.row_size, sources.tokenizer)
+    if recipe.next_sentence and shards:
+        problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
+    if recipe.next_sentence and sources.train and holds_pairs(sources.train) and not sources.tokenizer:
+        problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
+    return sources
 
-    Of a stream max_eval_rows are set aside for evaluation, from the documents that are not trained on. Raises
-    ValueError where either split has no row.
-    """
-    if not streaming:
-        made = prepare_rows(
-            corpus, tokenizer, block_size=block_size, keywords=keywords, eval_corpus=eval_corpus, seed=seed,
-            validation_fraction=validation_fraction, cache_dir=cache_dir,
-        )  # fmt: skip
-        return Rows(made.train, made.eval, made.eval_bytes_per_token, len(made.train))
-    options = {"block_size": block_size, "keywords": keywords, "validation_seed": seed}
-    fraction = 0.0 if eval_corpus else validation_fraction
-    train = TextSource(corpus, tokenizer, validation_fraction=fraction, **options)
-    held_out = TextSource(
-        eval_corpus or corpus, tokenizer, split="train" if eval_corpus else "validation", shuffle_rows=0,
-        validation_fraction=fraction, **options,
-    )  # fmt: skip
+
+def _attempt(problems: list[str], function: Callable, *args):
+    """function(*args); its ValueError becomes a line of `problems`, and the result None."""
+    try:
+        return function(*args)
+    except ValueError as error:
+        problems.append(str(error))
+
+
+def short_names(names: tuple[str, ...]) -> list[str]:
+    """How the log tells evaluation sets apart: one is "", several are called by the ends of their names."""
+    if len(names) == 1:
+        return [""]
+    short = []
+    for name in names:
+        parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
+        stem = re.sub(r"(\.(jsonl|json|csv|txt|parquet|arrow))?(\.(gz|bz2|xz))?$", "", (parts or [name])[-1])
+        numbered = (f"{stem}-{number}" for number in itertools.count(2))
+        short.append(next(found for found in itertools.chain([stem], numbered) if found not in short))
+    return short
+
+
+@dataclass
+class EvalRows:
+    rows: PackedRows
+    bytes_per_token: float  # UTF-8 bytes of the documents / their tokens, EOS included
+
+
+def prepare(sources: Sources, accelerator) -> "Data":
+    """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream.
+
+    The first evaluation set is prepared together with the training rows, each further one by itself. Of
+    streamed text max_eval_samples rows are set aside, from documents that are not trained on. Raises
+    ValueError where there is no row, or shards do not fit."""
+    recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
+    cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
+    if tokenizer is None:
+        tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
+                                      algorithm=recipe.algorithm, model_type=recipe.model_type)
+    make = functools.partial(prepare_pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
+                             block_size=row_size, seed=recipe.seed, cache_dir=cache_dir)
+    stream = functools.partial(TextSource, tokenizer=tokenizer, block_size=row_size,
+                               validation_fraction=0.0 if opened else recipe.validation_fraction,
+                               validation_seed=recipe.seed)
+    if sources.shards:
+        check_shards(sources.shards, row_size, tokenizer)
+        train = (ShardSource(sources.shards) if recipe.streaming
+                 else open_shards(sources.shards, "train", cache_dir=cache_dir))
+    elif recipe.streaming:
+        train = stream(sources.train)
+        if not opened:
+            evals[""] = _set_aside(recipe, stream(sources.train, split="validation", shuffle_rows=0))
+    else:
+        first = next((name for name, found in opened.items() if isinstance(found, Corpus)), "")
+        together = opened.pop(first) if isinstance(opened.get(first), Corpus) else None
+        made = make(sources.train, eval_corpus=together,
+                    validation_fraction=None if sources.evals else recipe.validation_fraction)
+        train = made.train
+        if made.eval:
+            evals[first] = EvalRows(made.eval, made.bytes_per_token("validation"))
+    for name, found in opened.items():
+        if isinstance(found, str):
+            evals[name] = _evaluation_shards(recipe, found, tokenizer, own=found == sources.shards)
+        elif recipe.streaming:
+            evals[name] = _set_aside(recipe, stream(found, shuffle_rows=0))
+        else:
+            made = make(found, validation_fraction=None)
+            evals[name] = EvalRows(made.train, made.bytes_per_token("train"))
+    return Data(recipe, accelerator, tokenizer, train, {name: evals[name] for name in sources.evals or evals})
+
+
+def _set_aside(recipe: Recipe, source: TextSource) -> EvalRows:
+    """The first max_eval_samples rows of a stream, kept in the cache."""
+    most = recipe.max_eval_samples
 
     def build(folder: Path) -> None:
-        blocks, rows = held_out.blocks(64), []
-        while sum(map(len, rows)) < max_eval_rows and (block := next(blocks, None)):
+        blocks, rows = source.blocks(64), []
+        while sum(map(len, rows)) < most and (block := next(blocks, None)):
             rows.append(block[0])
         if not rows:
-            raise ValueError(f"dataset_name: no validation row in {corpus.name}; raise validation_fraction.")
-        np.save(folder / "validation.npy", np.concatenate(rows)[:max_eval_rows])
+            raise ValueError(f"dataset_name: no validation row in {source.corpus.name}; "
+                             "raise validation_fraction.")
+        np.save(folder / "validation.npy", np.concatenate(rows)[:most])
 
-    kept = PackedRows(
-        build_once(cache_dir, "stream", [held_out.fingerprint, max_eval_rows], build) / "validation.npy"
-    )
-    text = tokenizer.batch_decode(kept.rows.tolist(), clean_up_tokenization_spaces=False)
-    return Rows(train, kept, sum(len(row.encode()) for row in text) / kept.rows.size, None)
-
-
-def rows_from_shards(url, tokenizer, *, block_size, cache_dir, streaming=False) -> Rows:
-    """Rows that `python -m data.prepare` made. Raises ValueError where they do not fit tokenizer or
-    block_size.
-    """
-    validation = check_shards(url, block_size, tokenizer)["accounting"]["validation"]
-    kept = open_shards(url, "validation", cache_dir=cache_dir)
-    if streaming:
-        train = ShardSource(url, "train")
-        length = train.n_rows
-    else:
-        train = open_shards(url, "train", cache_dir=cache_dir)
-        length = len(train)
-    return Rows(train, kept, validation["bytes"] / max(validation["tokens"], 1), length)
+    folder = build_once(recipe.cache_dir, "stream", [source.fingerprint, most], build)
+    rows = PackedRows(folder / "validation.npy")
+    texts = source.tokenizer.batch_decode(rows.rows.tolist(), clean_up_tokenization_spaces=False)
+    return EvalRows(rows, sum(len(text.encode()) for text in texts) / rows.rows.size)
 
 
-def training_loader(
-    accelerator, rows: Rows, batch_size: int, seed: int, start: int, stop: int,
-    stream_state: dict | None = None, collate: Callable[[dict], dict] = keep_batch,
-):  # fmt: skip
-    """Batches {"input_ids": int64 [B, T], "row": [B], "epoch": [B]} of positions start to stop; see
-    data/order.py.
-
-    collate: batch -> batch, for example masking. Returns the loader and, where rows are streamed, the stream,
-    whose state_dict(position) belongs to the checkpoint (stream_state when resuming).
-    """
-    if isinstance(rows.train, PackedRows):
-        order = SampleOrder(len(rows.train), seed, start, stop)
-        return _packed_loader(accelerator, rows.train, batch_size, order, collate), None
-    stream = StreamingRows(
-        rows.train, batch_size=batch_size, seed=seed, start=start, stop=stop,
-        process_index=accelerator.process_index, num_processes=accelerator.num_processes,
-    )  # fmt: skip
-    if stream_state:
-        stream.load_state_dict(stream_state)
-    pinned = _pins_memory(accelerator)
-    loader = DataLoader(
-        stream, batch_size, collate_fn=CollateRows(collate), drop_last=True, pin_memory=pinned
-    )
-    # The stream gives this process its own rows, so accelerate must not divide them again: one process of
-    # one.
-    loader = prepare_data_loader(
-        loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True, non_blocking=pinned
-    )
-    return loader, stream
+def _evaluation_shards(recipe, url: str, tokenizer, own: bool) -> EvalRows:
+    """The validation split of shards; of others than those that are trained on, all if they have none."""
+    manifest = check_shards(url, recipe.row_size, tokenizer)
+    split = "validation" if own or manifest["splits"].get("validation", {}).get("rows") else "train"
+    rows, account = open_shards(url, split, cache_dir=recipe.cache_dir), manifest["accounting"][split]
+    return EvalRows(rows, account["bytes"] / max(account["tokens"], 1))
 
 
-def evaluation_loader(accelerator, rows: Rows, batch_size: int, max_rows: int = 0, collate=keep_batch):
-    """Every validation row once (the first max_rows, if that is not 0), then rows marked -1 up to whole
-    batches.
-    """
-    n = min(len(rows.eval), max_rows or len(rows.eval))
-    order = evaluation_order(n, batch_size * accelerator.num_processes)
-    return _packed_loader(accelerator, rows.eval, batch_size, order, collate)
+class Data:
+    """The rows of a run and the batches of its steps.
 
+    train: PackedRows or PairRows, or read while training: a ShardSource or TextSource. length: training rows,
+    None where only the end of the stream would tell. evals: name -> EvalRows, the name of a single one is "".
+    collate: batch -> batch, for example masking; replace it before the first batch."""
 
-def _packed_loader(accelerator, rows: PackedRows, batch_size: int, order, collate):
-    pinned = accelerator.dataloader_config.non_blocking = _pins_memory(accelerator)
-    return accelerator.prepare(
-        DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=pinned)
-    )
+    def __init__(self, recipe: Recipe, accelerator, tokenizer, train, evals: dict[str, EvalRows]):
+        self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer
+        self.train, self.evals, self.collate = train, evals, keep_batch
+        self.length: int | None = len(train) if isinstance(train, PackedRows) else train.n_rows
+        self.stream = None if isinstance(train, PackedRows) else StreamingRows(
+            train, batch_size=recipe.per_device_train_batch_size, seed=recipe.seed,
+            process_index=accelerator.process_index, num_processes=accelerator.num_processes)
+        self.evaluations = {}
+        # Asked now: encoding with padding or truncation changes a tokenizer's state.
+        self.tokenizer_fingerprint = tokenizer and tokenizer_fingerprint(tokenizer)
 
+    @functools.cached_property
+    def fingerprints(self) -> dict:
+        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content of what it names."""
+        return {
+            "tokenizer": self.tokenizer_fingerprint,
+            "train": self.train.fingerprint,
+            "eval": {name: one.rows.fingerprint for name, one in self.evals.items()},
+        }
 
-def _pins_memory(accelerator) -> bool:
-    """Whether batches are copied from pinned memory, while the device computes: to a GPU. From other memory
-    each copy would make the host wait for all that the GPU has been given to do.
-    """
-    return accelerator.device.type not in ("cpu", "mps", "xla")
+    def batches(self, steps, start: int) -> Iterator[list[dict]]:
+        """The micro-batches of each step from `start` to steps.last - 1, on the device.
+
+        steps: micro_batches(step), on each process; rows_before(step), over all processes; last. A batch is
+        {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B], ...}. Ends where the data
+        does, before a step that would not be complete: count the steps.
+        """
+        loader = iter(self.loader(steps.rows_before(start), steps.rows_before(steps.last)))
+        for step in range(start, steps.last):
+            micro_batches = list(itertools.islice(loader, steps.micro_batches(step)))
+            if len(micro_batches) < steps.micro_batches(step):
+                return
+            yield micro_batches
+
+    def first_batches(self, steps, start: int) -> list[dict]:
+        """The micro-batches of step `start`, which come again from `batches`."""
+        return next(self.batches(steps, start))
+
+    def loader(self, start: int, stop: int):
+        """Batches of positions start to stop - 1; batch i goes to process i % processes."""
+        batch_size, pinned = self.recipe.per_device_train_batch_size, self._pins_memory
+        if self.stream is None:
+            order = SampleOrder(len(self.train), self.recipe.seed, start, stop)
+            return self._packed_loader(self.train, batch_size, order)
+        self.stream.start, self.stream.stop = start, stop
+        loader = DataLoader(self.stream, batch_size, collate_fn=CollateRows(self.collate), drop_last=True,
+                            pin_memory=pinned)
+        # The stream gives this process its own rows: accelerate must neither divide them again nor hand out
+        # those of the first process to all, as it does by default.
+        return prepare_data_loader(
+            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
+            dispatch_batches=False, non_blocking=pinned)
+
+    def evaluation(self, name: str = ""):
+        """Every row of an evaluation set once, max_eval_samples at most if that is not 0, then rows marked -1
+        up to whole batches."""
+        if name not in self.evaluations:
+            rows, batch_size = self.evals[name].rows, self.recipe.per_device_eval_batch_size
+            n = min(len(rows), self.recipe.max_eval_samples or len(rows))
+            order = evaluation_order(n, batch_size * self.accelerator.num_processes)
+            self.evaluations[name] = self._packed_loader(rows, batch_size, order)
+        return self.evaluations[name]
+
+    def state_dict(self, position: int) -> dict | None:
+        """What resumes a stream at `position`, the rows that all processes have consumed; else None."""
+        return self.stream and self.stream.state_dict(position)
+
+    def load_state_dict(self, state: dict | None) -> None:
+        """Raises ValueError where the stream is another one."""
+        if self.stream and state:
+            self.stream.load_state_dict(state)
+
+    def _packed_loader(self, rows: PackedRows, batch_size: int, order):
+        self.accelerator.dataloader_config.non_blocking = self._pins_memory
+        return self.accelerator.prepare(
+            DataLoader(rows, batch_size, sampler=order, collate_fn=self.collate, pin_memory=self._pins_memory)
+        )
+
+    @property
+    def _pins_memory(self) -> bool:
+        """Whether batches are copied from pinned memory, while the device computes: to a GPU. From other
+        memory each copy would make the host wait for all that the GPU has been given to do."""
+        return self.accelerator.device.type not in ("cpu", "mps", "xla")
 
 
 class CollateRows:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from tqdm import tqdm
 
+from data.cache import RowFile
 from data.packing import PackedRows, tokenizer_fingerprint
 from data.sources.storage import FIRST_CONTACT, Folder, explained
 
@@ -33,11 +35,9 @@ def write_shard(folder: Folder, split: str, number: int, data: bytes, **counts: 
 
 
 def read_manifest(url: str) -> dict[str, Any] | None:
-    """The manifest of the shards at `url`, None where there are none (and for names that are no URL or
-    folder).
+    """The manifest of the shards at `url`. None where there are none, or what is no URL or folder.
 
-    Raises ValueError for a URL that cannot be read, an unfinished preparation, an unknown format.
-    """
+    Raises ValueError for a URL that cannot be read, an unfinished preparation, an unknown format."""
     if "://" not in str(url) and not Path(url).is_dir():
         return None
     folder = Folder(url)
@@ -63,9 +63,7 @@ def read_manifest(url: str) -> dict[str, Any] | None:
 
 
 def is_shards(url: str) -> bool:
-    """Whether token shards lie at `url` (False for text shards, Hub ids and anything else). Raises like
-    read_manifest.
-    """
+    """Whether token shards lie at `url` (not text shards, a Hub id, ...). Raises like read_manifest."""
     manifest = read_manifest(url)
     return manifest is not None and manifest["format"] == "token-rows-1"
 
@@ -88,9 +86,7 @@ def check_shards(url: str, block_size: int | None = None, tokenizer=None) -> dic
 
 
 def read_shard(folder: Folder, shard: dict[str, Any], block_size: int) -> np.ndarray:
-    """Rows [n, T] of one shard of the manifest. ValueError when the file is not the one the manifest
-    names.
-    """
+    """Rows [n, T] of one shard of the manifest. ValueError where the file is not the one it names."""
     name = f"{folder.url}/{shard['file']}"
     try:
         data = folder.read(shard["file"])
@@ -115,41 +111,40 @@ def split_entry(manifest: dict[str, Any], url: str, split: str) -> dict[str, Any
     return entry
 
 
-def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None = None, tokenizer=None,
-                max_rows: int | None = None) -> PackedRows:
+def open_shards(url: str, split: str, *, cache_dir: str) -> PackedRows:
     """Map-style rows of the shards at `url`, memory-mapped.
 
     The first call copies them, each shard verified, to one array in `cache_dir` (2 or 4 bytes per token);
-    later calls with the same shards open it. In a run of several processes call it on one process per machine
-    first. Raises ValueError (see check_shards, read_shard), also when the disk is too small.
-    """
-    manifest = check_shards(url, block_size, tokenizer)
-    entry, block_size = split_entry(manifest, url, split), manifest["block_size"]
+    later calls with the same shards open it. Of several processes one copies and the others wait. Raises
+    ValueError (see check_shards, read_shard), also when the disk is too small."""
+    manifest = check_shards(url)
+    entry = split_entry(manifest, url, split)
     key = hashlib.sha256(json.dumps(entry["shards"], sort_keys=True).encode()).hexdigest()[:16]
     path = Path(cache_dir) / f"shards-{split}-{key}.npy"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        need = entry["rows"] * block_size * np.dtype(manifest["dtype"]).itemsize
-        if shutil.disk_usage(path.parent).free < need:
-            raise ValueError(f"{path.parent}: mapping the rows of {url} takes {need / 1e9:.1f} GB, more than "
-                             "the disk has free. Use --streaming, or another cache folder.")
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as temporary:
-            copy = np.lib.format.open_memmap(f"{temporary}/rows.npy", "w+", manifest["dtype"],
-                                             (entry["rows"], block_size))
-            folder, done = Folder(url), 0
-            for shard in tqdm(entry["shards"], desc=f"copying {split} shards", disable=None):
-                copy[done : done + shard["rows"]] = read_shard(folder, shard, block_size)
-                done += shard["rows"]
-            copy.flush()
-            del copy
-            os.replace(f"{temporary}/rows.npy", path)
-    return PackedRows(path, max_rows)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                _copy_shards(Folder(url), entry, manifest["dtype"], manifest["block_size"], path)
+    return PackedRows(path)
+
+
+def _copy_shards(folder: Folder, entry, dtype, block_size: int, path: Path) -> None:
+    need = entry["rows"] * block_size * np.dtype(dtype).itemsize
+    if shutil.disk_usage(path.parent).free < need:
+        raise ValueError(f"{path.parent}: mapping the rows of {folder.url} takes {need / 1e9:.1f} GB, more "
+                         "than the disk has free. Use --streaming, or another cache folder.")
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as temporary:
+        copy = RowFile(f"{temporary}/{path.name}", block_size, dtype)
+        for shard in tqdm(entry["shards"], desc=f"copying {path.stem}", disable=None):
+            copy.write(read_shard(folder, shard, block_size))
+        copy.close()
+        for name in (f"{path.name}.xxh3", path.name):
+            os.replace(f"{temporary}/{name}", path.parent / name)
 
 
 def fetch_tokenizer(url: str, cache_dir: str) -> str:
-    """A local folder with the tokenizer of the shards at `url`; a remote one is copied to `cache_dir`
-    once.
-    """
+    """A local folder with the tokenizer of the shards at `url`; once copied to `cache_dir` if remote."""
     folder = Folder(url)
     if folder.local:
         return f"{folder.root}/tokenizer"

@@ -53,16 +53,13 @@ def shuffled(n: int, seed: int, epoch: int, window: int) -> np.ndarray:
 
 
 class ShardSource:
-    """Token shards at a URL. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones
-    together.
+    """Token shards at a URL. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones too.
 
     shuffle_shards: 0 keeps the order of the files. A worker holds its share of two such groups and one shard.
-    Raises ValueError like data.shards.check_shards.
-    """
+    Raises ValueError like data.shards.check_shards."""
 
-    def __init__(self, url: str, split: str = "train", *, shuffle_shards: int = 4,
-                 block_size: int | None = None, tokenizer=None):
-        manifest = check_shards(url, block_size, tokenizer)
+    def __init__(self, url: str, split: str = "train", *, shuffle_shards: int = 4):
+        manifest = check_shards(url)
         entry = split_entry(manifest, url, split)
         self.url, self.shuffle_shards, self.block_size = url, shuffle_shards, manifest["block_size"]
         self.shards, self.dtype, self.n_rows = entry["shards"], manifest["dtype"], entry["rows"]
@@ -109,16 +106,17 @@ class TextSource:
     order, then shuffled within `shuffle_rows` consecutive ones (0 keeps the order).
 
     A resumed run reads the source of the current epoch again up to where it was, for the duplicates, without
-    tokenizing. Raises ValueError while iterating when an epoch has no row.
-    """
+    tokenizing. Raises ValueError while iterating when an epoch has no row."""
 
-    def __init__(self, corpus, tokenizer, *, block_size: int, keywords=(), validation_fraction: float = 0.0,
+    n_rows = None  # only the end of the corpus tells
+
+    def __init__(self, corpus, tokenizer, *, block_size: int, validation_fraction: float = 0.0,
                  validation_seed: int = 0, split: str = "train", shuffle_rows: int = 8192):
-        self.corpus, self.tokenizer, self.block_size, self.keywords = corpus, tokenizer, block_size, keywords
+        self.corpus, self.tokenizer, self.block_size = corpus, tokenizer, block_size
         self.validation, self.split = (validation_seed, validation_fraction), split
         self.shuffle_rows = shuffle_rows
         content = [corpus.fingerprint, corpus.text_column, tokenizer_fingerprint(tokenizer), block_size,
-                   sorted(set(keywords)), self.validation, split, shuffle_rows]
+                   sorted(set(corpus.keywords)), self.validation, split, shuffle_rows]
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
@@ -146,12 +144,11 @@ class TextSource:
         """One epoch from token `offset` of `document` (its number in the source) on.
 
         Yields rows [size, T], the last time [1 to size, T], and the document and offset where the next row
-        begins.
-        """
+        begins."""
         counts, numbers = Accounting(), deque()
 
         def texts() -> Iterator[str]:
-            for found in clean_documents(PatientCorpus(self.corpus), self.keywords, counts):
+            for found in clean_documents(PatientCorpus(self.corpus), counts):
                 text, number = found[self.corpus.text_column], counts.read - 1
                 held_out = in_validation(text, *self.validation)
                 if number >= document and held_out == (self.split == "validation"):
@@ -187,11 +184,11 @@ class TextSource:
 
 
 class StreamingRows(IterableDataset):
-    """Yields {"input_ids": int64 [T], "row": int, "epoch": int}, for a DataLoader with the same `batch_size`.
+    """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader with the same
+    `batch_size`.
 
     start, stop: positions (rows of all processes together), start a multiple of batch_size x num_processes.
-    Do not let accelerate divide the loader again: its rows are this process's already.
-    """
+    Do not let accelerate divide the loader again: its rows are this process's already."""
 
     def __init__(self, source: ShardSource | TextSource, *, batch_size: int, seed: int,
                  process_index: int = 0, num_processes: int = 1, start: int = 0, stop: int | None = None):
@@ -221,12 +218,13 @@ class StreamingRows(IterableDataset):
         worker = get_worker_info()
         if worker:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork
-        for epoch, row_ids, rows in _one_ahead(self._shares(worker)):
-            for row_id, ids in zip(row_ids.tolist(), rows, strict=True):
-                yield {"input_ids": torch.from_numpy(ids.astype(np.int64)), "row": row_id, "epoch": epoch}
+        for epoch, positions, row_ids, rows in _one_ahead(self._shares(worker)):
+            for position, row, ids in zip(positions.tolist(), row_ids.tolist(), rows, strict=True):
+                tokens = torch.from_numpy(ids.astype(np.int64))
+                yield {"input_ids": tokens, "position": position, "epoch": epoch, "row": row}
 
-    def _shares(self, worker) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """(epoch, row ids [m], rows [m, T]): what of each window goes to this process and worker."""
+    def _shares(self, worker) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window for this process and worker."""
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         first_batch = self.start // self.batch_size // self.num_processes
         for number, window in enumerate(self.source.windows(self.start, self.seed, tuple(self.mark))):
@@ -242,7 +240,7 @@ class StreamingRows(IterableDataset):
                 mine &= positions < self.stop
             chosen = np.flatnonzero(mine)
             if len(chosen):
-                yield window.epoch, window.row_ids[chosen], window.load(chosen)
+                yield window.epoch, positions[chosen], window.row_ids[chosen], window.load(chosen)
 
 
 def _one_ahead(items: Iterator) -> Iterator:

@@ -11,10 +11,13 @@ import heapq
 import itertools
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
+from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -29,9 +32,8 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from data.filters import Accounting, clean_documents, show_progress
-from data.sources.corpus import load_corpus
-from utils.learning.model import POSITIONS_AFTER_PAD
-from utils.publishing.hub import HubPusher, check_hub
+from data.sources.corpus import Source, load_corpus
+from data.sources.storage import FIRST_CONTACT, SILENCE, bound_waiting, explained, with_retries
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
@@ -45,8 +47,9 @@ ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_t
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
         "mask_token": "[MASK]"}
 CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # GPT-2's
-FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT),
-            **dict.fromkeys(POSITIONS_AFTER_PAD, ROBERTA)}
+LIKE_ROBERTA = ("camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
+                "xlm-roberta", "xlm-roberta-xl")
+FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT), **dict.fromkeys(LIKE_ROBERTA, ROBERTA)}
 USUAL_ALGORITHM = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}
 
 
@@ -172,6 +175,42 @@ def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[st
     return list(dict.fromkeys(ids)), list(dict.fromkeys(missing))
 
 
+def check_repository(name: str, private: bool) -> str:
+    """The "user/name" of a model repository that this token may write to, made where there is none.
+
+    ValueError with the remedy: no token or a bad one, no right to write, a wrong name, no connection."""
+    if not get_token():
+        raise ValueError("push_to_hub: found no Hub token; run `hf auth login`, or set HF_TOKEN, with one "
+                         "that may write (https://huggingface.co/settings/tokens)")
+    bound_waiting(10)
+    api, ask = HfApi(), partial(with_retries, what=f"asking for {name}", tries=FIRST_CONTACT)
+    with explained(f"hub_model_id {name}", "published"):
+        repo_id = ask(partial(api.create_repo, name, private=private, exist_ok=True)).repo_id
+        # The first question of a push. (create_repo is content with a repository that we may only read.)
+        ask(partial(api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")]))
+    return repo_id
+
+
+def push(repo_id: str, folder: str, files: list[str], message: str) -> None:
+    """These files of a folder in one commit; all else in the repository stays. Where they cannot arrive, says
+    what uploads them later and raises SystemExit(1)."""
+
+    def commit():
+        additions = [CommitOperationAdd(name, os.path.join(folder, name)) for name in files]
+        HfApi().create_commit(repo_id, additions, commit_message=message)
+
+    bound_waiting(SILENCE)
+    try:
+        with explained(repo_id, "published"):
+            with_retries(commit, f"publishing {repo_id}")
+    except Exception as error:  # whatever it is, the files are here
+        included = [word for name in files for word in ("--include", name)]
+        command = shlex.join(["hf", "upload", repo_id, folder, ".", *included, "--commit-message", message])
+        print(f"error: {error}\nEverything is in {folder}; this uploads it:\n    {command}", file=sys.stderr)
+        raise SystemExit(1) from None
+    print(f"published as {repo_id}")
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m data.tokenizer", description=__doc__, allow_abbrev=False,
@@ -195,19 +234,18 @@ def main(arguments=None):
     add("--push_to_hub", action="store_true")
     add("--hub_model_id", help="user/name; without it the name of output_dir")
     add("--hub_private_repo", action="store_true")
-    add("--hub_timeout", type=float, default=600.0, help="seconds to wait for the push")
     args = parser.parse_args(arguments)
 
     repo_id = None
     if args.push_to_hub:  # found out now, not after hours of reading
         name = args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir))
-        repo_id = check_hub(name, args.hub_private_repo)
-    corpus = load_corpus(args.dataset_name, dataset_config_name=args.dataset_config_name, split=args.split,
-                         text_column=args.text_column, streaming=args.streaming)
+        repo_id = check_repository(name, args.hub_private_repo)
+    named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
+    corpus = load_corpus(Source(*named, tuple(args.keywords), args.streaming))
     if args.read_documents:
         corpus = replace(corpus, rows=lambda rows=corpus.rows: itertools.islice(rows(), args.read_documents))
     counts = Accounting()
-    documents = clean_documents(corpus, args.keywords, counts)
+    documents = clean_documents(corpus, counts)
     documents = show_progress(documents, counts, f"reading {corpus.name}")
     texts = (document[corpus.text_column] for document in documents)
     texts = sample_texts(texts, args.max_bytes, args.max_documents, args.seed)
@@ -221,13 +259,9 @@ def main(arguments=None):
     saved = tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")
     if repo_id:
-        pusher = HubPusher(repo_id, args.output_dir)
         files = [os.path.basename(path) for path in saved if os.path.isfile(path)]
         message = f"Tokenizer of {len(tokenizer):,} tokens, {args.algorithm} on {args.dataset_name}"
-        pusher.push(0, files=files, message=message)
-        if not pusher.finish(args.hub_timeout):
-            raise SystemExit(1)
-        print(f"published as {repo_id}")
+        push(repo_id, args.output_dir, files, message)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from utils.state import checkpoint
-from utils.state.checkpoint import Checkpoints, changed_settings, disk_space, find_problem, list_checkpoints
+from utils.state.checkpoint import Checkpoints, disk_space, find_problem, list_checkpoints
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -61,17 +61,16 @@ def test_a_restored_run_continues_exactly(accelerator, tmp_path):
     model, optimizer = build(accelerator)
     train(accelerator, model, optimizer, 3)
     optimizer.param_groups[0]["lr"] = 0.005
-    extra = {"step": 3, "rate": 0.1 + 0.2, "counts": torch.tensor([1.5, float("nan")]), "name": None}
+    extra = {"step": 3, "rate": 0.1 + 0.2, "name": None}
     checkpoints = Checkpoints(accelerator, tmp_path)
-    checkpoints.save(3, model, optimizer, extra)
+    checkpoints.save(3, model, {"optimizer": optimizer}, extra)
     losses = train(accelerator, model, optimizer, 5)
     drawn = random.random(), np.random.rand()
     checkpoints.wait()
 
     again, again_optimizer = build(accelerator, seed=1)
-    loaded = Checkpoints(accelerator, tmp_path).load("auto", again, again_optimizer)
+    loaded = Checkpoints(accelerator, tmp_path).load("auto", again, {"optimizer": again_optimizer})
     assert loaded["rate"] == extra["rate"] and loaded["name"] is None
-    assert torch.allclose(loaded["counts"], extra["counts"], rtol=0, atol=0, equal_nan=True)
     assert again[4].weight is again[0].weight
     assert again_optimizer.param_groups[0]["lr"] == 0.005
     assert train(accelerator, again, again_optimizer, 5) == losses
@@ -83,7 +82,7 @@ def test_a_restored_run_continues_exactly(accelerator, tmp_path):
 def test_names_are_those_of_the_bare_model(accelerator, tmp_path):
     """A compiled model's checkpoint is one for the model itself; safetensors reads the file."""
     model, optimizer = build(accelerator)
-    Checkpoints(accelerator, tmp_path).save(1, torch.compile(model), optimizer, {}, final=True)
+    Checkpoints(accelerator, tmp_path).save(1, torch.compile(model), {"optimizer": optimizer}, {}, final=True)
     saved = load_file(tmp_path / "checkpoints/step-00000001/model.safetensors")
     bare = {name: tensor for name, tensor in model.state_dict().items() if name != "4.weight"}  # tied
     assert saved.keys() == bare.keys()
@@ -94,9 +93,9 @@ def test_the_memory_reserved_is_what_the_saves_copy_into(accelerator, tmp_path):
     model, optimizer = build(accelerator)
     train(accelerator, model, optimizer, 1)
     checkpoints = Checkpoints(accelerator, tmp_path)
-    checkpoints.reserve(model, optimizer)
+    checkpoints.reserve(model, {"optimizer": optimizer})
     taken = {place: copy.data_ptr() for place, copy in checkpoints._copies.items()}
-    checkpoints.save(1, model, optimizer, {})
+    checkpoints.save(1, model, {"optimizer": optimizer}, {})
     assert len(taken) > 10 and taken == {place: c.data_ptr() for place, c in checkpoints._copies.items()}
 
 
@@ -106,8 +105,9 @@ def test_a_save_in_the_background_is_the_save_in_the_foreground(accelerator, tmp
     background = Checkpoints(accelerator, tmp_path / "background")
     for step in (1, 2):
         train(accelerator, model, optimizer, 1)
-        Checkpoints(accelerator, tmp_path / "foreground", background=False).save(step, model, optimizer, {})
-        background.save(step, model, optimizer, {})
+        keep = {"optimizer": optimizer}
+        Checkpoints(accelerator, tmp_path / "foreground", background=False).save(step, model, keep, {})
+        background.save(step, model, keep, {})
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -124,7 +124,7 @@ def test_without_memory_for_a_copy_training_waits(accelerator, tmp_path, monkeyp
     model, optimizer = build(accelerator)
     checkpoints = Checkpoints(accelerator, tmp_path)
     for step in (1, 2):
-        checkpoints.save(step, model, optimizer, {})
+        checkpoints.save(step, model, {"optimizer": optimizer}, {})
         assert checkpoints.last_good.name == f"step-{step:08d}"
     assert len(caplog.records) == 1 and "no memory for a copy" in caplog.text
 
@@ -149,20 +149,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_loaded(
 ):
     model, optimizer = build(accelerator)
     checkpoints = Checkpoints(accelerator, tmp_path)
-    checkpoints.save(1, model, optimizer, {"step": 1})
+    checkpoints.save(1, model, {"optimizer": optimizer}, {"step": 1})
     older = weights(model)
     train(accelerator, model, optimizer, 1)
-    checkpoints.save(2, model, optimizer, {"step": 2})
+    checkpoints.save(2, model, {"optimizer": optimizer}, {"step": 2})
     checkpoints.wait()
     damage(tmp_path / "checkpoints/step-00000002" / file)
 
     with pytest.raises(ValueError, match=file):
-        Checkpoints(accelerator, tmp_path).load(str(checkpoints.folder / "step-00000002"), model, optimizer)
+        newest = str(checkpoints.folder / "step-00000002")
+        Checkpoints(accelerator, tmp_path).load(newest, model, {"optimizer": optimizer})
     checkpoints = Checkpoints(accelerator, tmp_path)
-    assert checkpoints.load("auto", model, optimizer)["step"] == 1
+    assert checkpoints.load("auto", model, {"optimizer": optimizer})["step"] == 1
     assert file in caplog.text and "step-00000002 is damaged" in caplog.text
     assert all(older[name].equal(tensor) for name, tensor in weights(model).items())
-    checkpoints.save(2, model, optimizer, {}, final=True)
+    checkpoints.save(2, model, {"optimizer": optimizer}, {}, final=True)
     assert sorted(p.name for p in checkpoints.folder.iterdir()) == ["step-00000001", "step-00000002"]
 
 
@@ -170,12 +171,12 @@ def test_a_run_never_starts_again_from_the_beginning_by_itself(accelerator, tmp_
     """When every checkpoint is damaged, the user decides; with "none" the old ones are kept aside."""
     model, optimizer = build(accelerator)
     checkpoints = Checkpoints(accelerator, tmp_path)
-    assert checkpoints.load("auto", model, optimizer) is None
-    checkpoints.save(1, model, optimizer, {}, final=True)
+    assert checkpoints.load("auto", model, {"optimizer": optimizer}) is None
+    checkpoints.save(1, model, {"optimizer": optimizer}, {}, final=True)
     flip_a_bit(checkpoints.last_good / "model.safetensors")
     with pytest.raises(ValueError, match="no checkpoint in .* is valid"):
-        checkpoints.load("auto", model, optimizer)
-    assert checkpoints.load("none", model, optimizer) is None
+        checkpoints.load("auto", model, {"optimizer": optimizer})
+    assert checkpoints.load("none", model, {"optimizer": optimizer}) is None
     assert [p.name for p in checkpoints.folder.iterdir()] == ["replaced-step-00000001"]
 
 
@@ -184,57 +185,51 @@ def test_starting_from_an_older_step_outdates_the_newer_ones(accelerator, tmp_pa
     model, optimizer = build(accelerator)
     checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=0)
     for step in (1, 2, 3):
-        checkpoints.save(step, model, optimizer, {"step": step}, final=True)
+        checkpoints.save(step, model, {"optimizer": optimizer}, {"step": step}, final=True)
     checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=2)
-    assert checkpoints.load(f"{checkpoints.folder}/step-00000001", model, optimizer) == {"step": 1}
-    checkpoints.save(2, model, optimizer, {"step": "new 2"}, final=True)
+    oldest = f"{checkpoints.folder}/step-00000001"
+    assert checkpoints.load(oldest, model, {"optimizer": optimizer}) == {"step": 1}
+    checkpoints.save(2, model, {"optimizer": optimizer}, {"step": "new 2"}, final=True)
     assert [p.name for p in list_checkpoints(checkpoints.folder)] == ["step-00000001", "step-00000002"]
-    assert Checkpoints(accelerator, tmp_path).load("auto", model, optimizer) == {"step": "new 2"}
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    assert checkpoints.load("auto", model, {"optimizer": optimizer}) == {"step": "new 2"}
 
 
 def test_another_model_and_changed_settings_are_refused_by_name(accelerator, tmp_path):
     model, optimizer = build(accelerator)
     before = Checkpoints(accelerator, tmp_path)
-    before.save(1, model, optimizer, {"lr": 1}, final=True)
+    before.save(1, model, {"optimizer": optimizer}, {"lr": 1}, final=True)
     wider, wider_optimizer = build(accelerator, width=32)
     with pytest.raises(ValueError, match=r"0.weight: \(50, 16\) there, \(50, 32\) here"):
-        Checkpoints(accelerator, tmp_path).load("auto", wider, wider_optimizer)
+        Checkpoints(accelerator, tmp_path).load("auto", wider, {"optimizer": wider_optimizer})
 
     def refuse(extra):
         raise ValueError(f"lr was {extra['lr']}")
 
     untouched = weights(wider)
     with pytest.raises(ValueError, match="lr was 1"):
-        Checkpoints(accelerator, tmp_path).load("auto", wider, wider_optimizer, check=refuse)
+        Checkpoints(accelerator, tmp_path).load("auto", wider, {"optimizer": wider_optimizer}, check=refuse)
     assert all(untouched[name].equal(tensor) for name, tensor in weights(wider).items())
-
-    saved = {"lr": 5e-4, "seed": 1, "old": 2, "output_dir": "a"}
-    now = {"lr": 1e-3, "seed": 1, "new": None, "output_dir": "b"}
-    assert changed_settings(saved, now, {"output_dir"})[1:] == [
-        "lr: 0.0005 in the run, 0.001 now",
-        "new: missing in the run, None now",
-        "old: 2 in the run, missing now",
-    ]
 
 
 def test_old_checkpoints_go_when_the_new_one_is_complete_and_not_before(accelerator, tmp_path, caplog):
     model, optimizer = build(accelerator)
     checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=1)
-    checkpoints.save(1, model, optimizer, {}, final=True)
+    checkpoints.save(1, model, {"optimizer": optimizer}, {}, final=True)
     too_small = checkpoints.last_good.joinpath("state.json").stat().st_size // 2
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (too_small, limits[1]))  # every larger file: EFBIG
     try:
-        checkpoints.save(2, model, optimizer, {})
+        checkpoints.save(2, model, {"optimizer": optimizer}, {})
         checkpoints.wait()
         assert "step-00000002 was not saved" in caplog.text and "step-00000001" in caplog.text
         with pytest.raises(RuntimeError, match="too large.*last good checkpoint is .*step-00000001"):
-            checkpoints.save(3, model, optimizer, {}, final=True)
+            checkpoints.save(3, model, {"optimizer": optimizer}, {}, final=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
     assert find_problem(checkpoints.folder / "step-00000001") == ""
-    checkpoints.save(4, model, optimizer, {}, final=True)
+    checkpoints.save(4, model, {"optimizer": optimizer}, {}, final=True)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000004"]
 
 
@@ -245,18 +240,18 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_older(accelerator, tmp_pat
         model, optimizer = build(accelerator, width=256)
         train(accelerator, model, optimizer, 1)  # 1 MB of state
         checkpoints = Checkpoints(accelerator, tmp_path)
-        enough, text = disk_space(tmp_path, model, save_total_limit=10)
+        enough, text = disk_space(tmp_path, model, {"optimizer": optimizer}, save_total_limit=10)
         assert not enough and "choose another output_dir" in text and text.count("MB") == 3
-        checkpoints.save(1, model, optimizer, {"step": 1})
+        checkpoints.save(1, model, {"optimizer": optimizer}, {"step": 1})
         checkpoints.wait()
         (tmp_path / "ballast").write_bytes(bytes(3 << 19))
-        checkpoints.save(2, model, optimizer, {"step": 2})
+        checkpoints.save(2, model, {"optimizer": optimizer}, {"step": 2})
         checkpoints.wait()
         assert "No space left" in caplog.text and "step-00000001" in caplog.text
         assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
         (tmp_path / "ballast").unlink()
-        checkpoints.save(3, model, optimizer, {"step": 3}, final=True)
-        assert Checkpoints(accelerator, tmp_path).load("auto", model, optimizer) == {"step": 3}
+        checkpoints.save(3, model, {"optimizer": optimizer}, {"step": 3}, final=True)
+        assert Checkpoints(accelerator, tmp_path).load("auto", model, {"optimizer": optimizer}) == {"step": 3}
     finally:
         subprocess.run(["umount", tmp_path])
 
@@ -281,14 +276,14 @@ for trial in range(trials):
             step += 1
             for p in model.parameters():
                 p.data.fill_(step)
-            checkpoints.save(step, model, optimizer, {"step": step})
+            checkpoints.save(step, model, {"optimizer": optimizer}, {"step": step})
     time.sleep(delays.uniform(0.02, 0.2))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     inside += any(name.startswith(".tmp-step") for name in os.listdir(folder + "/checkpoints"))
     found = list_checkpoints(folder + "/checkpoints")
     assert all(find_problem(path) == "" for path in found), found
-    newest = Checkpoints(accelerator, folder).load("auto", model, optimizer)["step"]
+    newest = Checkpoints(accelerator, folder).load("auto", model, {"optimizer": optimizer})["step"]
     assert newest >= step, (newest, step)
     assert all((p == newest).all() for p in model.parameters()), newest
     assert not any(name.startswith(".") for name in os.listdir(folder + "/checkpoints"))
@@ -338,11 +333,11 @@ for saved_as in ("ddp", "fsdp"):
     place = os.path.join(folder, saved_as)
     model, optimizer = build(7, saved_as == "fsdp")
     checkpoints = Checkpoints(accelerator, place)
-    checkpoints.save(0, model, optimizer, {"step": 0})  # leaves no trace in a fresh state
-    assert checkpoints.load("auto", model, optimizer) == {"step": 0} and not optimizer.state
+    checkpoints.save(0, model, {"optimizer": optimizer}, {"step": 0})  # leaves no trace in a fresh state
+    assert checkpoints.load("auto", model, {"optimizer": optimizer}) == {"step": 0} and not optimizer.state
     train(model, optimizer, 2)
     torch.manual_seed(accelerator.process_index)
-    checkpoints.save(2, model, optimizer, {"step": 2})
+    checkpoints.save(2, model, {"optimizer": optimizer}, {"step": 2})
     train(model, optimizer, 1)  # while it is written
     outcomes[saved_as, "unbroken"] = outcome(model)
     checkpoints.wait()
@@ -350,18 +345,18 @@ for saved_as in ("ddp", "fsdp"):
     for loaded_as in ("ddp", "fsdp"):
         model, optimizer = build(8, loaded_as == "fsdp")
         checkpoints = Checkpoints(accelerator, place)
-        assert checkpoints.load("auto", model, optimizer) == {"step": 2}
+        assert checkpoints.load("auto", model, {"optimizer": optimizer}) == {"step": 2}
         train(model, optimizer, 1)
         outcomes[saved_as, loaded_as] = outcome(model)
     # Only the main process sees these failures; nobody may wait for it
     checkpoints.folder = checkpoints.folder / "step-00000002" / "state.json"  # a file: no folder can be made
-    checkpoints.save(3, model, optimizer, {})
+    checkpoints.save(3, model, {"optimizer": optimizer}, {})
     try:
-        checkpoints.save(3, model, optimizer, {}, final=True)
+        checkpoints.save(3, model, {"optimizer": optimizer}, {}, final=True)
         raise SystemExit("no error")
     except RuntimeError as error:
         assert "the last state was not saved" in str(error)
-    assert Checkpoints(accelerator, place).load("auto", model, optimizer) == {"step": 2}
+    assert Checkpoints(accelerator, place).load("auto", model, {"optimizer": optimizer}) == {"step": 2}
 with open(f"{folder}/{accelerator.process_index}.json", "w") as file:
     json.dump([[*key, *value] for key, value in outcomes.items()], file)
 accelerator.end_training()
@@ -388,7 +383,8 @@ def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_p
     for saved_as in ("ddp", "fsdp"):  # neither sharded nor several, here
         model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
-        assert Checkpoints(accelerator, tmp_path / saved_as).load("auto", model, optimizer) == {"step": 2}
+        checkpoints = Checkpoints(accelerator, tmp_path / saved_as)
+        assert checkpoints.load("auto", model, {"optimizer": optimizer}) == {"step": 2}
         assert torch.rand(1).item() in drawn[0]
         model(torch.arange(12.0).view(2, 6) / 10).square().sum().backward()
         optimizer.step()

@@ -18,11 +18,17 @@ import pyarrow.parquet
 import pytest
 
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
-from data.sources.corpus import CUT_AFTER, DOCSTRING, LONG_FILE, has_split, load_corpus
+from data.sources.corpus import Source, has_split, load_corpus
+from data.sources.files import CUT_AFTER, LONG_FILE
+from data.sources.installed import DOCSTRING
 from tests.runs import PROJECT
 
 TEXTS = ["plain", "two\nlines\n", 'quotes " and, commas', "été 日本 🎉", "tab\tand \x00 NUL", "   indented"]
 ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(TEXTS)]
+
+
+def load(name, **settings):
+    return load_corpus(Source(str(name), **settings))
 
 
 def texts(corpus):
@@ -35,9 +41,9 @@ def write_lines(path, lines):
 
 
 def test_installed_python_is_the_source_on_this_machine():
-    corpus = load_corpus("installed-python")
+    corpus = load("installed-python")
     assert corpus.columns == ["repo_name", "path", "copies", "size", "content", "license"]
-    assert corpus.text_column == "content" and not has_split("installed-python", None, "validation")
+    assert corpus.text_column == "content" and not has_split(corpus.source, "validation")
     head = list(itertools.islice(corpus, 400))
     assert head == list(itertools.islice(corpus, 400))
     by_path = {document["path"]: document for document in corpus}
@@ -51,15 +57,18 @@ def test_installed_python_is_the_source_on_this_machine():
 
 
 def test_the_fingerprint_of_the_installation_is_the_same_in_another_process():
-    command = "from data.sources.corpus import load_corpus; print(load_corpus('installed-docs').fingerprint)"
+    command = (
+        "from data.sources.corpus import Source, load_corpus;"
+        "print(load_corpus(Source('installed-docs')).fingerprint)"
+    )
     other = subprocess.run([sys.executable, "-c", command], cwd=PROJECT, capture_output=True, text=True,
                            env=os.environ | {"PYTHONHASHSEED": "7"}, check=True)
-    assert other.stdout.strip() == load_corpus("installed-docs").fingerprint
+    assert other.stdout.strip() == load("installed-docs").fingerprint
 
 
 def test_installed_docs_are_the_docstrings_that_ast_finds():
     found = missed = wrong = 0
-    for document in itertools.islice(load_corpus("installed-python"), 0, 1200, 6):
+    for document in itertools.islice(load("installed-python"), 0, 1200, 6):
         try:
             tree = ast.parse(document["content"] or "")
         except SyntaxError:  # lib2to3's test data
@@ -73,7 +82,7 @@ def test_installed_docs_are_the_docstrings_that_ast_finds():
         missed += sum(text not in lexical for text in triple)
         wrong += sum("\\" not in text and cleandoc(text) not in map(cleandoc, by_ast) for text in lexical)
     assert found > 500 and missed < 0.02 * found and wrong < 0.03 * found
-    documents = list(itertools.islice(load_corpus("installed-docs"), 50))
+    documents = list(itertools.islice(load("installed-docs"), 50))
     assert all(len(document["text"]) >= 400 and ">>>" not in document["text"] for document in documents)
 
 
@@ -91,20 +100,20 @@ def test_every_file_format_gives_the_same_documents(tmp_path):
         file.write_table(table)
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.json.bz2", "e.parquet", "f.arrow", "g.arrow", "saved"):
-        corpus = load_corpus(str(tmp_path / name))
+        corpus = load(tmp_path / name)
         assert list(corpus) == ROWS == list(pickle.loads(pickle.dumps(corpus))), name
-    assert list(load_corpus(f"file://{tmp_path}/a.jsonl")) == ROWS
-    assert list(load_corpus(str(tmp_path / "[ab].jsonl*"))) == ROWS + ROWS
+    assert list(load(f"file://{tmp_path}/a.jsonl")) == ROWS
+    assert list(load(tmp_path / "[ab].jsonl*")) == ROWS + ROWS
     no_nul = [row for row in ROWS if "\0" not in row["text"]]  # Python 3.10's csv stops at NUL
     with open(tmp_path / "h.csv", "w", newline="", encoding="utf-8") as file:
         file.write("text,id\r\n")
         file.writelines('"{}",{}\r\n'.format(row["text"].replace('"', '""'), row["id"]) for row in no_nul)
-    assert list(load_corpus(str(tmp_path / "h.csv"))) == no_nul
+    assert list(load(tmp_path / "h.csv")) == no_nul
     for row in ROWS:
         folder = tmp_path / "txt"
         folder.mkdir(exist_ok=True)
         (folder / f"{row['id']}.txt").write_bytes(row["text"].encode())
-    assert texts(load_corpus(str(folder))) == texts(load_corpus(str(tmp_path / "a.jsonl")))
+    assert texts(load(folder)) == texts(load(tmp_path / "a.jsonl"))
 
 
 def test_odd_documents_are_counted_and_none_stops_the_run(tmp_path):
@@ -116,7 +125,7 @@ def test_odd_documents_are_counted_and_none_stops_the_run(tmp_path):
         b'{"text": "\xff\xfe"}', b"{not json", b"[1, 2]", b"[" * 100_000, b"", b'"text"',
         b'{"text": "last"}'])
     counts = Accounting()
-    kept = [document["text"] for document in clean_documents(load_corpus(path), [], counts)]
+    kept = [document["text"] for document in clean_documents(load(path), counts)]
     assert kept == [long, "a\0b", "good", "last"]
     assert (counts.read, counts.kept, counts.duplicate, counts.empty, counts.unreadable) == (18, 4, 1, 2, 11)
     assert counts.bytes == len(long) + 3 + 4 + 4
@@ -133,8 +142,8 @@ def test_bytes_that_are_not_utf8_are_counted_in_every_format(tmp_path):
         (tmp_path / "many" / f"{i}.txt").write_bytes(data)
     for name in ("text.csv", "text.parquet", "many"):
         counts = Accounting()
-        corpus = load_corpus(str(tmp_path / name))
-        kept = [document["text"] for document in clean_documents(corpus, [], counts)]
+        corpus = load(tmp_path / name)
+        kept = [document["text"] for document in clean_documents(corpus, counts)]
         assert kept == ["before", "after"], name
         assert (counts.read, counts.unreadable) == (3, 1), name
 
@@ -148,21 +157,21 @@ def test_wikitext_becomes_one_document_per_article(tmp_path):
     rows = [json.dumps({"text": line.strip(" \n") and line}).encode() for line in whole.splitlines(True)]
     lines = write_lines(tmp_path / "wiki.jsonl", rows)  # as the Hub has it: a row per line
     for path in (str(tmp_path / "wiki.txt"), lines):
-        articles = texts(load_corpus(path))
+        articles = texts(load(path))
         assert len(articles) == 5 and all(f"Title {i} =" in text for i, text in enumerate(articles))
         assert "".join("".join(articles).split()) == "".join(whole.split())
-    assert "".join(texts(load_corpus(str(tmp_path / "wiki.txt")))) == whole
+    assert "".join(texts(load(tmp_path / "wiki.txt"))) == whole
 
 
 def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     draw = random.Random(0)
     whole = "".join(f"line {draw.random()}\n" + "\n" * (draw.random() < 0.2) for _ in range(60_000))
     (tmp_path / "long.txt").write_text(whole)
-    pieces = texts(load_corpus(str(tmp_path / "long.txt")))
+    pieces = texts(load(tmp_path / "long.txt"))
     assert "".join(pieces) == whole and len(whole) > LONG_FILE
     assert all(CUT_AFTER <= len(piece) < CUT_AFTER + 4096 and piece.endswith("\n\n") for piece in pieces[:-1])
     (tmp_path / "short.txt").write_text(whole[: LONG_FILE])
-    assert texts(load_corpus(str(tmp_path / "short.txt"))) == [whole[: LONG_FILE]]
+    assert texts(load(tmp_path / "short.txt")) == [whole[: LONG_FILE]]
 
 
 def test_splits_of_folders_and_saved_data_sets(tmp_path):
@@ -173,47 +182,47 @@ def test_splits_of_folders_and_saved_data_sets(tmp_path):
         (tmp_path / folder).mkdir()
     for split, rows in parts.items():
         write_lines(tmp_path / "folder" / f"my-{split}-0.jsonl", [json.dumps(row).encode() for row in rows])
-        assert list(load_corpus(str(tmp_path / "saved"), split=split)) == rows
-        assert list(load_corpus(str(tmp_path / "folder"), split=split)) == rows
-        assert all(has_split(str(tmp_path / name), None, split) for name in ("folder", "saved"))
+        assert list(load(tmp_path / "saved", split=split)) == rows
+        assert list(load(tmp_path / "folder", split=split)) == rows
+        assert all(has_split(Source(str(tmp_path / name)), split) for name in ("folder", "saved"))
     for name in ("part1", "test_of_it"):  # no file says train: the words in names mean nothing
         write_lines(tmp_path / "plain" / f"{name}.jsonl", [json.dumps(ROWS[0]).encode()])
-    assert len(texts(load_corpus(str(tmp_path / "plain")))) == 2
-    assert not has_split(str(tmp_path / "plain"), None, "test")
+    assert len(texts(load(tmp_path / "plain"))) == 2
+    assert not has_split(Source(str(tmp_path / "plain")), "test")
     with pytest.raises(ValueError, match="no split 'test'"):
-        load_corpus(str(tmp_path / "saved"), split="test")
+        load(tmp_path / "saved", split="test")
 
 
 def test_the_fingerprint_follows_the_content(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [b'{"text": "one"}'])
-    first = load_corpus(path).fingerprint
-    assert load_corpus(path).fingerprint == first
+    first = load(path).fingerprint
+    assert load(path).fingerprint == first
     write_lines(tmp_path / "a.jsonl", [b'{"text": "one, two"}'])
-    assert load_corpus(path).fingerprint != first
+    assert load(path).fingerprint != first
 
 
 def test_mistakes_are_named_with_their_remedy(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [b'{"title": "x", "body": "y"}'])
     with pytest.raises(ValueError, match="neither a column content nor text.*title, body"):
-        load_corpus(path)
+        load(path)
     with pytest.raises(ValueError, match="no column 'words'.*title, body"):
-        load_corpus(path, text_column="words")
-    assert texts(load_corpus(path, text_column="body")) == ["y"]
+        load(path, text_column="words")
+    assert texts(load(path, text_column="body")) == ["y"]
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match="holds no readable documents"):
-        load_corpus(str(tmp_path / "empty.jsonl"))
+        load(tmp_path / "empty.jsonl")
     with pytest.raises(ValueError, match="no such file"):
-        load_corpus(str(tmp_path / "missing.jsonl"))
+        load(tmp_path / "missing.jsonl")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "image.png").touch()
     with pytest.raises(ValueError, match="no file of the types .jsonl"):
-        load_corpus(str(tmp_path / "other"))
+        load(tmp_path / "other")
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(ValueError, match="damaged.parquet is damaged"):
-        load_corpus(str(tmp_path / "damaged.parquet"))
+        load(tmp_path / "damaged.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9999))[:5000])
     with pytest.raises(ValueError, match="cut.jsonl.gz is damaged"):
-        load_corpus(str(tmp_path / "cut.jsonl.gz"))
+        load(tmp_path / "cut.jsonl.gz")
 
 
 def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
@@ -222,8 +231,8 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     documents = [" ".join(draw.choices(words, k=2)) + f" {i}" for i in range(500)]
     path = write_lines(tmp_path / "a.jsonl", [json.dumps({"content": text}).encode() for text in documents])
     counts = Accounting()
-    corpus = load_corpus(path)
-    documents_kept = clean_documents(corpus, ["pandas", "seaborn"], counts)
+    corpus = load(path, keywords=("pandas", "seaborn"))
+    documents_kept = clean_documents(corpus, counts)
     kept = [document["content"] for document in show_progress(documents_kept, counts, "filtering")]
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
     assert kept == expected and counts.filtered == 500 - len(expected)
@@ -255,8 +264,8 @@ def test_text_files_and_installed_sources_need_no_library_of_tables(tmp_path):
     """datasets and pyarrow are 85 MB and half a second, of each process of each run."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     code = (
-        "import sys, train_clm, train_mlm; from data.sources.corpus import load_corpus;"
-        "list(load_corpus(sys.argv[1])); next(iter(load_corpus('installed-docs')));"
+        "import sys, train_clm, train_mlm; from data.sources.corpus import Source, load_corpus;"
+        "list(load_corpus(Source(sys.argv[1]))); next(iter(load_corpus(Source('installed-docs'))));"
         "print({'datasets', 'pandas', 'pyarrow'} & sys.modules.keys())"
     )
     result = subprocess.run(

@@ -35,6 +35,15 @@ def eval_line(step, loss=2.0, **more):
     return {"step": step, "loss/eval": loss, "perplexity": 7.4, "bits_per_byte": 1.0, **more}
 
 
+def sets_line(step, **losses):
+    """One evaluation of several sets."""
+    line = {"step": step}
+    for name, loss in losses.items():
+        line |= {f"loss/eval/{name}": loss, f"accuracy/{name}": loss and 1 / loss}
+        line[f"perplexity/{name}"] = loss and math.exp(loss)
+    return line
+
+
 RUNS = {
     "five points": [train_line(s, 5 / s) for s in range(1, 6)] + [eval_line(5)],
     "5,000 points": [train_line(s, 9 / s**0.2) for s in range(1, 5001)] + [eval_line(5000)],
@@ -46,6 +55,8 @@ RUNS = {
     "huge loss": [train_line(s, 10.0**s) for s in range(1, 60)] + [eval_line(60, 1e4, perplexity=None)],
     "masked LM": [train_line(s, 3.0) for s in range(100)]
     + [eval_line(99, 3.0, **{"accuracy": 0.4, "loss/mlm": 2.4, "loss/nsp": 0.6, "nsp_accuracy": 0.7})],
+    "three evaluation sets": [train_line(s, 9 / s**0.2) for s in range(1, 101)]
+    + [sets_line(s, wiki=9 / s**0.2, books=9.5 / s**0.2, code=None) for s in (50, 100)],
 }
 
 
@@ -107,15 +118,13 @@ def test_tokens_on_the_axis_come_from_the_nearest_training_lines():
     assert at.tolist() == [15_000] and values.tolist() == [2.0]
 
 
-def test_events_are_marked_where_they_happened(tmp_path, monkeypatch):
+def test_events_are_marked_where_they_happened(tmp_path, drawn):
     """Two resumes and a skipped update, read back from the axes that were drawn."""
     log = MetricsLog(tmp_path, 0)
     for step in range(1, 31):
         log.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
         if step in (10, 20):
             log = MetricsLog(tmp_path, log.offset)
-    drawn = []
-    monkeypatch.setattr(curves, "_tidy", lambda axis, ticks: drawn.append(axis))
     draw([tmp_path], tmp_path / "curves.png")
     lines = {str(line.get_label()): line for line in drawn[0].lines}
     assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20]
@@ -123,6 +132,50 @@ def test_events_are_marked_where_they_happened(tmp_path, monkeypatch):
     right = drawn[0].child_axes[0]
     for place, label in zip(right.get_yticks(), right.get_yticklabels(), strict=True):
         assert math.exp(place) == pytest.approx(float(label.get_text()), rel=0.01)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The axes of the pictures drawn since: loss, learning rate, ..."""
+    axes = []
+    monkeypatch.setattr(curves, "_tidy", lambda axis, ticks: axes.append(axis))
+    return axes
+
+
+def test_each_evaluation_set_has_a_curve_of_its_own(tmp_path, drawn):
+    """In loss and accuracy, told apart by colour and by dashes; the title has the last values of each."""
+    write_run(tmp_path / "run", RUNS["three evaluation sets"])
+    draw([tmp_path / "run"], tmp_path / "curves.png")
+    loss, accuracy = drawn[0], drawn[4]
+    lines = {line.get_label(): line for line in loss.lines if line.get_label().startswith("evaluation")}
+    assert list(lines) == [f"evaluation, {name}" for name in ("wiki", "books", "code")]
+    for look in ("get_color", "get_linestyle"):
+        looks = [getattr(line, look)() for line in lines.values()]
+        assert len(set(looks)) == 3 and looks == [getattr(line, look)() for line in accuracy.lines[:3]]
+    assert lines["evaluation, books"].get_ydata()[-1] == pytest.approx(9.5 / 100**0.2)
+    assert accuracy.lines[1].get_ydata()[-1] == pytest.approx(100**0.2 / 9.5)
+    title = loss.get_title(loc="left")
+    assert title == "run: evaluation loss wiki 3.583, books 3.782; perplexity wiki 35.98, books 43.90"
+
+
+def test_overlaid_runs_share_the_dashes_of_an_evaluation_set(tmp_path, drawn):
+    """A run that evaluates on "books" alone: dashed as in the run that has it as the second of two."""
+    write_run(tmp_path / "one", [train_line(9), sets_line(9, wiki=3.0, books=3.5)])
+    write_run(tmp_path / "two", [train_line(9), sets_line(9, books=2.5)])
+    draw([tmp_path / "one", tmp_path / "two"], tmp_path / "both.png")
+    legend = {text.get_text(): line for text, line in zip(
+        drawn[0].get_legend().get_texts(), drawn[0].get_legend().get_lines(), strict=True)}  # fmt: skip
+    assert list(legend) == ["one", "two", "evaluation, wiki", "evaluation, books"]
+    books = [line for line in drawn[0].lines if len(line.get_ydata()) and line.get_ydata()[-1] in (3.5, 2.5)]
+    assert [line.get_color() for line in books] == [legend[run].get_color() for run in ("one", "two")]
+    assert {line.get_linestyle() for line in books} == {legend["evaluation, books"].get_linestyle()}
+
+
+def test_a_title_of_many_sets_is_cut(tmp_path, drawn):
+    write_run(tmp_path, [sets_line(1, **{f"an-evaluation-set-{i}": 3.0 for i in range(20)})])
+    draw([tmp_path], tmp_path / "curves.png")
+    lines = drawn[0].get_title(loc="left").splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= 110 and lines[1].endswith("...")
 
 
 def test_the_command_overlays_runs_and_refuses_other_folders(tmp_path):
@@ -145,11 +198,9 @@ def test_numbers_on_axes_are_short(value, text):
     assert curves._short(value) == text
 
 
-def test_a_log_of_100k_lines_is_drawn_from_few_points(tmp_path, monkeypatch):
+def test_a_log_of_100k_lines_is_drawn_from_few_points(tmp_path, drawn):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 100_001):
             file.write(json.dumps(train_line(step, 9 / step**0.1)) + "\n")
-    drawn = []
-    monkeypatch.setattr(curves, "_tidy", lambda axis, ticks: drawn.append(axis))
     assert draw_curves(tmp_path)
     assert max(len(line.get_xdata()) for axis in drawn for line in axis.lines) <= 2 * curves.BUCKETS

@@ -32,19 +32,27 @@ CPU = torch.device("cpu")
 def test_the_block_multiplies_the_batch_out():
     text = report(
         Accelerator(cpu=True), model="gpt2", parameters=124_000_000, rows=32, accumulation=8, block_size=128,
-        max_steps=600, start=100, memory=3 * 2**30,
+        max_steps=600, tokens=600 * 32_768, start=100, memory=3 * 2**30,
     )  # fmt: skip
-    assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step" in text
+    assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step\n" in text
     assert "600 steps = 19.7 M tokens; 100 are done" in text
     assert "gpt2, 124.0 M parameters" in text
     assert re.search(r"about 3\.0 GiB per process of [\d.,]+ GiB", text)
     assert "one process, cpu" in text and "float32" in text
 
 
+def test_the_block_says_when_the_batch_changes():
+    text = report(
+        Accelerator(cpu=True), model="gpt2", parameters=124_000_000, rows=32, accumulation=8, block_size=128,
+        max_steps=600, tokens=2 * 600 * 32_768,
+    )  # fmt: skip
+    assert "32,768 tokens per step at first" in text and "600 steps = 39.3 M tokens" in text
+
+
 def test_the_block_says_when_memory_will_not_do():
     text = report(
         Accelerator(cpu=True), model="m", parameters=1, rows=1, accumulation=1, block_size=1, max_steps=1,
-        memory=2 * memory_of(CPU),
+        tokens=1, memory=2 * memory_of(CPU),
     )  # fmt: skip
     assert "warning" in text and "halve per_device_train_batch_size" in text
 
@@ -123,6 +131,7 @@ def test_a_slow_network_is_named_with_the_seconds_it_costs(tmp_path):
     link("eth0", 1000)
     (line,) = network_warnings(124_000_000, tmp_path)
     assert "eth0, has 1,000 Mbit/s" in line and "7.9 s per step" in line  # 2 x 4 bytes x 8 bits x 124 M / 1e9
+    assert "takes about 7 min 28 s" in network_warnings(7_000_000_000, tmp_path)[0]
     link("eth1", 25_000)
     assert network_warnings(124_000_000, tmp_path) == []
     (tmp_path / "net" / "eth1" / "speed").write_text("1000\n")
@@ -160,7 +169,7 @@ MEANS_CUDA = {
 def test_no_code_says_cuda_where_it_means_an_accelerator():
     """ROCm is "cuda" to torch, others are not. Docstrings and comments may say it."""
     found = {}
-    for path in [*PROJECT.glob("*.py"), *PROJECT.glob("data/*.py"), *PROJECT.glob("utils/*.py")]:
+    for path in [*PROJECT.glob("*.py"), *PROJECT.glob("data/**/*.py"), *PROJECT.glob("utils/**/*.py")]:
         tree = ast.parse(path.read_text())
         documented = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
         docstrings = {ast.get_docstring(node, clean=False) for node in documented}

@@ -23,8 +23,10 @@ ALWAYS = float("inf")
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
-from utils.publishing import hub
-from utils.publishing.hub import HubPusher, check_hub, fetch_checkpoint
+from utils.publishing import hub_client
+from utils.publishing.fetch import fetch_checkpoint
+from utils.publishing.hub_client import check_hub
+from utils.publishing.push import HubPusher
 
 out = Path(sys.argv[1])
 out.mkdir(exist_ok=True)
@@ -100,8 +102,7 @@ class Program:
 
 
 def steps(hub, repo_id="ada/model"):
-    """The steps of the revisions on the server, oldest first; every file of a revision must be of one
-    step."""
+    """The steps of the revisions on the server, oldest first; all files of a revision must be of one step."""
     found = []
     for commit in hub.commits(repo_id):
         of = set()
@@ -161,8 +162,7 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
 
 
 def test_newer_snapshots_replace_those_that_wait(both, tmp_path):
-    """On a slow network, with files rewritten all the time: whole revisions in order, the last one among
-    them."""
+    """On a slow network, with files rewritten all the time: whole revisions in order, the last among them."""
     both.faults.append(Fault(UPLOAD, "slow", rate=40_000, times=ALWAYS))
     states = Program(both, tmp_path, """
     pusher = HubPusher(check_hub("ada/model"), out)
@@ -192,8 +192,7 @@ PASSING = {
 
 
 def test_passing_troubles_lose_nothing(both, tmp_path):
-    """One trouble per push: each revision stays whole and arrives, after the wait that the server asks
-    for."""
+    """One trouble per push: each revision stays whole and arrives, after the wait that is asked for."""
     program = Program(both, tmp_path, f"""
     pusher = HubPusher(check_hub("ada/model"), out)
     for step in range(1, 1 + {len(PASSING)}):
@@ -216,8 +215,7 @@ def test_passing_troubles_lose_nothing(both, tmp_path):
 
 
 def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
-    """One ValueError each, naming what is wrong and the remedy; nothing but the repository asked for is
-    created."""
+    """One ValueError each, naming what is wrong and the remedy; only the repository asked for is created."""
     hub.tokens["hf_reader"] = {**ADA, "role": "read"}
     hub.create("royal-society/minutes")
     Program(hub, tmp_path, """
@@ -246,7 +244,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
-    hub.CHECK_SECONDS = 1
+    hub_client.CHECK_SECONDS = 1
     input()
     try:
         check_hub("model")
@@ -284,8 +282,7 @@ def test_token_revoked_during_training(both, tmp_path):
 
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_server_lost_before_the_last_push(both, tmp_path, how):
-    """The wait is bounded and the exit is not held up; files are kept, and the printed command works
-    later."""
+    """The wait is bounded, the exit not held up; files are kept, and the printed command works later."""
     program = Program(both, tmp_path, """
     pusher = HubPusher(check_hub("ada/model"), out)
     save(1)
@@ -313,8 +310,7 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
 
 @pytest.mark.parametrize("when", ["upload", "commit"])
 def test_killed_during_a_push(both, tmp_path, when):
-    """The same program again ends with whole revisions and the last model, and clears away what was
-    frozen."""
+    """The same program again ends with whole revisions and the last model, and clears what was frozen."""
     code = """
     pusher = HubPusher(check_hub("ada/model"), out)
     assert not (out / ".hub").exists()
@@ -337,8 +333,7 @@ def test_killed_during_a_push(both, tmp_path, when):
 
 
 def test_commit_quota(hub, tmp_path):
-    """Beyond the quota snapshots wait and are replaced by newer ones; the end has some commits kept for
-    it."""
+    """Beyond the quota snapshots wait and are replaced by newer ones; some commits are kept for the end."""
     Program(hub, tmp_path, """
     pusher = HubPusher(check_hub("ada/model"), out, commits_per_hour=2)
     for step in (1, 2, 3, 4, 5):
@@ -351,12 +346,18 @@ def test_commit_quota(hub, tmp_path):
     assert steps(hub) == [1, 2, 5]
 
 
-def test_full_disk_or_vanished_file_does_not_end_training(hub, tmp_path):
+def test_a_full_disk_does_not_end_training(hub, tmp_path):
     Program(hub, tmp_path, """
+    import resource
     pusher = HubPusher(check_hub("ada/model"), out)
     save(1)
-    pusher.push(1, files=["model.safetensors", "not-there.json"])
+    (out / "large.json").write_bytes(b"x" * 100_000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as on a full disk, a copy is cut short
+    pusher.push(1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert wait(pusher, "failed")["push_step"] == 1
+    (out / "large.json").unlink()
     save(2)
     pusher.push(2)
     assert pusher.finish(10)
@@ -391,6 +392,9 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
     assert fetch_checkpoint("ada/model", out) is None
     pusher = HubPusher(check_hub("ada/model", push_checkpoints=True), out, push_checkpoints=True)
     assert fetch_checkpoint("ada/model", out) is None
+    for name in ("step-00000005-keep", "step-7", "step-000000099"):  # copies of the user's are not published
+        (out / "checkpoints" / name).mkdir(parents=True)
+        (out / "checkpoints" / name / "manifest.json").touch()
     for step in (10, 20):
         folder = out / f"checkpoints/step-{step:08d}"
         (folder / "rng").mkdir(parents=True)
@@ -408,6 +412,9 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
     except ValueError as error:
         assert not list(new.glob("checkpoints/*")) and not list(new.glob(".fetch*"))
     (new / "metrics.jsonl").write_text("of a run that did not get far")
+    (new / ".fetch-killed" / "checkpoints").mkdir(parents=True)  # what a kill has left
+    (new / "checkpoints" / "step-00000099-keep").mkdir(parents=True)
+    (new / "checkpoints" / "step-00000099-keep" / "manifest.json").touch()
     input()
     assert fetch_checkpoint("ada/model", new) == new / "checkpoints" / folder.name
     assert fetch_checkpoint("ada/model", new) is None
@@ -434,16 +441,16 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     Program(hub, tmp_path, """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from data.sources.corpus import has_split, load_corpus
+    from data.sources.corpus import Source, has_split, load_corpus
     from data.tokenizer import load_tokenizer
 
     texts = [f"document {i}" for i in range(5)]
     for streaming in (False, True):
-        corpus = load_corpus("ada/text", streaming=streaming)
+        corpus = load_corpus(Source("ada/text", streaming=streaming))
         assert [document[corpus.text_column] for document in corpus] == texts
-    assert has_split("ada/text", None, "validation") and not has_split("ada/text", None, "test")
+    assert has_split(Source("ada/text"), "validation") and not has_split(Source("ada/text"), "test")
     try:
-        load_corpus("ada/missing")
+        load_corpus(Source("ada/missing"))
         raise SystemExit("found a data set that is not there")
     except ValueError as error:
         assert "ada/missing" in str(error)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,17 +17,24 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForPreTraining,
+    GPT2LMHeadModel,
+    masking_utils,
+)
 
 from data.packing import PackedRows
-from data.rows import Rows, training_loader
+from data.rows import Data
+from utils.learning.fused_head import chunk_rows, linear_cross_entropy
 from utils.learning.losses import (
     CausalLMLoss,
     MaskedLMLoss,
-    chunk_rows,
     keytoken_row_weights,
     keytoken_table,
-    linear_cross_entropy,
+    trust_row_positions,
 )
 from utils.learning.model import use_one_kernel_gelu
 from utils.learning.optim import UpdateGuard, build_optimizer
@@ -144,6 +152,58 @@ def test_autocast_is_as_exact_as_the_plain_loss_under_autocast():
         assert relative_error(ours, true) <= 1.2 * relative_error(theirs, true) + 1e-6
 
 
+def smoothed(logits, targets):
+    """Label smoothing and z-loss, as a script may have them."""
+    assert logits.dtype in (torch.float32, torch.float64) and targets.min() >= 0
+    losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    return losses + 1e-2 * logits.logsumexp(1) ** 2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 700])
+def test_a_loss_of_ones_own_in_chunks_equals_brute_force(rows, bias):
+    leaves, targets, weights = problem(rows, bias=bias)
+    if rows == 1:
+        targets[:] = 3
+    loss, losses, correct = linear_cross_entropy(
+        *leaves[:2], targets, weights, leaves[2], with_correct=True, token_loss=smoothed
+    )
+    _, expected_losses, expected_correct = brute_force(*leaves, targets, weights)
+    logits = leaves[0] @ leaves[1].t() + (leaves[2] if bias else 0)
+    own = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    own = own + 1e-2 * logits.exp().sum(1).log() ** 2
+    expected = sum(w * x for w, x, target in zip(weights, own, targets, strict=True) if target != -100)
+    leaves = [leaf for leaf in leaves if leaf is not None]
+    grads, expected_grads = torch.autograd.grad(3 * loss, leaves), torch.autograd.grad(3 * expected, leaves)
+    torch.testing.assert_close([loss, losses, *grads], [expected, expected_losses, *expected_grads])
+    assert torch.equal(correct, expected_correct)
+    with torch.no_grad():
+        again, plain, _ = linear_cross_entropy(
+            leaves[0], leaves[1], targets, weights, *leaves[2:], token_loss=smoothed
+        )
+    torch.testing.assert_close([again, plain], [loss.detach(), losses])
+
+
+def test_what_a_loss_of_ones_own_makes_of_ignored_tokens_goes_nowhere():
+    leaves, targets, weights = problem(300)
+    targets[targets == 0] = 1
+
+    def nan_at_zero(logits, targets):  # the value and the derivative; ignored tokens come with target 0
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        return losses + (targets == 0) / (logits.amax(1) - 1).sqrt()
+
+    found = linear_cross_entropy(*leaves[:2], targets, weights, leaves[2], token_loss=nan_at_zero)
+    expected = brute_force(*leaves, targets, weights)
+    grads, expected_grads = (torch.autograd.grad(x[0], leaves) for x in (found, expected))
+    torch.testing.assert_close([*found[:2], *grads], [*expected[:2], *expected_grads])
+
+
+def test_a_loss_of_ones_own_must_give_one_loss_per_token():
+    leaves, targets, weights = problem(9)
+    with pytest.raises(ValueError, match=r"token_loss: gave \[\] for \[9\] targets"):
+        linear_cross_entropy(*leaves[:2], targets, weights, token_loss=F.cross_entropy)
+
+
 class Operations(TorchDispatchMode):
     """Their names, and the number of elements of the largest tensor that any of them returns."""
 
@@ -161,21 +221,23 @@ class Operations(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("token_loss", [None, smoothed])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_the_logits_of_all_rows_never_exist(precision):
-    model = CausalLMLoss(small_model("gpt2", **(GPT2 | {"vocab_size": 1000})))
+def test_the_logits_of_all_rows_never_exist(precision, token_loss):
+    model = CausalLMLoss(small_model("gpt2", **(GPT2 | {"vocab_size": 1000})), token_loss)
     input_ids = torch.randint(1000, (64, T))
     with Operations() as seen, torch.autocast("cpu", precision, enabled=precision != torch.float32):
-        model(input_ids)[0].backward()
+        model({"input_ids": input_ids})[0].backward()
     assert seen.size <= chunk_rows("cpu", 1000) * 1024 < 64 * (T - 1) * 1000 / 5
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_a_step_never_waits_for_the_device_and_attends_causally_without_a_mask(model_type):
+    trust_row_positions()
     model = CausalLMLoss(small_model(model_type))
-    input_ids = torch.randint(V, (2, T))
+    batch = {"input_ids": torch.randint(V, (2, T)), "row": torch.arange(2)}
     with Operations() as seen:
-        model(input_ids)[0].backward()
+        model(batch)[0].backward()
     assert not [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
 
     attentions = []
@@ -185,7 +247,7 @@ def test_a_step_never_waits_for_the_device_and_attends_causally_without_a_mask(m
         return graph
 
     torch._dynamo.reset()
-    torch.compile(model, backend=record)(input_ids)
+    torch.compile(model, backend=record)(batch)
     assert len(attentions) == 2 and all(a["is_causal"] and a["attn_mask"] is None for a in attentions)
 
 
@@ -198,11 +260,13 @@ def test_on_a_gpu_a_whole_step_waits_for_nothing(tmp_path):
     model.lm.tie_weights()
     model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
     guard = UpdateGuard(accelerator, optimizer)
-    rows = Rows(PackedRows(tmp_path / "rows.npy"), None, 1.0, 64)
-    loader, _ = training_loader(accelerator, rows, 8, seed=0, start=0, stop=64)
+    trust_row_positions()
+    recipe = SimpleNamespace(per_device_train_batch_size=8, seed=0)
+    data = Data(recipe, accelerator, None, PackedRows(tmp_path / "rows.npy"), {})
+    steps = SimpleNamespace(micro_batches=lambda step: 1, rows_before=lambda step: 8 * step, last=8)
     try:
-        for step, batch in enumerate(loader):
-            loss, _ = model(batch["input_ids"])
+        for step, (batch,) in enumerate(data.batches(steps, 0)):
+            loss, _ = model(batch)
             accelerator.backward(loss)
             guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
@@ -220,7 +284,7 @@ def test_keytoken_loss_equals_the_formula_value_and_gradient(model_type, alpha):
     model = CausalLMLoss(lm)
     input_ids, keytokens = torch.randint(40, (5, T)), [3, 7, 11]
     row_weights = keytoken_row_weights(input_ids, keytoken_table(keytokens, V), alpha)
-    loss, row_losses = model(input_ids, row_weights)
+    loss, row_losses = model({"input_ids": input_ids}, row_weights)
     loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
 
@@ -246,10 +310,181 @@ def test_a_head_with_scaled_or_capped_logits_is_noticed_and_used_whole(model_typ
     with pytest.warns(UserWarning, match="computed from all the logits"):
         model = CausalLMLoss(small_model(model_type))
     input_ids = torch.randint(V, (3, T))
-    loss, row_losses = model(input_ids, torch.ones(3))
+    loss, row_losses = model({"input_ids": input_ids}, torch.ones(3))
     assert not model.splits_head
     torch.testing.assert_close(loss, model.lm(input_ids, labels=input_ids).loss)
     torch.testing.assert_close(loss, row_losses.mean())
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "cohere"])
+@pytest.mark.filterwarnings("ignore:.*computed from all the logits")
+def test_a_causal_model_trains_a_loss_of_ones_own_and_is_evaluated_by_cross_entropy(model_type):
+    lm = small_model(model_type).double()
+    model, plain = CausalLMLoss(lm, smoothed), CausalLMLoss(lm)
+    model.splits_head = plain.splits_head = model_type != "cohere"  # which is in float32 inside
+    batch, row_weights = {"input_ids": torch.randint(V, (5, T))}, torch.rand(5).double()
+    loss, row_losses = model(batch, row_weights)
+    loss.backward()
+    found = gradients(lm)
+    lm.zero_grad()
+    logits, targets = lm(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
+    own = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1).view(5, -1).mean(1)
+    expected = (row_weights * (own + 1e-2 * logits.logsumexp(1).square().view(5, -1).mean(1))).mean()
+    expected.backward()
+    close = {"rtol": 1e-5, "atol": 1e-6} if model_type == "cohere" else {"rtol": 1e-8, "atol": 1e-12}
+    torch.testing.assert_close([loss.double(), found], [expected, gradients(lm)], **close)
+    assert torch.equal(row_losses, plain(batch)[1])
+    assert all(map(torch.equal, model.eval()(batch, row_weights), plain(batch, row_weights)))
+
+
+@pytest.mark.parametrize("name", ["roberta", "distilbert"])
+@pytest.mark.filterwarnings("ignore:.*computed from all the logits")
+def test_a_masked_model_trains_a_loss_of_ones_own_and_is_evaluated_by_cross_entropy(name):
+    settings = SMALL | {"pad_token_id": 1}
+    if name == "distilbert":
+        settings = {"vocab_size": V, "dim": D, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
+    lm = small_model(name, AutoModelForMaskedLM, **settings)
+    model, plain = MaskedLMLoss(lm, smoothed), MaskedLMLoss(lm)
+    assert model.splits_head == (name == "roberta")
+    batch = without(masked_batch(), "attention_mask", "token_type_ids", "next_sentence_label")
+    sums = model(batch)
+    sums["mlm_loss_sum"].backward()
+    found = gradients(lm)
+    lm.zero_grad()
+    labels = full_labels(batch)
+    predicted = labels != -100
+    logits = lm(batch["input_ids"]).logits[predicted]
+    expected = F.cross_entropy(logits, labels[predicted], reduction="sum", label_smoothing=0.1)
+    expected = expected + 1e-2 * logits.logsumexp(1).square().sum()
+    expected.backward()
+    torch.testing.assert_close(sums["mlm_loss_sum"], expected, rtol=1e-5, atol=0)
+    largest = max(grad.abs().max().item() for grad in found.values())
+    torch.testing.assert_close(found, gradients(lm), rtol=1e-5, atol=1e-6 * largest)
+    evaluated = plain(batch)
+    assert sums["mlm_correct"] == evaluated["mlm_correct"] and sums["mlm_tokens"] == predicted.sum()
+    torch.testing.assert_close(model.eval()(batch), evaluated, rtol=0, atol=0)
+
+
+def test_under_autocast_a_loss_of_ones_own_sees_float32_and_is_as_exact():
+    leaves, targets, weights = problem(700, torch.float32)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear_cross_entropy(*leaves[:2], targets, weights, leaves[2], token_loss=smoothed)
+    expected = linear_cross_entropy(*exact[:2], targets, weights.double(), exact[2], token_loss=smoothed)
+    for ours, true in zip(
+        torch.autograd.grad(found[0], leaves), torch.autograd.grad(expected[0], exact), strict=True
+    ):
+        assert ours.dtype == torch.float32 and relative_error(ours, true) < 1e-2
+    assert relative_error(found[1], expected[1]) < 1e-2
+
+
+@pytest.fixture(params=[False, True], ids=["", "trusted"])
+def trusted(request, monkeypatch):
+    """transformers as it is, or after trust_row_positions(), called twice."""
+    found = masking_utils.find_packed_sequence_indices
+    own = getattr(found, "of_transformers", found)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", own)
+    if request.param:
+        trust_row_positions()
+        trust_row_positions()
+        assert masking_utils.find_packed_sequence_indices.of_transformers is own
+    torch._dynamo.reset()
+    return request.param
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type, split, compiled, trusted):
+    lm = small_model(model_type).double()
+    model = CausalLMLoss(lm)
+    model.splits_head = split
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    input_ids, lengths = torch.randint(V, (3, T)), [[T], [5, 19], [1, 8, 15]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+    def one_by_one(rows):
+        logits = [torch.cat([lm(part[None]).logits[0] for part in ids.split(row)])[:-1] for ids, row in rows]
+        return torch.stack([F.cross_entropy(x, ids[1:]) for x, (ids, _) in zip(logits, rows, strict=True)])
+
+    close = {"rtol": 1e-9, "atol": 0} if split else {"rtol": 1e-6, "atol": 0}  # whole logits become float32
+    apart = one_by_one(list(zip(input_ids, lengths, strict=True)))
+    whole = one_by_one([(ids, [T]) for ids in input_ids])
+    assert not torch.isclose(apart, whole)[1:].any()
+    for _ in range(2):  # either kind of batch leaves no trace for the other
+        separate = {"input_ids": input_ids, "position_ids": positions}
+        found = call(separate)[1], call({"input_ids": input_ids})[1]
+        torch.testing.assert_close(torch.stack(found).double(), torch.stack([apart, whole]).detach(), **close)
+        logits = lm(**separate, use_cache=False).logits  # another caller
+        losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), input_ids[:, 1:], reduction="none")
+        torch.testing.assert_close(losses.mean(1), apart)
+
+
+def test_a_forward_that_fails_leaves_transformers_as_it_was(monkeypatch, trusted):
+    lm = small_model("gpt2")
+    model = CausalLMLoss(lm)
+    input_ids, positions = torch.randint(V, (1, T)), torch.arange(T)[None] % 8
+    expected = lm(input_ids=input_ids, position_ids=positions).logits
+    with pytest.raises(IndexError):
+        model({"input_ids": torch.full((1, T), V)})
+    assert torch.equal(lm(input_ids=input_ids, position_ids=positions).logits, expected)
+
+
+def test_importing_the_losses_changes_nothing_of_transformers():
+    code = (
+        "from transformers import masking_utils; before = masking_utils.find_packed_sequence_indices; "
+        "import utils.learning.losses; assert masking_utils.find_packed_sequence_indices is before"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=True)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_an_attention_mask_reaches_the_model(split):
+    lm = small_model("llama")
+    model = CausalLMLoss(lm)
+    model.splits_head = split
+    input_ids, mask = torch.randint(V, (2, T)), (torch.arange(T) >= torch.tensor([[0], [6]])).long()
+    logits = lm(input_ids=input_ids, attention_mask=mask).logits[:, :-1]
+    expected = F.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:], reduction="none").mean(1)
+    found = model({"input_ids": input_ids, "attention_mask": mask})[1]
+    torch.testing.assert_close(found, expected)
+    assert not torch.isclose(found, model({"input_ids": input_ids})[1])[1]
+
+
+class WithLateBias(GPT2LMHeadModel):
+    """New, it does what GPT-2 does: the parameters of its own change nothing yet."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.late = torch.nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits + self.late
+        return out
+
+
+def test_a_part_of_the_head_that_does_nothing_yet_is_noticed_and_trained():
+    lm = WithLateBias(AutoConfig.for_model("gpt2", **GPT2))
+    before, random = copy.deepcopy(lm.state_dict()), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="computed from all the logits"):
+        model = CausalLMLoss(lm)
+    assert torch.equal(torch.get_rng_state(), random) and lm.training
+    assert all(torch.equal(value, before[name]) for name, value in lm.state_dict().items())
+    model({"input_ids": torch.randint(V, (2, T))})[0].backward()
+    assert lm.late.grad.abs().sum() > 0
+
+
+def test_the_trial_of_the_head_leaves_its_weights_bit_for_bit():
+    for model_type, auto in (("llama", AutoModelForCausalLM), ("esm", AutoModelForMaskedLM)):
+        special = {"num_key_value_heads": 2}
+        if model_type == "esm":
+            special = {"pad_token_id": 1, "mask_token_id": 4}
+        lm = auto.from_config(AutoConfig.for_model(model_type, **(SMALL | special)))
+        before = copy.deepcopy(lm.state_dict())
+        model = (CausalLMLoss if model_type == "llama" else MaskedLMLoss)(lm)
+        assert model.splits_head
+        assert all(torch.equal(value, before[name]) for name, value in lm.state_dict().items())
 
 
 MASKED = {
@@ -257,6 +492,7 @@ MASKED = {
     "bert": ("bert", AutoModelForMaskedLM, {"pad_token_id": 0}),
     "modernbert": ("modernbert", AutoModelForMaskedLM, {"pad_token_id": 0, "local_attention": 8}),
     "bert-nsp": ("bert", AutoModelForPreTraining, {"pad_token_id": 0}),
+    "esm": ("esm", AutoModelForMaskedLM, {"pad_token_id": 1, "mask_token_id": 4}),  # a bias beside its head
 }
 
 
@@ -267,34 +503,50 @@ def masked_batch(rows=6, slots=5):
     positions = torch.stack([torch.randperm(12)[:slots].sort().values for _ in range(rows)])
     labels = torch.randint(5, V, (rows, slots))
     labels[torch.arange(slots) >= torch.randint(1, slots + 1, (rows, 1))] = -100  # unequal numbers per row
-    types = (torch.arange(T) > 9).long().repeat(rows, 1)
-    return input_ids, attention_mask, types, positions, labels, torch.randint(2, (rows,))
+    return {
+        "input_ids": input_ids, "attention_mask": attention_mask,
+        "token_type_ids": (torch.arange(T) > 9).long().repeat(rows, 1), "slots": positions,
+        "slot_labels": labels, "next_sentence_label": torch.randint(2, (rows,)), "row": torch.arange(rows),
+    }  # fmt: skip
+
+
+def without(batch, *names):
+    return {name: value for name, value in batch.items() if name not in names}
+
+
+def gradients(lm):
+    return {name: p.grad.clone() for name, p in lm.named_parameters() if p.grad is not None}
+
+
+def full_labels(batch):
+    """[B, T], as transformers takes them."""
+    return torch.full_like(batch["input_ids"], -100).scatter(1, batch["slots"], batch["slot_labels"])
 
 
 @pytest.mark.parametrize("name", MASKED)
 def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     model_type, auto, special = MASKED[name]
     lm = small_model(model_type, auto, **(SMALL | special | {"type_vocab_size": 2}))
-    takes_types = model_type != "modernbert"
     model = MaskedLMLoss(lm)
-    input_ids, attention_mask, types, slots, slot_labels, next_sentence = masked_batch()
-    nsp = next_sentence if name == "bert-nsp" else None
-    sums = model(input_ids, attention_mask, types if takes_types else None, slots, slot_labels, nsp)
+    batch = masked_batch()
+    if model_type in ("modernbert", "esm"):
+        batch = without(batch, "token_type_ids")
+    if name != "bert-nsp":
+        batch = without(batch, "next_sentence_label")
+    nsp = batch.get("next_sentence_label")
+    sums = model(batch)
     loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
     if nsp is not None:
         loss = loss + sums["nsp_loss_sum"] / sums["nsp_rows"]
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
-
+    found = gradients(lm)
     lm.zero_grad()
-    full = torch.full_like(input_ids, -100).scatter(1, slots, slot_labels)
-    labels = {"labels": full} | ({} if nsp is None else {"next_sentence_label": nsp})
-    types = {"token_type_ids": types} if takes_types else {}
-    out = lm(input_ids=input_ids, attention_mask=attention_mask, **types, **labels)
+    full = full_labels(batch)
+    out = lm(**without(batch, "slots", "slot_labels", "row"), labels=full)
     out.loss.backward()
     assert model.splits_head
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
-    expected = {name: parameter.grad for name, parameter in lm.named_parameters()}
+    expected = gradients(lm)
     # The gradient of a key bias is zero but for rounding: hence the tolerance relative to all of them.
     largest = max(grad.abs().max().item() for grad in expected.values())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
@@ -310,11 +562,15 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
 def test_a_masked_step_never_waits_for_the_device(name):
     """Sentence pairs, which are padded, too; rows of the others are full and have no attention mask."""
     model_type, auto, special = MASKED[name]
+    trust_row_positions()
     model = MaskedLMLoss(small_model(model_type, auto, **(SMALL | special | {"type_vocab_size": 2})))
-    input_ids, attention_mask, types, slots, labels, next_sentence = masked_batch()
-    pairs = (attention_mask, types) if model_type == "bert" else (None, None)
+    batch = masked_batch()
+    if model_type != "bert":
+        batch = without(batch, "attention_mask", "token_type_ids")
+    if name != "bert-nsp":
+        batch = without(batch, "next_sentence_label")
     with Operations() as seen:
-        sums = model(input_ids, *pairs, slots, labels, next_sentence if name == "bert-nsp" else None)
+        sums = model(batch)
         (sums["mlm_loss_sum"] / sums["mlm_tokens"] + sums.get("nsp_loss_sum", 0)).backward()
     assert not [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
 
@@ -325,27 +581,40 @@ def test_a_masked_head_of_another_form_is_used_whole():
     )
     with pytest.warns(UserWarning, match="computed from all the logits"):
         model = MaskedLMLoss(lm)
-    input_ids, _, _, slots, labels, _ = masked_batch()
-    sums = model(input_ids, slots=slots, slot_labels=labels)
-    full = torch.full_like(input_ids, -100).scatter(1, slots, labels)
-    torch.testing.assert_close(sums["mlm_loss_sum"] / sums["mlm_tokens"], lm(input_ids, labels=full).loss)
+    batch = without(masked_batch(), "attention_mask", "token_type_ids", "next_sentence_label")
+    sums = model(batch)
+    expected = lm(batch["input_ids"], labels=full_labels(batch)).loss
+    torch.testing.assert_close(sums["mlm_loss_sum"] / sums["mlm_tokens"], expected)
 
 
-def value_and_gradients(model, lm, *inputs):
+def value_and_gradients(model, lm, input_ids, *weights):
     lm.zero_grad()
-    loss = model(*inputs)[0]
+    loss = model({"input_ids": input_ids, "position": torch.arange(len(input_ids))}, *weights)[0]
     loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+    return loss.detach(), gradients(lm)
 
 
+def test_steps_under_compile_are_one_graph_that_is_made_once():
+    trust_row_positions()
+    model = CausalLMLoss(small_model("gpt2"))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled({"input_ids": torch.randint(V, (2, T)), "row": torch.arange(2)}, torch.rand(2))[0].backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(3):
+            batch = {"input_ids": torch.randint(V, (2, T)), "row": torch.arange(2) + step}
+            compiled(batch, torch.rand(2))[0].backward()
+
+
+@pytest.mark.parametrize("token_loss", [None, smoothed])
 @pytest.mark.parametrize("regional", [True, False])
-def test_compile_changes_neither_value_nor_gradient_nor_names(regional):
+def test_compile_changes_neither_value_nor_gradient_nor_names(regional, token_loss):
     """The backend traces and differentiates as inductor's front half does, without the C++ compiler."""
     from accelerate.utils import compile_regions
 
     lm = small_model("gpt2")
     use_one_kernel_gelu(lm)
-    model = CausalLMLoss(lm)
+    model = CausalLMLoss(lm, token_loss)
     names = set(model.state_dict())
     assert names == {"lm." + name for name in lm.state_dict()}  # the loss adds nothing to what is saved
     inputs = torch.randint(V, (16, T)), torch.rand(16)
@@ -355,11 +624,11 @@ def test_compile_changes_neither_value_nor_gradient_nor_names(regional):
         compiled = compile_regions(model, backend="aot_eager")
         assert type(compiled.chunk_softmax).__name__ == "OptimizedModule"
     else:
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=token_loss is None)
     torch.testing.assert_close(value_and_gradients(compiled, lm, *inputs), expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "ddp smoothed", "fsdp2 smoothed"])
 def test_two_processes_give_the_gradient_of_one(wrapper):
     command = [
         sys.executable,
@@ -384,8 +653,10 @@ def two_process_worker(wrapper):
 
     dist.init_process_group("gloo")
     lm = small_model("gpt2")
-    expected_model = CausalLMLoss(copy.deepcopy(lm))
-    model = CausalLMLoss(lm)
+    token_loss = smoothed if "smoothed" in wrapper else None
+    wrapper = wrapper.split()[0]
+    expected_model = CausalLMLoss(copy.deepcopy(lm), token_loss)
+    model = CausalLMLoss(lm, token_loss)
     torch.manual_seed(0)
     input_ids, weights = torch.randint(V, (32, T)), torch.rand(32)
     _, expected = value_and_gradients(expected_model, expected_model.lm, input_ids, weights)
@@ -397,7 +668,7 @@ def two_process_worker(wrapper):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     mine = slice(16 * dist.get_rank(), 16 * dist.get_rank() + 16)
-    loss, _ = model(input_ids[mine], weights[mine])
+    loss, _ = model({"input_ids": input_ids[mine], "row": torch.arange(16)}, weights[mine])
     loss.backward()
     for name, parameter in lm.named_parameters():
         grad = parameter.grad.full_tensor() if wrapper == "fsdp2" else parameter.grad

@@ -24,8 +24,16 @@ def make_batch(rows, epoch=0, T=126, seed=0):
     """Rows of random tokens, about 6 % of them special: the row's content depends on its number alone."""
     ids = np.stack([np.random.default_rng([seed, abs(r)]).integers(0, V, T) for r in rows])
     ids[:, ::20] = 2                                                         # </s> between documents
-    return {"input_ids": torch.from_numpy(ids), "row": torch.tensor(rows),
-            "epoch": torch.full((len(rows),), epoch)}
+    return {"input_ids": torch.from_numpy(ids), "position": torch.tensor(rows) + epoch * 100,
+            "epoch": torch.full((len(rows),), epoch), "row": torch.tensor(rows)}
+
+
+def assert_same(a: dict, b: dict):
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def predicted_slots(batch: dict, row: int) -> set[int]:
+    return set(batch["slots"][row][batch["slot_labels"][row] != -100].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +136,56 @@ def test_pairs_keep_their_form_and_padding_is_never_masked(tokenizer):
     assert (out["slots"][1][out["slot_labels"][1] != -100] < 40).all()
     for name in ("attention_mask", "token_type_ids", "next_sentence_label"):
         assert torch.equal(out[name], batch[name])
+
+
+def test_the_rate_may_depend_on_the_position(tokenizer):
+    batch = make_batch(list(range(64)))
+    constant = MaskTokens(tokenizer, 0.15, seed=3)(batch)
+    function = MaskTokens(tokenizer, lambda positions: np.full(len(positions), 0.15), seed=3, most=0.15)
+    assert_same(function(batch), constant)
+    assert all(torch.equal(constant[name], batch[name]) for name in ("position", "epoch", "row"))
+    assert batch["input_ids"].shape == (64, 126) and "slots" not in batch, "what was given is left as it was"
+
+    halves = MaskTokens(tokenizer, lambda positions: np.where(positions < 32, 0.4, 0.1), 3, most=0.4)
+    out = halves(batch)
+    assert out["slots"].shape == (64, 51)  # ceil(0.4 * 126), the same for every batch
+    eligible = (~torch.isin(batch["input_ids"], torch.tensor(special_ids(tokenizer)))).sum(1)
+    counts = (out["slot_labels"] != -100).sum(1)
+    rate = torch.tensor([0.4] * 32 + [0.1] * 32)
+    assert ((counts - rate * eligible).abs() < 1).all()
+    # The same rows at other positions: the tokens that are chosen first are the same ones.
+    later = halves(batch | {"position": batch["position"] + 32})
+    for row in range(32):
+        assert predicted_slots(later, row) < predicted_slots(out, row)
+    padding = make_batch([-1, -1])
+    assert (halves(padding | {"position": torch.tensor([-1, -1])})["slot_labels"] == -100).all()
+
+
+def test_a_rate_above_the_largest_one_is_refused(tokenizer):
+    for rate, most in ((0.3, 0.2), (-0.1, 0.2), (float("nan"), 0.2)):
+        with pytest.raises(ValueError, match="must lie between 0 and most"):
+            MaskTokens(tokenizer, lambda positions, rate=rate: rate, most=most)(make_batch([0]))
+    with pytest.raises(ValueError, match="mlm_probability"):
+        MaskTokens(tokenizer, lambda positions: 0.15)
+
+
+class WholeWords(MaskTokens):
+    """Words are runs of four tokens: all of a word have the draw of its first one."""
+
+    def order(self, ids, draws):
+        return np.repeat(draws[:, ::4], 4, axis=1)[:, : ids.shape[1]]
+
+
+def test_a_subclass_may_mask_whole_words(tokenizer):
+    batch = make_batch(list(range(64)))
+    whole, single = (kind(tokenizer, 0.15, seed=3)(batch) for kind in (WholeWords, MaskTokens))
+    assert torch.equal((whole["slot_labels"] != -100).sum(1), (single["slot_labels"] != -100).sum(1))
+    special = torch.isin(batch["input_ids"], torch.tensor(special_ids(tokenizer)))
+    for row in range(64):
+        chosen = {slot - 1 for slot in predicted_slots(whole, row)}
+        words = {slot // 4 for slot in chosen}
+        complete = [{t for t in range(4 * w, min(4 * w + 4, 126)) if not special[row, t]} for w in words]
+        assert sum(not tokens <= chosen for tokens in complete) <= 1, "only the last word may be cut"
 
 
 def test_no_masks_without_the_tokens_for_it():

@@ -21,9 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tests.runs import PROJECT
-from utils.display import metrics
-from utils.display.metrics import MetricsLog, Throughput, flops_per_token, peak_flops, read_metrics, read_run
-from utils.display.progress import duration, quiet_libraries, summarize
+from utils.display import throughput
+from utils.display.metrics import MetricsLog, by_set, read_metrics, read_run
+from utils.display.progress import duration, quiet_libraries, readable, summarize
+from utils.display.throughput import Throughput, flops_per_token, peak_flops
+from utils.display.trackers import check_trackers, log_to_trackers, start_trackers
 
 
 def python(code, *arguments, capture_output=True, **options):
@@ -112,6 +114,25 @@ print(log.offset)
     assert int(result.stdout) == (tmp_path / "metrics.jsonl").stat().st_size
 
 
+@pytest.mark.parametrize("last", [b"\0\0\0", b"not json", b"[1]", b"", b'{"loss": 1}', b'{"step": "x"}'])
+def test_a_last_line_of_garbage_does_not_end_the_run(tmp_path, last):
+    """Whole lines, but not ours, after a power cut or an editor: the step comes from the line before."""
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n' + last + b"\n")
+    log = MetricsLog(tmp_path)
+    log.write({"step": 8})
+    assert read_run(tmp_path)["resumes"] == [7]
+    assert read_metrics(tmp_path)[0] == {"step": 7} and read_metrics(tmp_path)[-1] == {"step": 8}
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
+    MetricsLog(tmp_path)
+
+
+def test_values_of_several_evaluation_sets_are_found_by_name():
+    record = {"step": 1, "loss/eval/a": 2.0, "loss/eval/b": 3.0, "perplexity/a": 7.4, "loss/mlm/a": 1.0}
+    assert by_set(record, "loss/eval") == {"a": 2.0, "b": 3.0} and by_set(record, "perplexity") == {"a": 7.4}
+    assert by_set({"loss/eval": 2.0, "loss/nsp": 1.0}, "loss/eval") == {"": 2.0}
+    assert by_set({"loss/train": 2.0}, "loss/eval") == {}
+
+
 def test_read_metrics_skips_what_is_not_a_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n[1]\n\xff\xfe\n{"step": 2}\n{"ste')
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
@@ -122,12 +143,22 @@ def test_read_metrics_skips_what_is_not_a_line(tmp_path):
 def clock(monkeypatch):
     """A clock that moves when told."""
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: now[0])
     return now
 
 
+class Constant:
+    """Steps of `tokens` tokens each."""
+
+    def __init__(self, last, tokens):
+        self.last, self.tokens = last, tokens
+
+    def tokens_before(self, step):
+        return step * self.tokens
+
+
 def test_tokens_per_second_leave_evaluation_out_and_mfu_is_flops_over_peak(clock):
-    meter = Throughput(100, 1000, flops_per_token=6e6, peak=1e10, seconds=50)
+    meter = Throughput(Constant(100, 1000), flops_per_token=6e6, peak=1e10, seconds=50)
     clock[0] += 4.0  # ten steps
     with meter.aside("evaluation"):
         clock[0] += 16.0
@@ -140,7 +171,7 @@ def test_tokens_per_second_leave_evaluation_out_and_mfu_is_flops_over_peak(clock
 
 
 def test_mfu_is_null_for_a_device_of_unknown_peak(clock):
-    meter = Throughput(100, 1000, flops_per_token=6e6, peak=peak_flops("cpu"))
+    meter = Throughput(Constant(100, 1000), flops_per_token=6e6, peak=peak_flops("cpu"))
     clock[0] += 1
     assert meter.measure(1)["mfu"] is None
 
@@ -148,7 +179,7 @@ def test_mfu_is_null_for_a_device_of_unknown_peak(clock):
 def test_time_left_is_what_the_rest_of_the_run_takes(clock):
     """A run of 95 steps of 2 s with an evaluation of 7 s each 20 and a save of 3 s each 50 and at the end,
     resumed at step 10: from the first of each on, the time left at a step is what then passes."""
-    meter = Throughput(95, 1, step=10, every={"evaluation": 20, "save": 50})
+    meter = Throughput(Constant(95, 1), step=10, every={"evaluation": 20, "save": 50})
     left = {}
     assert meter.eta is None
     for step in range(11, 96):
@@ -166,6 +197,23 @@ def test_time_left_is_what_the_rest_of_the_run_takes(clock):
     for step in range(50, 95, 5):
         eta, at = left[step]
         assert eta == pytest.approx(clock[0] - at), step
+
+
+def test_a_growing_batch_is_measured_and_foretold_by_its_tokens(clock):
+    """Step s takes s + 1 seconds for as many thousand tokens: the rate stays, the time left is exact."""
+
+    class Growing:
+        last = 20
+
+        def tokens_before(self, step):
+            return 1000 * step * (step + 1) // 2
+
+    meter = Throughput(Growing(), step=4)
+    for step in range(5, 21):
+        clock[0] += step
+        if step % 4 == 0:
+            assert meter.measure(step)["tokens_per_second"] == 1000
+            assert meter.eta == pytest.approx(sum(range(step + 1, 21)))
 
 
 @pytest.mark.parametrize("name, tflops", [
@@ -241,17 +289,17 @@ def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
     GradientState._reset_state()
     tracker = ListTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
-    metrics.start_trackers(accelerator, "project", tmp_path, {"seed": 1, "prompts": ["a"], "name": None})
+    start_trackers(accelerator, "project", tmp_path, {"seed": 1, "prompts": ["a"], "name": None})
     record = {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"}
-    metrics.log_to_trackers(accelerator, record)
+    log_to_trackers(accelerator, record)
     assert tracker.settings == {"seed": 1, "prompts": "['a']", "name": "None"}
     assert tracker.logged == [(7, {"loss/train": 2.5})]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():
-    assert metrics.check_trackers("none") == []
+    assert check_trackers("none") == []
     with pytest.raises(ValueError, match="report_to.*nothere.*pip install nothere"):
-        metrics.check_trackers("nothere")
+        check_trackers("nothere")
 
 
 RUN = """
@@ -264,6 +312,7 @@ for step in range(1, 41):
         progress.update(step, {"loss/train": 1 / step, "tokens_per_second": 12345.6, "mfu": None}, 3700, "ok")
 for _ in bar(range(3), "evaluating"):
     pass
+progress.update(40, {"loss/eval/a": 0.25, "loss/eval/b": None, "perplexity/a": 1.284, "perplexity/b": 6e4})
 progress.update(40, {"loss/eval": 0.5, "perplexity": 1.6487})
 progress.write("a completion")
 progress.close()
@@ -275,8 +324,9 @@ def test_without_a_terminal_there_is_a_plain_line_per_log_interval():
     assert result.stderr == ""
     lines = result.stdout.splitlines()
     assert lines[0] == "step 10/40  loss 0.1000  tok/s 12,346  left 1 h 1 min  hub ok"
-    assert lines[4:] == ["step 40/40  eval loss 0.5000  perplexity 1.65", "a completion"]
-    assert len(lines) == 6 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
+    assert lines[4] == "step 40/40  eval loss a 0.2500, b -  perplexity a 1.28, b 60,000.00"
+    assert lines[5:] == ["step 40/40  eval loss 0.5000  perplexity 1.65", "a completion"]
+    assert len(lines) == 7 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
 
 
 def test_on_a_terminal_there_is_one_bar_with_the_numbers():
@@ -332,6 +382,14 @@ def test_the_summary_is_printed_and_kept(tmp_path):
     kept = json.loads((tmp_path / "summary.json").read_text())
     assert kept["title"] == "gpt2 on code" and kept["tokens"] == 2457600 and kept["loss/eval"] == 2.34567
     assert kept["next"] == {"generate": "python -m utils.generate runs/clm"}
+
+
+@pytest.mark.parametrize("value, text", [
+    (0.33333, "0.3333"), (12.18, "12.18"), (999.96, "1,000"), (65023.6, "65,024"), (4000, "4,000"),
+    (1e9, "1,000,000,000"), (True, "True"), ("runs/clm", "runs/clm"),
+])  # fmt: skip
+def test_numbers_are_written_as_people_write_them(value, text):
+    assert readable(value) == text
 
 
 @pytest.mark.parametrize("seconds, text", [

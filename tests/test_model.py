@@ -27,7 +27,7 @@ def tokenizer(words=50, eos="[EOS]", pad="[PAD]", **roles):
 
 
 def test_a_causal_model_takes_vocabulary_ids_and_positions_from_the_tokenizer_and_block_size():
-    model = build_model("causal", "gpt2", GPT2 + ",resid_pdrop=0", None, tokenizer(), block_size=24)
+    model = build_model("causal", "gpt2", GPT2 + ",resid_pdrop=0", None, 24, tokenizer())
     config = model.config
     assert (config.n_layer, config.n_embd, config.resid_pdrop) == (2, 32, 0.0)
     assert (config.vocab_size, config.n_positions, config.eos_token_id, config.bos_token_id) == (
@@ -43,7 +43,7 @@ def test_a_causal_model_takes_vocabulary_ids_and_positions_from_the_tokenizer_an
 
 def test_end_of_text_as_padding_still_learns_its_embedding():
     """A pad id in the configuration would freeze that row of the embedding (nn.Embedding's padding_idx)."""
-    model = build_model("causal", "llama", BERT + ",num_key_value_heads=2", None, tokenizer(pad="[EOS]"), 8)
+    model = build_model("causal", "llama", BERT + ",num_key_value_heads=2", None, 8, tokenizer(pad="[EOS]"))
     model(torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
     assert model.config.pad_token_id is None and model.config.eos_token_id == 1
     assert model.model.embed_tokens.weight.grad[1].abs().sum() > 0
@@ -51,7 +51,7 @@ def test_end_of_text_as_padding_still_learns_its_embedding():
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta"])
 def test_an_encoder_as_causal_model_does_not_see_the_next_token(model_type):
-    model = build_model("causal", model_type, BERT, None, tokenizer(), 8).eval()
+    model = build_model("causal", model_type, BERT, None, 8, tokenizer()).eval()
     ids = torch.arange(8)[None] + 10
     before, after = model(ids).logits, model(torch.cat([ids[:, :-1], ids[:, :1]], 1)).logits
     assert torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before[:, -1], after[:, -1])
@@ -60,13 +60,34 @@ def test_an_encoder_as_causal_model_does_not_see_the_next_token(model_type):
 @pytest.mark.parametrize("kind", ["masked", "pretraining"])
 def test_masked_models_have_a_position_for_every_token_of_a_full_row(kind):
     model_type = "roberta" if kind == "masked" else "bert"
-    model = build_model(kind, model_type, BERT, None, tokenizer(), block_size=16).eval()
+    model = build_model(kind, model_type, BERT, None, 16, tokenizer()).eval()
     assert model.config.max_position_embeddings == (16 + 2 + 1 if model_type == "roberta" else 16)
     assert model.config.pad_token_id == 2 and model.config.type_vocab_size == 2
     ids = torch.full((1, 16), 9)
     assert model(ids, token_type_ids=torch.ones_like(ids)).hidden_states is None  # the last position exists
     with pytest.raises(Exception, match="size|range"):
         model(torch.full((1, 17), 9))
+
+
+TINY = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64"
+AFTER_PAD = (
+    "camembert data2vec-text esm longformer mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl "
+    "ibert luke xmod"
+)
+
+
+@pytest.mark.parametrize("model_type", [*AFTER_PAD.split(), "bert", "modernbert", "electra", "albert"])
+def test_models_that_number_positions_after_the_padding_have_so_many_more(model_type):
+    """A full row has a position for each token, whatever the architecture does with the pad id."""
+    pad = tokenizer(pad="[EOS]")  # 1, as MPNet has it fixed
+    overrides = TINY + (",embedding_size=32" if model_type in ("electra", "albert") else "")
+    overrides += ",attention_window=8" if model_type == "longformer" else ""
+    model = build_model("masked", model_type, overrides, None, 16, pad).eval()
+    more = 2 if model_type in AFTER_PAD.split() else 0
+    assert model.config.max_position_embeddings == 16 + more
+    if model_type == "xmod":
+        model.set_default_language("en_XX")
+    model(torch.full((1, 16), 9))
 
 
 def test_the_one_kernel_gelu_computes_and_saves_the_same(tmp_path):
@@ -86,17 +107,17 @@ def test_the_one_kernel_gelu_computes_and_saves_the_same(tmp_path):
 
 
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):
-    saved = build_model("causal", "gpt2", GPT2, None, tokenizer(), 24).to(torch.bfloat16)
+    saved = build_model("causal", "gpt2", GPT2, None, 24, tokenizer()).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
-    model = build_model("causal", "gpt2", "", str(tmp_path), tokenizer(), 16)
-    assert model.config.n_positions == 24
+    model = build_model("causal", "gpt2", "", str(tmp_path), 16, tokenizer())
+    assert model.config.n_positions == 24 and model.training  # from_pretrained leaves dropout off
     for found, expected in zip(model.parameters(), saved.parameters(), strict=True):
         assert found.dtype == torch.float32 and torch.equal(found, expected.float())
 
 
 def test_overrides_are_typed_by_the_configuration():
     overrides = BERT + ",num_key_value_heads=1,rms_norm_eps=1e-3,tie_word_embeddings=true,head_dim=8"
-    config = build_model("causal", "llama", overrides, None, tokenizer(), 16).config
+    config = build_model("causal", "llama", overrides, None, 16, tokenizer()).config
     assert (
         config.rms_norm_eps,
         config.tie_word_embeddings,
@@ -129,11 +150,11 @@ def test_settings_that_cannot_agree_are_all_named_and_others_are_not(settings, e
     assert all(part in problem for part, problem in zip(expected, problems, strict=True)), problems
     if problems:
         with pytest.raises(ValueError, match=re.escape("\n".join(problems))):
-            build_model(*settings[:4], tokenizer(), settings[4])
+            build_model(*settings[:5], tokenizer())
 
 
 def test_weights_and_a_tokenizer_that_do_not_go_together_are_refused(tmp_path):
-    build_model("masked", "roberta", BERT, None, tokenizer(), 16).save_pretrained(tmp_path)
+    build_model("masked", "roberta", BERT, None, 16, tokenizer()).save_pretrained(tmp_path)
     problems = model_problems("masked", None, "", str(tmp_path), 32, tokenizer(words=70, pad="[EOS]"))
     assert len(problems) == 3
     assert "vocab_size 56 is smaller than the tokenizer's 76" in problems[0]

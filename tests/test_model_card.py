@@ -15,7 +15,7 @@ from transformers import (
 
 from utils.publishing.model_card import write_model_card
 
-FACTS = {
+CARD = {
     "model_name": "my: model", "parameters": 12_345, "dataset": "ada/text", "step": 100, "max_steps": 100,
     "tokens": 2_000_000, "seconds": 90.0, "hardware": "2 x cpu",
     "settings": {"learning_rate": 3e-4, "prompts": ["a\n"]},
@@ -38,8 +38,8 @@ def test_how_to_use_it_runs(tmp_path, pipeline_tag, capsys):
         model, example = RobertaForMaskedLM(RobertaConfig(**sizes)), "a <mask> b"
     model.save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
-    facts = {**FACTS, "model_type": model.config.model_type, "example": example}
-    write_model_card(tmp_path, pipeline_tag=pipeline_tag, **facts)
+    card = {**CARD, "model_type": model.config.model_type, "example": example}
+    write_model_card(tmp_path, pipeline_tag=pipeline_tag, **card)
     lines = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.S)[1]
     exec(lines, {})
     assert ("generated_text" if pipeline_tag == "text-generation" else "token_str") in capsys.readouterr().out
@@ -47,7 +47,7 @@ def test_how_to_use_it_runs(tmp_path, pipeline_tag, capsys):
 
 def test_metadata(tmp_path):
     """As the Hub's own reader finds it: finite results only, data set and base model that the Hub has."""
-    write_model_card(tmp_path, base_model="openai-community/gpt2", license="mit", **FACTS, **GPT2)
+    write_model_card(tmp_path, base_model="openai-community/gpt2", license="mit", **CARD, **GPT2)
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.license, data.library_name, data.pipeline_tag) == ("mit", "transformers", "text-generation")
     assert data.datasets == ["ada/text"] and data.base_model == "openai-community/gpt2"
@@ -58,11 +58,43 @@ def test_metadata(tmp_path):
     assert "curves.png" not in text and "has not finished" not in text and "nan" not in text
 
 
+def test_several_evaluation_sets(tmp_path):
+    """A column each in the table, and in the metadata results of data sets by their names."""
+    results = {
+        "loss/eval/wiki": 2.5, "perplexity/wiki": 12.18, "loss/eval/my books": 11.0825,
+        "perplexity/my books": 65023.6, "eval_tokens/my books": 4000, "loss/eval/new": None,
+    }  # fmt: skip
+    write_model_card(tmp_path, **{**CARD, **GPT2, "results": results})
+    card = ModelCard.load(tmp_path / "README.md")
+    found = {(r.dataset_name, r.metric_name): r.metric_value for r in card.data.eval_results}
+    assert found == {
+        ("wiki", "loss/eval"): 2.5, ("wiki", "perplexity"): 12.18,
+        ("my books", "loss/eval"): 11.0825, ("my books", "perplexity"): 65023.6,
+    }  # fmt: skip
+    assert {r.dataset_type for r in card.data.eval_results} == {"wiki", "my-books"}
+    table = re.findall(r"^\|.*", card.content, re.M)[:5]
+    assert table == [
+        "| on held-out text | wiki | my books | new |", "|---|---|---|---|",
+        "| loss/eval | 2.5 | 11.08 | - |", "| perplexity | 12.18 | 65,024 | - |",
+        "| eval_tokens | - | 4,000 | - |",
+    ]  # fmt: skip
+
+
+def test_one_evaluation_set(tmp_path):
+    results = {"loss/eval": 11.0825, "perplexity": 65023.6, "eval_tokens": 4000}
+    write_model_card(tmp_path, **{**CARD, **GPT2, "results": results})
+    table = re.findall(r"^\|.*", (tmp_path / "README.md").read_text(), re.M)[:5]
+    assert table == [
+        "| on held-out text | last evaluation |", "|---|---|", "| loss/eval | 11.08 |",
+        "| perplexity | 65,024 |", "| eval_tokens | 4,000 |",
+    ]  # fmt: skip
+
+
 def test_unfinished_run_on_local_files(tmp_path):
     """No folder reaches the metadata, as the Hub would refuse it; without results there is no model-index."""
     (tmp_path / "curves.png").touch()
     changes = {"dataset": f"{tmp_path}/text.jsonl", "step": 7, "results": {}, "base_model": str(tmp_path)}
-    write_model_card(tmp_path, repo_id="ada/model", **{**FACTS, **GPT2, **changes})
+    write_model_card(tmp_path, repo_id="ada/model", **{**CARD, **GPT2, **changes})
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.datasets is None and card.data.base_model is None and card.data.eval_results is None
     assert str(tmp_path) not in card.content.split("---")[1]

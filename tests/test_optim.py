@@ -1,8 +1,14 @@
 """Groups on real models, schedules against their formula, the guard against runs without the bad update."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -11,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
 
 from utils.learning.optim import (
+    Means,
     UpdateGuard,
     build_optimizer,
     build_schedule,
@@ -89,44 +96,56 @@ def gradients(count, bad=(), factor=math.nan):
     return all_of_them
 
 
-def train(updates, fused, outlier_factor=0.0, stop_and_resume_at=None):
-    """Weights, optimizer state, flags and guard after these updates through accelerate, clipped at 1."""
+OPTIMIZERS = {
+    "fused": lambda model: [build_optimizer(model, 0.1, 0.1)],
+    "not fused": lambda model: [torch.optim.AdamW(model.parameters(), 0.1, fused=False)],
+    "two fused": lambda model: [torch.optim.AdamW([p], 0.1, fused=True) for p in model.parameters()],
+    "muon": lambda model: [
+        torch.optim.Muon([model.weight], 0.1), torch.optim.AdamW([model.bias], 0.1, fused=True)
+    ],
+    "momentum": lambda model: [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)],
+}  # fmt: skip
+
+
+def train(updates, kind, outlier_factor=0.0, stop_and_resume_at=None, bare=False):
+    """Weights, optimizer states, flags and guard after these updates through accelerate, clipped at 1."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 5)
-    inner = build_optimizer(model, 0.1, 0.1)
-    if not fused:
-        inner = torch.optim.AdamW(inner.param_groups, fused=False)
-    optimizer = accelerator.prepare(inner)
-    guard = UpdateGuard(accelerator, optimizer, outlier_factor)
+    inner = OPTIMIZERS[kind](model)
+    optimizers = inner if bare else [accelerator.prepare(optimizer) for optimizer in inner]
+    guard = UpdateGuard(accelerator, *optimizers, outlier_factor=outlier_factor)
     flags = []
     for i, grads in enumerate(updates):
         if i == stop_and_resume_at:
             state = guard.state_dict()
-            guard = UpdateGuard(accelerator, optimizer, outlier_factor)
+            guard = UpdateGuard(accelerator, *optimizers, outlier_factor=outlier_factor)
             guard.load_state_dict(state)
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.grad = grad.clone()
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         judged = guard.judge(norm)
         assert judged.shape == () and (torch.equal(guard.norm, norm) or norm.isnan())
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if i % 7 == 6:
             flags += guard.read()
-    return list(model.parameters()), inner.state_dict()["state"], flags + guard.read(), guard
+    states = [optimizer.state_dict()["state"] for optimizer in inner]
+    return list(model.parameters()), states, flags + guard.read(), guard
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_bad_update_leaves_weights_moments_and_step_count_as_if_it_had_not_been(fused, factor):
+def test_a_bad_update_leaves_weights_moments_and_step_count_as_if_it_had_not_been(kind, factor, bare):
     bad = (0, 4, 11, 12)
-    weights, state, flags, guard = train(gradients(13, bad, factor), fused)
+    weights, state, flags, guard = train(gradients(13, bad, factor), kind, bare=bare)
     without = [grads for i, grads in enumerate(gradients(13)) if i not in bad]
-    expected_weights, expected_state, no_flags, _ = train(without, fused)
+    expected_weights, expected_state, no_flags, _ = train(without, kind, bare=bare)
     assert flags == [int(i in bad) for i in range(13)] and no_flags == [0] * 9
     assert guard.consecutive == 2
-    assert state[0]["step"] == 9
+    assert all(moments.get("step", 9) == 9 for one in state for moments in one.values())
     for found, expected in zip(weights, expected_weights, strict=True):
         assert torch.equal(found, expected)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
@@ -143,27 +162,28 @@ def test_outliers_are_skipped_after_a_warmup_also_across_save_and_load():
             mean += (norm - mean) / min(accepted, UpdateGuard.HORIZON)
         expected.append(int(outlier))
     assert [i for i, outlier in enumerate(expected) if outlier] == [30, 31, 45, 130]
-    weights, state, flags, guard = train(updates, True, outlier_factor=5.0)
+    weights, state, flags, guard = train(updates, "fused", outlier_factor=5.0)
     assert flags == expected and float(guard.mean) == pytest.approx(mean, rel=1e-5)
-    resumed = train(updates, True, outlier_factor=5.0, stop_and_resume_at=33)
+    resumed = train(updates, "fused", outlier_factor=5.0, stop_and_resume_at=33)
     assert resumed[2] == flags
     torch.testing.assert_close(resumed[:2], (weights, state), rtol=0, atol=0)
 
 
 def test_without_a_factor_only_what_is_not_finite_is_skipped():
-    assert train(gradients(40, bad=(30,), factor=1000.0), True)[2] == [0] * 40
+    assert train(gradients(40, bad=(30,), factor=1000.0), "fused")[2] == [0] * 40
 
 
+@pytest.mark.parametrize("kind", ["fused", "not fused", "momentum"])
 @pytest.mark.parametrize("outlier_factor", [0.0, 5.0])
-def test_under_a_gradient_scaler_bad_updates_are_skipped_too(outlier_factor):
+def test_under_a_gradient_scaler_bad_updates_are_skipped_too(outlier_factor, kind):
     """fp16 needs a GPU in accelerate; its optimizer and torch's scaler do the same on a CPU."""
     Accelerator(cpu=True)
 
     def run(updates):
         torch.manual_seed(0)
         model, scaler = nn.Linear(3, 5), torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer = AcceleratedOptimizer(build_optimizer(model, 0.1, 0.1), scaler=scaler)
-        guard = UpdateGuard(SimpleNamespace(scaler=scaler), optimizer, outlier_factor)
+        optimizer = AcceleratedOptimizer(*OPTIMIZERS[kind](model), scaler=scaler)
+        guard = UpdateGuard(SimpleNamespace(scaler=scaler), optimizer, outlier_factor=outlier_factor)
         for grads in updates:
             scaler.scale(torch.zeros(()))  # as accelerator.backward does; the scale is made lazily
             for parameter, grad in zip(model.parameters(), grads, strict=True):
@@ -184,25 +204,127 @@ def test_under_a_gradient_scaler_bad_updates_are_skipped_too(outlier_factor):
     torch.testing.assert_close([weights, state], [expected_weights, expected_state])
 
 
+def test_several_optimizers_are_refused_under_a_gradient_scaler():
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="fp16 is for one optimizer"):
+        UpdateGuard(SimpleNamespace(scaler=scaler), *OPTIMIZERS["muon"](nn.Linear(3, 5)))
+
+
+class Host(torch.utils._python_dispatch.TorchDispatchMode):
+    names = frozenset()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names |= {str(function)}
+        return function(*args, **(kwargs or {}))
+
+    def waited(self):
+        return any("_local_scalar_dense" in name or "is_nonzero" in name for name in self.names)
+
+
 def test_the_guard_does_not_wait_for_the_device_between_reads():
-    class Host(torch.utils._python_dispatch.TorchDispatchMode):
-        names = frozenset()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names |= {str(function)}
-            return function(*args, **(kwargs or {}))
-
     accelerator = Accelerator(cpu=True)
-    guard = UpdateGuard(accelerator, build_optimizer(nn.Linear(3, 5), 0.1, 0.1), outlier_factor=3.0)
+    fused = OPTIMIZERS["two fused"](nn.Linear(3, 5)) + OPTIMIZERS["fused"](nn.Linear(3, 5))
+    guard = UpdateGuard(accelerator, *fused, outlier_factor=3.0)
     with Host() as seen:
         for norm in torch.rand(30):
             guard.judge(norm)
-    assert not any("_local_scalar_dense" in name or "is_nonzero" in name for name in seen.names)
+    assert not seen.waited()
     assert guard.read() == [0] * 30
 
 
 def test_skipped_updates_are_told_with_their_step_and_samples():
-    assert skipped_updates([0, 1, 0, 1], step=40, rows_per_step=8) == [
+    assert skipped_updates([0, 1, 0, 1], step=40, rows_before=lambda step: 8 * step) == [
         {"step": 38, "event": "skipped_update", "positions": [296, 304]},
         {"step": 40, "event": "skipped_update", "positions": [312, 320]},
     ]
+    (first,) = skipped_updates([1], step=1, rows_before=[0, 16, 48].__getitem__)  # steps of unequal size
+    assert first["positions"] == [0, 16]
+
+
+def test_means_are_those_of_the_steps_that_were_not_skipped_bit_for_bit():
+    """Against numpy in float32, in the order in which losses come."""
+    means, generator = Means(Accelerator(cpu=True), "train", "train_plain"), torch.Generator().manual_seed(0)
+    for _ in range(2):  # reading starts anew
+        sums = np.zeros(3, dtype=np.float32)
+        for step in range(7):
+            own = np.zeros(2, dtype=np.float32)
+            for _ in range(3):
+                losses = torch.rand(2, generator=generator, requires_grad=False)
+                means.add(losses[0].requires_grad_(), losses[1])
+                own += losses.detach().numpy()
+            skipped = step in (2, 3)
+            means.close(torch.tensor(float(skipped)), micro_batches=3)
+            if not skipped:
+                sums += np.append(own / np.float32(3), np.float32(1))
+        read = means.read(grad_norm=torch.tensor(0.5))
+        weighted, plain, steps = sums.tolist()
+        assert steps == 5
+        assert read == {"loss/train": weighted / 5, "loss/train_plain": plain / 5, "grad_norm": 0.5}
+        assert list(read) == ["loss/train", "loss/train_plain", "grad_norm"]
+
+
+def test_a_skipped_nan_leaves_no_trace_and_means_of_no_step_are_none():
+    means = Means(Accelerator(cpu=True), "train_mlm", "train_nsp", total="train")
+    means.add(torch.tensor(math.nan), torch.tensor(1.0))
+    means.close(torch.tensor(1.0))
+    assert means.read() == {"loss/train": None, "loss/train_mlm": None, "loss/train_nsp": None}
+    means.add(torch.tensor(2.0), torch.tensor(1.0))
+    means.close(torch.tensor(0.0))
+    read = means.read()
+    assert read == {"loss/train": 3.0, "loss/train_mlm": 2.0, "loss/train_nsp": 1.0}
+    assert list(read) == ["loss/train", "loss/train_mlm", "loss/train_nsp"]
+
+
+def test_means_do_not_wait_for_the_device_before_they_are_read():
+    means = Means(Accelerator(cpu=True), "train")
+    with Host() as seen:
+        means.add(torch.ones(()))
+        means.close(torch.zeros(()))
+    assert not seen.waited()
+
+
+def test_means_survive_a_resume_on_any_number_of_processes():
+    """Two processes that differ save; one, two and three go on."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*command, "-m", "tests.test_optim"],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [line for line in run.stdout.splitlines() if line.startswith("means")]
+    assert len(lines) == 2 and lines[0] == lines[1]
+    saved = json.loads(lines[0].removeprefix("means"))
+    assert len(saved) == 2 and saved[0] != saved[1]
+    alone = Means(Accelerator(cpu=True), "train", "train_plain")
+    alone.load_state_dict(saved)
+    assert alone.read() == EXPECTED
+    three = []
+    for index in range(3):
+        one = Means(Accelerator(cpu=True), "train", "train_plain")
+        one.accelerator = SimpleNamespace(process_index=index, num_processes=3, device="cpu")
+        one.load_state_dict(saved)
+        three.append(one._sums)
+    assert sum(three).tolist() == [sum(column) for column in zip(*saved, strict=True)]
+
+
+EXPECTED = {"loss/train": 2.25, "loss/train_plain": 0.5}
+
+
+def two_process_worker():
+    accelerator = Accelerator(cpu=True)
+    means, again = (Means(accelerator, "train", "train_plain") for _ in range(2))
+    for step in (1.0, 2.0):  # losses 1 and 2 on one process, 2 and 4 on the other
+        means.add(torch.tensor(step * (1 + accelerator.process_index)), torch.tensor(0.5))
+        means.close(torch.tensor(0.0))
+    saved = means.state_dict()
+    again.load_state_dict(saved)
+    norm = torch.tensor(1.0 + accelerator.process_index)
+    for one in (means, again):
+        assert one.read(grad_norm=norm) == EXPECTED | {"grad_norm": 1.5}
+    print(f"means{json.dumps(saved)}\n", end="", flush=True)
+    accelerator.wait_for_everyone()
+    os._exit(0)  # gloo's destructor, holding the GIL, may join a thread that waits for the GIL
+
+
+if __name__ == "__main__":
+    two_process_worker()

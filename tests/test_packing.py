@@ -18,18 +18,18 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data import packing
+from data import cache, packing
+from data.cache import RowFile
 from data.filters import in_validation
 from data.packing import (
     PackedRows,
-    RowFile,
     RowPacker,
     prepare_rows,
     token_dtype,
     tokenize_texts,
     trained_tokenizer,
 )
-from data.sources.corpus import load_corpus
+from data.sources.corpus import Source, load_corpus
 from tests.runs import PROJECT, write_corpus
 
 T = 32
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def corpus(folder):
-    return load_corpus(str(folder / "text.jsonl"))
+    return load_corpus(Source(str(folder / "text.jsonl")))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,11 @@ def expected_stream(documents, tokenizer):
 
 
 def all_rows(rows):
-    return rows.__getitems__([(0, i) for i in range(len(rows))])["input_ids"]
+    return rows.__getitems__([(i, 0, i) for i in range(len(rows))])["input_ids"]
+
+
+def with_keywords(corpus, *keywords):
+    return replace(corpus, source=replace(corpus.source, keywords=keywords))
 
 
 def prepare(corpus, tokenizer, cache, **changes):
@@ -85,7 +89,7 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
     reasons = ("unreadable", "empty", "filtered", "duplicate", "validation", "kept")
     assert train["read"] == sum(train[reason] for reason in reasons) == 80
     ratio = sum(len(text.encode()) for text in held_out) / len(expected_stream(held_out, tokenizer))
-    assert prepared.eval_bytes_per_token == pytest.approx(ratio, rel=1e-12)
+    assert prepared.bytes_per_token("validation") == pytest.approx(ratio, rel=1e-12)
 
 
 def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):
@@ -100,7 +104,7 @@ def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_p
     texts = [document["content"] for document in corpus][:10]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepared = prepare(corpus, tokenizer, tmp_path, eval_corpus=load_corpus(str(other)))
+    prepared = prepare(corpus, tokenizer, tmp_path, eval_corpus=load_corpus(Source(str(other))))
     assert prepared.accounting["train"]["validation"] == 0
     stream = expected_stream(texts, tokenizer)
     assert all_rows(prepared.eval).flatten().tolist() == stream[: len(stream) // T * T]
@@ -146,13 +150,14 @@ def test_row_packer_carries_over_and_row_file_is_npy(tmp_path):
 def test_packed_rows_deliver_batches_padding_and_themselves_to_workers(tmp_path):
     array = np.random.default_rng(0).integers(1, 1 << 16, (100, T), dtype=np.uint16)
     np.save(tmp_path / "rows.npy", array)
-    rows = PackedRows(tmp_path / "rows.npy", max_rows=60)
-    assert len(rows) == 60 and rows.block_size == T and len(pickle.dumps(rows)) < 500
-    batch = rows.__getitems__([(0, 3), (2, -1), (1, 59)])
+    rows = PackedRows(tmp_path / "rows.npy")
+    assert len(rows) == 100 and rows.block_size == T and len(pickle.dumps(rows)) < 500
+    batch = rows.__getitems__([(7, 0, 3), (-1, 2, -1), (8, 1, 59)])
     assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].shape == (3, T)
     assert batch["row"].tolist() == [3, -1, 59] and batch["epoch"].tolist() == [0, 2, 1]
+    assert batch["position"].tolist() == [7, -1, 8]
     assert (batch["input_ids"].numpy() == np.stack([array[3], np.zeros(T), array[59]])).all()
-    keys = [(0, i) for i in range(60)]
+    keys = [(i, 0, i) for i in range(60)]
     loader = torch.utils.data.DataLoader(rows, batch_size=7, sampler=keys, collate_fn=dict, num_workers=2)
     assert (torch.cat([batch["input_ids"] for batch in loader]).numpy() == array[:60]).all()
 
@@ -180,17 +185,18 @@ def test_a_second_start_reads_nothing_and_every_setting_counts(corpus, tokenizer
     assert again.folder == first.folder and again.accounting == first.accounting
     other_tokenizer = trained_tokenizer(corpus, vocab_size=500, algorithm="bpe", model_type="gpt2",
                                         cache_dir=str(tmp_path), progress=False)
-    changes = [{"block_size": 16}, {"seed": 1}, {"validation_fraction": 0.3}, {"keywords": ["import"]},
-               {"eval_corpus": corpus}]
+    changes = [{"block_size": 16}, {"seed": 1}, {"validation_fraction": 0.3}, {"eval_corpus": corpus},
+               {"validation_fraction": None}]
     folders = {prepare(corpus, tokenizer, tmp_path, **change).folder for change in changes}
     folders |= {prepare(corpus, other_tokenizer, tmp_path).folder, first.folder}
-    assert len(folders) == len(changes) + 2
+    folders.add(prepare(with_keywords(corpus, "import"), tokenizer, tmp_path).folder)
+    assert len(folders) == len(changes) + 3
 
 
 def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
     first = prepare(corpus, tokenizer, tmp_path)
     whole = all_rows(first.train)
-    for name in ("train.npy", "preparation.json", packing.MANIFEST):
+    for name in ("train.npy", "train.npy.xxh3", "preparation.json", cache.MANIFEST):
         file = Path(first.folder, name)
         file.write_bytes(file.read_bytes()[:-9])
         assert (all_rows(prepare(corpus, tokenizer, tmp_path).train) == whole).all()
@@ -198,11 +204,11 @@ def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
 
 PREPARE = """
 import sys, time
-from data.sources.corpus import load_corpus
+from data.sources.corpus import Source, load_corpus
 from data.packing import prepare_rows
 from data.tokenizer import load_tokenizer
 source, tokenizer, cache, slow = sys.argv[1:]
-corpus = load_corpus(source)
+corpus = load_corpus(Source(source))
 rows = corpus.rows
 def slowly():
     for number, row in enumerate(rows()):
@@ -227,7 +233,7 @@ def test_of_two_processes_one_prepares_and_a_killed_one_leaves_no_trace(corpus, 
     killed.stdout.readline()
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert not any((path / packing.MANIFEST).exists() for path in tmp_path.iterdir())
+    assert not any((path / cache.MANIFEST).exists() for path in tmp_path.iterdir())
     both = [start(folder, tokenizer, tmp_path, 0.02) for _ in range(2)]
     outputs = [process.communicate(timeout=120)[0].split() for process in both]
     assert sorted(map(len, outputs)) == [1, 81]  # the other read nothing
@@ -239,7 +245,7 @@ def test_of_two_processes_one_prepares_and_a_killed_one_leaves_no_trace(corpus, 
 
 def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="keywords zzqx: none of the 80 documents"):
-        prepare(corpus, tokenizer, tmp_path, keywords=["zzqx"])
+        prepare(with_keywords(corpus, "zzqx"), tokenizer, tmp_path)
     with pytest.raises(ValueError, match="block_size 1000000: the train split"):
         prepare(corpus, tokenizer, tmp_path, block_size=1_000_000)
     with pytest.raises(ValueError, match=r"raise validation_fraction \(0\)"):
@@ -247,7 +253,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_pa
     one = tmp_path / "one.txt"
     one.write_text("only one document\n" * 500)
     with pytest.raises(ValueError, match="one document cannot be split"):
-        prepare(load_corpus(str(one)), tokenizer, tmp_path)
+        prepare(load_corpus(Source(str(one))), tokenizer, tmp_path)
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 

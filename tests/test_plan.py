@@ -29,7 +29,7 @@ def update(config, rows, block_size, accumulation, bf16, times):
     for _ in range(times):
         for _ in range(accumulation):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss, _ = model(torch.randint(config.vocab_size, (rows, block_size)))
+                loss, _ = model({"input_ids": torch.randint(config.vocab_size, (rows, block_size))})
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -86,6 +86,8 @@ def test_other_models_are_planned_by_running_them_without_data(model_type, kind)
     if kind == "causal":
         assert plan["parameters"] == AutoModelForCausalLM.from_config(config).num_parameters()
     assert plan["weights"] == 4 * plan["parameters"] and plan["optimizer"] == 8 * plan["parameters"]
+    kept = estimate(config, 4, 32, kind=kind, predicted=1.0 if kind == "causal" else 0.15, kept_bytes=1000)
+    assert kept == {**plan, "peak": plan["peak"] + 1000}
     more = estimate(config, 8, 32, kind=kind, predicted=1.0 if kind == "causal" else 0.15)
     assert more["activations"] == pytest.approx(2 * plan["activations"], rel=0.05)
 
@@ -117,7 +119,8 @@ def test_the_table_gives_time_at_a_rate():
 
 def test_the_command_plans_a_run_on_devices_that_are_not_here():
     command = [sys.executable, "-m", "utils.display.plan"]
-    options = ["--config_overrides", "n_layer=2,n_embd=64,n_head=4", "--devices", "8", "--device_name", "NVIDIA H100", "--tokens", "1e9"]
+    options = ["--config_overrides", "n_layer=2,n_embd=64,n_head=4", "--devices", "8"]
+    options += ["--device_name", "NVIDIA H100", "--tokens", "1e9"]
     result = subprocess.run([*command, *options], cwd=PROJECT, capture_output=True, text=True)
     assert result.returncode == 0 and "tokens per second" in result.stdout and "hours" in result.stdout
     result = subprocess.run([*command, "--model_type", "gtp2"], cwd=PROJECT, capture_output=True, text=True)

@@ -18,10 +18,10 @@ PROJECT = Path(__file__).resolve().parent.parent
 JOB = """
 import os, sys, time
 from accelerate import Accelerator
-from utils.state.preemption import StopSignals, exit_status, install, lock_output_dir
+from utils.state.preemption import StopSignals, exit_status, handle_stop_signals, lock_output_dir
 
 def main():
-    install()
+    handle_stop_signals()
     print("pid", os.getpid(), flush=True)
     accelerator = Accelerator(cpu=True)
     if sys.argv[1] == "prepare":
@@ -39,7 +39,7 @@ def main():
             stop.close()
             sys.exit(exit_status(number))
 
-install(importing=True)
+handle_stop_signals(importing=True)
 if __name__ == "__main__":
     main()
 """

@@ -17,11 +17,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from data import packing, prepare
+from data import packing, prepare, records
 from data.filters import in_validation
 from data.shards import check_shards
 from data.sources import storage
-from data.sources.corpus import load_corpus
+from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
 from tests.shard_data import command, make_texts, run, save_tokenizer, shard_bytes, write_jsonl
 
@@ -104,7 +104,7 @@ def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, token
     settings["shard_mb"] = 0.02
     assert run(source, tmp_path / "whole", tokenizer, **settings) == 0
     # A record after every batch of one or two documents; every ninth write is the end of a run.
-    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_RECORDS", 0)
+    monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
     monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
     writes, write = [], storage.Folder.write
 
@@ -181,7 +181,7 @@ def test_text_shards_hold_the_kept_documents_with_all_columns(tmp_path):
     expected = {"read": 206, "filtered": 200, "unreadable": 2, "duplicate": 2, "kept": 2}
     assert {name: account[name] for name in expected} == expected
     assert len(shard_bytes(tmp_path / "all")) > 1
-    again = [document["text"] for document in load_corpus(str(tmp_path / "all"))]
+    again = [document["text"] for document in load_corpus(Source(str(tmp_path / "all")))]
     assert again == [text for text in texts[:103] if text], "they are a source again"
 
 
@@ -248,7 +248,7 @@ def test_two_runs_at_once_are_refused(tmp_path, capsys):
 def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(300))
     assert run(source, tmp_path / "whole", tokenizer) == 0
-    corpus, away = load_corpus(source), True
+    corpus, away = load_corpus(Source(source)), True
 
     class Gone(type(corpus)):
         def __iter__(self):
@@ -258,7 +258,7 @@ def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch,
                 yield document
 
     monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: Gone(**vars(corpus)))
-    monkeypatch.setattr(prepare, "SECONDS_BETWEEN_RECORDS", 0)
+    monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     assert run(source, tmp_path / "shards", tokenizer) == 1
     assert "item 280, failed 8 times" in capsys.readouterr().err

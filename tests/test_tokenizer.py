@@ -3,16 +3,28 @@
 import itertools
 import json
 import random
+import re
+import shlex
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from data.sources.corpus import load_corpus
-from data.tokenizer import keytoken_ids, load_tokenizer, sample_texts, split_text, train_tokenizer
+from data.sources.corpus import Source, load_corpus
+from data.tokenizer import (
+    LIKE_ROBERTA,
+    keytoken_ids,
+    load_tokenizer,
+    sample_texts,
+    split_text,
+    train_tokenizer,
+)
+from tests.hub_server import TOKEN, Fault, HubServer
 from tests.runs import PROJECT
+from utils.learning.model import _positions_after_pad
 
 USUAL = [("bpe", "gpt2"), ("unigram", "roberta"), ("wordpiece", "bert")]
 FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
@@ -20,7 +32,7 @@ FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
 
 @pytest.fixture(scope="module")
 def english():
-    return [document["text"] for document in itertools.islice(load_corpus("installed-docs"), 150)]
+    return [document["text"] for document in itertools.islice(load_corpus(Source("installed-docs")), 150)]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +144,35 @@ def test_keytokens_are_found_with_and_without_a_leading_space(trained):
     assert "zzqx" in missing and vocabulary["Ġthe"] in expected
     ids, missing = keytoken_ids(trained["wordpiece", "bert"], ["the", "\u4e9c"])  # [UNK] is no key token
     assert len(ids) == 1 and missing == ["\u4e9c", " \u4e9c"]
+
+
+def test_roberta_like_special_tokens_go_to_the_models_that_number_positions_after_the_pad_id():
+    """Models are asked whether they do; the tokenizer's table, which knows no models, says the same."""
+    for model_type in LIKE_ROBERTA:
+        assert _positions_after_pad("masked", AutoConfig.for_model(model_type), {}), model_type
+    assert not _positions_after_pad("masked", AutoConfig.for_model("bert"), {})
+
+
+def test_a_hub_that_falls_silent_ends_the_push_and_keeps_the_files(english, tmp_path):
+    """Nobody answers the commit: tried again, then status 1 and the command that uploads the files later."""
+    source = tmp_path / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english[:20]))
+    code = ("import sys; from data import tokenizer; from data.sources import storage;"
+            "tokenizer.SILENCE, storage.DELAYS = 0.5, (0.1, 0.1); tokenizer.main(sys.argv[1:])")
+    words = ["--dataset_name", source, "--vocab_size", 300, "--output_dir", tmp_path / "out", "--push_to_hub"]
+    with HubServer(tmp_path / "server") as hub:
+        hub.faults.append(Fault("POST .*/ada/out/commit/main", kind="hang", times=float("inf")))
+        done = subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=PROJECT, timeout=60,
+                              capture_output=True, text=True, env=hub.env(tmp_path / "home"))
+        assert not [name for commit in hub.commits("ada/out") for name in commit["files"] if "json" in name]
+        assert done.returncode == 1 and "failed 3 times" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr and TOKEN not in done.stdout + done.stderr
+        hub.faults.clear()
+        command = shlex.split(re.search(r"^ *(hf upload .*)$", done.stderr, re.M)[1])
+        command[0] = str(Path(sys.executable).parent / "hf")
+        subprocess.run(command, env=hub.env(tmp_path / "home"), check=True, timeout=60, capture_output=True)
+        files = hub.commits("ada/out")[-1]["files"]
+        assert hub.read(files["tokenizer.json"]) == (tmp_path / "out/tokenizer.json").read_bytes()
 
 
 def command_line(*arguments):

@@ -145,7 +145,7 @@ def evaluation_batch(workspace, kind, n):
              if file.with_name("validation.spans.npy").exists() == (kind == "nsp")]  # fmt: skip
     rows = (PairRows if kind == "nsp" else PackedRows)(files[0])
     n = min(n, len(rows))
-    return rows.__getitems__([(0, row) for row in range(n)])
+    return rows.__getitems__([(row, 0, row) for row in range(n)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

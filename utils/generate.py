@@ -9,14 +9,13 @@ import argparse
 from transformers import AutoConfig, pipeline
 
 from utils.display.progress import quiet_libraries
-from utils.learning.evaluation import DECODING
-from utils.settings import user_mistakes
+from utils.display.samples import DECODING
+from utils.entry import user_mistakes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    show = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
     parser.add_argument("model", help="an output_dir or a Hub id")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--max_new_tokens", type=int, default=64)

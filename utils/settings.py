@@ -1,28 +1,46 @@
-"""Settings: one flat dataclass per script <-> command line <-> args.json."""
+"""Settings: one flat dataclass per script <-> command line <-> args.json; and all that is wrong with them."""
 
-import contextlib
 import dataclasses
 import difflib
-import functools
+import hashlib
 import importlib.metadata
 import inspect
+import math
 import os
 import platform
 import re
+import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from transformers import HfArgumentParser
 
-from utils.display.doctor import lost_peer
+from utils.display.doctor import check_devices
 from utils.display.metrics import write_json
+from utils.display.progress import quiet_libraries
+from utils.display.trackers import check_trackers
+from utils.state.checkpoint import newest_settings
 
 Args = TypeVar("Args")
-PROJECT = Path(__file__).resolve().parent.parent
+# A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
+# The batch may be divided otherwise; the rows per step are compared instead.
+MAY_CHANGE = set(
+    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
+    "save_steps save_total_limit background_save prompts report_to log_level push_to_hub hub_model_id "
+    "hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
+    "per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
+)
+POSITIVE = set(
+    "validation_fraction vocab_size block_size mlm_probability per_device_train_batch_size "
+    "per_device_eval_batch_size gradient_accumulation_steps learning_rate max_skipped_updates logging_steps "
+    "save_total_limit hub_timeout".split()
+)
+NOT_NEGATIVE = set(
+    "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
+    "seed skip_outlier_updates max_eval_samples eval_steps save_steps".split()
+)
+BELOW_ONE = ("validation_fraction", "adam_beta2", "mlm_probability")
 
 
 def parse_args(
@@ -80,26 +98,81 @@ def _flag(argv: list[str], name: str) -> str | None:
     return value
 
 
-def attempt(problems: list[str], function: Callable, *args, **kwargs) -> Any:
-    """`function(...)`; its ValueError becomes a line of `problems` and the result None, so that all can be
-    shown.
-    """
-    try:
-        return function(*args, **kwargs)
-    except ValueError as error:
-        problems.append(str(error))
+def common_problems(args: Any) -> list[str]:
+    """What is wrong with the settings that both scripts have, a line each."""
+    problems = number_problems(args) + output_dir_problems(args.output_dir)
+    checks = ((quiet_libraries, [args.log_level]), (check_trackers, [args.report_to]), (check_devices, []))
+    for check, values in checks:
+        try:
+            check(*values)
+        except ValueError as error:
+            problems.append(str(error))
+    if not args.max_train_steps and not args.num_train_epochs:
+        problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
+    if args.max_train_steps and args.num_warmup_steps > args.max_train_steps:
+        problems.append(
+            f"num_warmup_steps: {args.num_warmup_steps:g} are more than max_train_steps, "
+            f"{args.max_train_steps}."
+        )
+    if args.streaming and not (args.max_train_steps and args.max_eval_samples):
+        problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
+    if args.streaming and not (args.eval_steps and args.save_steps):
+        problems.append("streaming: a stream has no known epochs, set eval_steps and save_steps.")
+    if args.model_name_or_path and not args.tokenizer_name:
+        problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
+    if args.push_checkpoints and not args.push_to_hub:
+        problems.append("push_checkpoints: needs push_to_hub.")
+    if not args.eval_only:
+        saved = newest_settings(args.output_dir, args.resume_from_checkpoint)
+        saved = {name: value for name, value in saved.items() if hasattr(args, name)}
+        problems += changed_settings(saved, args) if saved else []
+    return problems
 
 
-def number_problems(args: Any, may_be_zero: set[str]) -> list[str]:
-    """One line for each number among the settings that is not > 0, or not >= 0 where 0 means off."""
+def number_problems(args: Any) -> list[str]:
+    """One line for each number that cannot be meant; a field of your own may be anything finite."""
     lines = []
     for name, value in vars(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if name in may_be_zero and not value >= 0:
+            if not math.isfinite(value):
+                lines.append(f"{name}: must be a finite number, is {value}.")
+            elif name in NOT_NEGATIVE and value < 0:
                 lines.append(f"{name}: must be 0 (off) or greater, is {value}.")
-            elif name not in may_be_zero and not value > 0:
+            elif name in POSITIVE and value <= 0:
                 lines.append(f"{name}: must be greater than 0, is {value}.")
+            elif name in BELOW_ONE and value >= 1:
+                lines.append(f"{name}: must be less than 1, is {value}.")
     return lines
+
+
+def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list[str]:
+    """A line for each setting that differs and may not: "learning_rate: 0.0005 in the run, 0.001 now".
+
+    args: the settings now, counts: what the data tell beside them. A field that the run does not know yet
+    counts as the value that does what that run did: its default, unless field(metadata={"before": value})
+    says another. A single name equals a list of one.
+    """
+    now = dataclasses.asdict(args) | (counts or {})
+    before = {field.name: _value_before(field) for field in dataclasses.fields(args)}
+    lines = []
+    for name in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
+        was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
+        if _as_list(was) != _as_list(is_now):
+            lines.append(f"{name}: {was} in the run, {is_now} now")
+    first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
+    return [first, *lines] if lines else []
+
+
+def _value_before(field: dataclasses.Field) -> Any:
+    if "before" in field.metadata:
+        return field.metadata["before"]
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return [] if value is None else [value] if isinstance(value, str) else value
 
 
 def output_dir_problems(output_dir: str) -> list[str]:
@@ -119,75 +192,40 @@ def output_dir_problems(output_dir: str) -> list[str]:
     return []
 
 
-def save_args(args: Any, output_dir: str) -> None:
-    """Writes args.json: every setting, the preset included, and what it ran on."""
+def stop_at(problems: list[str]) -> None:
+    """ValueError with all problems, if there are any."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def evaluate_what_is_saved(args: Any) -> None:
+    """With eval_only and no model named: the one in output_dir, as it was saved."""
+    if args.eval_only and not args.model_name_or_path:
+        args.model_name_or_path = args.tokenizer_name = args.output_dir
+        args.config_overrides = ""
+
+
+def save_args(args: Any, code: dict[str, str | None]) -> None:
+    """Writes args.json: every setting, the preset included, what it ran on and with which code."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
-    versions = {package: importlib.metadata.version(package) for package in packages}
     record = {
         "settings": dataclasses.asdict(args),
-        "versions": versions,
+        "versions": {package: importlib.metadata.version(package) for package in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "code": code,
     }
-    write_json(Path(output_dir) / "args.json", record)
+    write_json(Path(args.output_dir) / "args.json", record)
 
 
-@contextlib.contextmanager
-def user_mistakes() -> Iterator[None]:
-    """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
-
-    Anything else, a library's ValueError included, keeps its traceback. With several processes the first one
-    speaks; the others wait a moment, in which the launcher ends them, and speak only if they alone failed.
-    """
+def code_version(args: Any) -> dict[str, str | None]:
+    """{"script": sha256 of the file with these settings, "git": git describe --dirty there, or None}"""
+    script = Path(inspect.getsourcefile(type(args)))
+    git = None
     try:
-        yield
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        library = "site-packages" in raised_in.parts
-        if library or not raised_in.is_relative_to(PROJECT):
-            raise
-        if int(os.environ.get("RANK", "0")) > 0:
-            time.sleep(5)
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    except RuntimeError as error:
-        if not (message := lost_peer(error)):
-            raise
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-
-
-def entry_point(main: Callable) -> Callable:
-    """Decorates a script's main: `user_mistakes`, and an end that cannot hang.
-
-    One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
-    model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for it (torch 2.13).
-    """
-
-    @functools.wraps(main)
-    def run(*args):
-        try:
-            with user_mistakes():
-                main(*args)
-            status = 0
-        except SystemExit as end:
-            if not _several_processes():
-                raise
-            status = end.code if isinstance(end.code, int) else 1
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-        except BaseException:
-            if not _several_processes():
-                raise
-            status = 1
-            traceback.print_exc()
-        if _several_processes():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-
-    return run
-
-
-def _several_processes() -> bool:
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+        command = ["git", "describe", "--always", "--dirty"]
+        found = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=10)
+        git = found.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    return {"script": hashlib.sha256(script.read_bytes()).hexdigest(), "git": git}

@@ -1,6 +1,4 @@
-"""Files at any fsspec URL (local path, s3://, gs://, hf://, memory://): whole writes, and patience with
-what fails.
-"""
+"""Files at any fsspec URL (local path, s3://, gs://, hf://): whole writes, and patience with what fails."""
 
 import contextlib
 import errno
@@ -13,14 +11,16 @@ from itertools import islice
 from typing import TypeVar
 
 import fsspec
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 
 Item = TypeVar("Item")
 
 DELAYS = (1, 2, 4, 8, 16, 32, 64)  # seconds between tries: a source may be away for two minutes
+SILENCE = 60  # seconds without an answer of the Hub that end a try
 FIRST_CONTACT = 2  # tries again when a URL is used for the first time: a mistyped one is told in seconds
-NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpx",
-                   "huggingface_hub", "requests", "s3fs", "urllib3"}
+NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpcore2", "httpx",
+                   "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"}
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
 
@@ -34,10 +34,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may succeed later: time-outs, broken connections, too many requests, 5xx
-    answers.
-    """
-    if isinstance(error, ValueError) and error.__cause__:  # explained to the user: what counts is why
+    """Whether the same request may succeed later: time-outs, broken connections, 429, 5xx."""
+    # Explained to the user, or an upload that the Hub's client wraps: what counts is why.
+    if isinstance(error, ValueError | RuntimeError) and error.__cause__:
         return is_transient(error.__cause__)
     status = _status(error)
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409, 412, 425, 429):
@@ -51,9 +50,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _wait(error: Exception, failures: int, what: str, tries: int | None = None) -> None:
-    """Sleeps before the next try, or raises: `error` itself if it is permanent, ConnectionError after the
-    last try.
-    """
+    """Sleeps before the next try, or raises: a permanent `error` itself, ConnectionError after the last."""
     if not is_transient(error):
         raise error
     delays = DELAYS[:tries]
@@ -83,8 +80,7 @@ def with_retries(action: Callable[[], Item], what: str, tries: int | None = None
 
 
 def retried(start_at: Callable[[int], Iterator[Item]], what: str, position: int = 0) -> Iterator[Item]:
-    """The items of start_at(position); after a failure that may pass, goes on with start_at(items seen so
-    far).
+    """The items of start_at(position); after a failure that may pass, of start_at(items seen so far).
 
     The backoff starts over with every item that arrives. Raises like `with_retries`.
     """
@@ -103,32 +99,39 @@ def retried(start_at: Callable[[int], Iterator[Item]], what: str, position: int 
         yield item
 
 
+def bound_waiting(seconds: float) -> None:
+    """Limits each connect, read and write of the Hub's client, which otherwise waits for ever in silence."""
+
+    def client():
+        made = default_client_factory()
+        made.timeout = seconds
+        return made
+
+    set_client_factory(client)
+
+
 @contextlib.contextmanager
 def explained(url: str, verb: str) -> Iterator[None]:
     """What a wrong URL, a missing package or missing rights raise, as a ValueError that names the remedy."""
     try:
         yield
-    except (OSError, ImportError, ValueError) as error:
-        remedy = "Check its spelling."
+    except Exception as error:
+        network = type(error).__module__.split(".")[0] in NETWORK_MODULES
+        if not network and not isinstance(error, OSError | ImportError | ValueError):
+            raise
+        remedy = "Check its spelling, your credentials and the network." if network else "Check its spelling."
         if isinstance(error, ImportError):
             remedy = "Install the package it names with pip."
         elif isinstance(error, PermissionError) or _status(error) in (401, 403):
-            remedy = "Check your credentials and the rights on it."
+            remedy = "Check your credentials (the Hub's: `hf auth login`) and the rights on it."
         elif isinstance(error, ConnectionError):
             remedy = "Check the address (and endpoint), the network and your credentials."
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ValueError(f"{url} cannot be {verb}: {reason}. {remedy}") from error
-    except Exception as error:
-        if type(error).__module__.split(".")[0] not in NETWORK_MODULES:
-            raise
-        raise ValueError(f"{url} cannot be {verb}: {type(error).__name__}: {error}. Check its spelling and "
-                         "your credentials.") from error
 
 
 class Folder:
-    """A folder at a URL. Paths are relative to it; every request is repeated while it fails for a passing
-    reason.
-    """
+    """A folder at a URL. Paths are relative to it; requests are repeated after passing failures."""
 
     def __init__(self, url: str):
         """Raises ValueError when no file system answers to `url`; makes no request."""
@@ -139,9 +142,7 @@ class Folder:
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 
     def make(self, tries: int | None = None) -> None:
-        """The repository, private, that a hf:// URL names, where there is none; other stores need nothing
-        before the first write.
-        """
+        """The repository, private, that a hf:// URL names, where there is none; nothing for other stores."""
         kind, *name = self.root.split("@")[0].split("/")[:3]
         if self.fs.protocol == "hf" and kind == "datasets":
             create = partial(HfApi().create_repo, "/".join(name), repo_type="dataset", private=True)
@@ -152,15 +153,11 @@ class Folder:
         return f"{self.root}/{name}" if name else self.root
 
     def read(self, name: str, tries: int | None = None) -> bytes:
-        """The bytes of a file. Raises FileNotFoundError, PermissionError, ConnectionError (see
-        `with_retries`).
-        """
+        """The bytes of a file. Raises FileNotFoundError, PermissionError, or as `with_retries`."""
         return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}", tries)
 
     def write(self, name: str, data: bytes, tries: int | None = None) -> None:
-        """The whole file or none of it: object stores store whole objects, a local file is renamed into
-        place.
-        """
+        """The whole file or none of it: object stores do so, local files are renamed into place."""
         path = self.path(name)
 
         def store() -> None:
@@ -178,6 +175,7 @@ class Folder:
 
     def names(self, name: str = "", tries: int | None = None) -> list[str]:
         """Names (without folders) of what lies in the folder, sorted; [] where there is none."""
+
         def entries() -> list[str]:
             self.fs.invalidate_cache()
             return self.fs.ls(self.path(name), detail=False)
@@ -195,12 +193,11 @@ class Folder:
 
 
 class PatientCorpus:
-    """A corpus (anything with text_column) from document `start` on, opened again when it fails for a
-    passing reason.
-    """
+    """A Corpus from document `start` on, opened again when it fails for a passing reason."""
 
     def __init__(self, corpus, start: int = 0):
-        self.corpus, self.start, self.text_column = corpus, start, corpus.text_column
+        self.corpus, self.start = corpus, start
+        self.text_column, self.keywords = corpus.text_column, corpus.keywords
 
     def __iter__(self) -> Iterator[dict]:
         # Passing documents over costs reading them, but neither filter nor tokenizer.

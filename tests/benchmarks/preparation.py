@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from data.filters import Accounting, clean_documents
 from data.packing import prepare_rows
-from data.sources.corpus import Corpus, load_corpus
+from data.sources.corpus import Corpus, Source, load_corpus
 from data.tokenizer import load_tokenizer
 from tests.benchmarks.measure import interleaved, print_table
 
@@ -34,9 +34,9 @@ METHODS = ("run_clm", "tokenizers", "ours")
 def read_texts(megabytes: float) -> list[str]:
     """Every third document of the installed source, up to a size, without what the filters would drop."""
     texts, size = [], 0
-    corpus = load_corpus("installed-python")
+    corpus = load_corpus(Source("installed-python"))
     some = replace(corpus, rows=lambda: itertools.islice(corpus.rows(), 0, None, 3))
-    for document in clean_documents(some, [], Accounting()):
+    for document in clean_documents(some, Accounting()):
         texts.append(document["content"])
         size += len(document["content"])
         if size >= megabytes * 1e6:
@@ -51,7 +51,7 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 
 def ours(texts, tokenizer, folder) -> int:
-    corpus = Corpus("memory", "text", "memory", ["text"], lambda: ({"text": text} for text in texts))
+    corpus = Corpus(Source("memory"), "text", "memory", ["text"], lambda: ({"text": text} for text in texts))
     prepared = prepare_rows(corpus, tokenizer, block_size=BLOCK_SIZE, cache_dir=folder, progress=False)
     return sum(account["tokens"] for account in prepared.accounting.values())
 

@@ -7,22 +7,23 @@
 import argparse
 import os
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 
 import numpy as np
 
-from utils.display.metrics import read_metrics, read_run
+from utils.display.metrics import by_set, read_metrics, read_run
+from utils.display.progress import numbers
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
+DASHES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1))]  # of evaluation sets
 FEW = 40  # up to here a curve shows its points, beyond it is smoothed
 BUCKETS = 1000  # across the picture, each drawn by its extremes: no spike is lost, 100k lines stay cheap
 PANELS = {
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second",
+    "learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens per second",
     "accuracy": "accuracy",
-}
+}  # fmt: skip
 
 
 def draw_curves(output_dir) -> bool:
@@ -44,8 +45,10 @@ def draw(runs: list, output: Path, x: str = "step", size=(9.0, 7.0), dpi: int = 
     histories = {Path(run): read_metrics(run) for run in runs}
     if empty := [str(run) for run, lines in histories.items() if not lines]:
         raise ValueError(f"no metrics.jsonl with lines in {', '.join(empty)}: give the output_dir of runs")
-    logged = {key for lines in histories.values() for line in lines for key in line}
-    panels = {key: name for key, name in PANELS.items() if key != "accuracy" or key in logged}
+    logged = dict.fromkeys(key for lines in histories.values() for line in lines for key in line)
+    panels = {key: name for key, name in PANELS.items() if key != "accuracy" or by_set(logged, key)}
+    sets = list(by_set(logged, "loss/eval") | by_set(logged, "accuracy"))
+    alone = len(histories) == 1
 
     figure = Figure(size, dpi, layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -54,15 +57,18 @@ def draw(runs: list, output: Path, x: str = "step", size=(9.0, 7.0), dpi: int = 
     axes = {key: figure.add_subplot(grid[1, i]) for i, key in enumerate(panels)}
     visible = []
     for i, (run, lines) in enumerate(histories.items()):
-        visible += _draw_loss(loss, run.resolve().name, lines, x, i if len(histories) > 1 else None)
+        visible += _draw_loss(loss, run.resolve().name, lines, sets, None if alone else i, x)
     for key, axis in axes.items():
-        _draw_panel(axis, histories.values(), key, x)
+        _draw_panel(axis, list(histories.values()), key, sets, x)
         axis.set_title(panels[key], fontsize=9, loc="left")
-    if len(histories) == 1:
+    if alone:
         run, lines = next(iter(histories.items()))
         loss.set_title(_title(run, lines), fontsize=10, loc="left")
         _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
-    _label_loss(loss, visible, "exp(loss)" if "loss/nsp" in logged else "perplexity")
+    elif sets != [""]:  # whose dashes are the same for all runs
+        for i, name in enumerate(sets):
+            loss.plot([], [], lw=1.5, label=_label(name), **_style(i, -1))
+    _label_loss(loss, visible, "exp(loss)" if by_set(logged, "loss/nsp") else "perplexity")
     loss.set_xlabel(x, fontsize=9)
     for axis in (loss, *axes.values()):
         axis.set_xlim(loss.get_xlim())
@@ -74,59 +80,80 @@ def draw(runs: list, output: Path, x: str = "step", size=(9.0, 7.0), dpi: int = 
 
 
 def _title(run: Path, lines: list[dict]) -> str:
-    last = next((line for line in reversed(lines) if line.get("loss/eval") is not None), None)
-    if last is None:
-        return run.resolve().name
-    text = f"{run.resolve().name}: evaluation loss {last['loss/eval']:.3f}"
-    return text + (f", perplexity {last['perplexity']:,.2f}" if last.get("perplexity") is not None else "")
+    for line in reversed(lines):
+        known = {key: value for key, value in line.items() if value is not None}
+        if loss := numbers(known, "loss/eval", ".3f"):
+            perplexity = numbers(known, "perplexity", ",.2f")
+            perplexity = f"; perplexity {perplexity}" if perplexity else ""
+            title = f"{run.resolve().name}: evaluation loss {loss}{perplexity}"
+            return textwrap.fill(title, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")
+    return run.resolve().name
 
 
-def _draw_loss(axis, name: str, lines: list[dict], x: str, number: int | None) -> list[np.ndarray]:
+def _key(metric: str, name: str) -> str:
+    return f"{metric}/{name}" if name else metric
+
+
+def _label(name: str) -> str:
+    return f"evaluation, {name}" if name else "evaluation"
+
+
+def _style(place: int, number: int | None) -> dict:
+    """Of the evaluation set at this place: in the picture of one run a colour of its own, else the run's."""
+    if number is None:
+        return {"color": COLOURS[(1 + place) % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
+    return {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[(1 + place) % len(DASHES)]}
+
+
+def _draw_loss(axis, run: str, lines: list[dict], sets: list[str], number: int | None, x: str) -> list:
     """Training loss, raw and smoothed, and evaluation loss. number: of this run if overlaid, None if alone.
 
-    Returns the values that must be visible."""
+    Returns the values that must be visible, arrays.
+    """
     alone = number is None
     colour = COLOURS[0 if alone else number % len(COLOURS)]
-    eval_colour = COLOURS[1] if alone else colour
     plain = any("loss/train_plain" in line for line in lines)
     at, train = _series(lines, "loss/train_plain" if plain else "loss/train", x)
     few = len(train) <= FEW
     if not few:
         axis.plot(*_thin(at, train), color=colour, lw=0.6, alpha=0.3)
         at, train = _smooth(at, train)
-    label = name if not alone else "training" if few else "training, smoothed"
+    label = run if not alone else "training" if few else "training, smoothed"
     axis.plot(at, train, color=colour, lw=1.5, marker="o" if few else "", ms=3, label=label)
     visible = [train]
-    parts = {"loss/eval": "evaluation"}
+    drawn = [(_key("loss/eval", name), _label(name), _style(i, number)) for i, name in enumerate(sets)]
     if alone and any("loss/nsp" in line for line in lines):
-        parts |= {"loss/mlm": "evaluation, masked LM", "loss/nsp": "evaluation, next sentence"}
-    for (key, label), dashes in zip(parts.items(), ("-" if alone else "--", ":", "-."), strict=False):
+        drawn.append(("loss/mlm", "evaluation, masked LM", {"color": COLOURS[1], "ls": ":"}))
+        drawn.append(("loss/nsp", "evaluation, next sentence", {"color": COLOURS[1], "ls": "-."}))
+    for key, label, style in drawn:
         at, values = _series(lines, key, x)
         if len(values):
-            marker = "o" if key == "loss/eval" and len(values) <= FEW else ""
-            axis.plot(*_thin(at, values), color=eval_colour, lw=1.5, ls=dashes, marker=marker, ms=4,
-                      label=label if alone else "")
+            marker = "o" if key.startswith("loss/eval") and len(values) <= FEW else ""
+            axis.plot(*_thin(at, values), lw=1.5, marker=marker, ms=4, label=label if alone else "", **style)
             visible.append(values)
     return visible
 
 
-def _draw_panel(axis, histories, key: str, x: str):
+def _draw_panel(axis, histories: list[list[dict]], key: str, sets: list[str], x: str):
+    drawn = [(lines, key, {"color": COLOURS[i % len(COLOURS)]}) for i, lines in enumerate(histories)]
+    if key == "accuracy":
+        drawn = []
+        for number, lines in enumerate(histories) if len(histories) > 1 else [(None, histories[0])]:
+            drawn += [(lines, _key(key, name), _style(i, number)) for i, name in enumerate(sets)]
+            drawn.append((lines, "nsp_accuracy", {**_style(0, number), "ls": "-."}))
     top = 0.0
-    for i, lines in enumerate(histories):
-        colour = COLOURS[i % len(COLOURS)]
-        at, values = _series(lines, key, x)
-        finite, marker = values[np.isfinite(values)], "o" if len(values) <= FEW else ""
+    for lines, name, style in drawn:
+        at, values = _series(lines, name, x)
+        finite = values[np.isfinite(values)]
+        marker = "o" if len(values) <= FEW and name != "nsp_accuracy" else ""
         if len(values) > FEW and key != "learning_rate":
-            axis.plot(*_thin(at, values), color=colour, lw=0.6, alpha=0.3)
-            axis.plot(*_smooth(at, values), color=colour, lw=1.2)
+            axis.plot(*_thin(at, values), lw=0.6, alpha=0.3, **style)
+            axis.plot(*_smooth(at, values), lw=1.2, **style)
             top = max(top, 1.4 * np.percentile(finite, 98) if len(finite) else 0)  # spikes may leave the top
         else:
-            axis.plot(*_thin(at, values), color=colour, lw=1.2, marker=marker, ms=3)
+            axis.plot(*_thin(at, values), lw=1.2, marker=marker, ms=3, **style)
             top = max(top, 1.1 * finite.max(initial=0))
-        if key == "accuracy":
-            axis.plot(*_series(lines, "nsp_accuracy", x), color=colour, lw=1.2, ls="-.")
-            top = 1
-    axis.set_ylim(0, top or 1)
+    axis.set_ylim(0, 1 if key == "accuracy" else top or 1)
 
 
 def _mark_events(axes, resumes: list, lines: list[dict], x: str):
@@ -164,7 +191,8 @@ def _label_loss(axis, visible: list[np.ndarray], right_label: str):
     right.tick_params(labelsize=8)
     right.spines["right"].set_visible(False)
     axis.set_ylabel("loss (nats per token)", fontsize=9)
-    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    columns = 1 + len(axis.get_legend_handles_labels()[1]) // 7
+    axis.legend(framealpha=0.8, edgecolor="none", fontsize=8, loc="upper right", ncols=columns)
 
 
 def _tidy(axis, ticks: int):

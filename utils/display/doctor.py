@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
-from utils.display.metrics import device_name
+from utils.display.progress import duration
+from utils.display.throughput import device_name
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
 # Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.
@@ -25,7 +26,8 @@ PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 aut
 
 def check_devices(processes: int | None = None, devices: int | None = None) -> None:
     """ValueError if this machine was given more processes than it has accelerators; 0 accelerators are the
-    CPU's affair (`check_launch`). Without it some processes end with "invalid device ordinal"."""
+    CPU's affair (`check_launch`). Without it some processes end with "invalid device ordinal".
+    """
     processes = processes or local_processes()
     devices = device_count() if devices is None else devices
     if processes > devices > 0 and not asks_for_cpu():
@@ -38,7 +40,8 @@ def check_devices(processes: int | None = None, devices: int | None = None) -> N
 
 def check_launch(accelerator) -> None:
     """ValueError if several processes were started and each believes to be alone. They would train N times on
-    the same data and overwrite each other's files. GPU configurations on a machine without GPUs end so."""
+    the same data and overwrite each other's files. GPU configurations on a machine without GPUs end so.
+    """
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started == accelerator.num_processes:
         return
@@ -57,24 +60,28 @@ def check_launch(accelerator) -> None:
 
 def report(
     accelerator, *, model: str, parameters: int, rows: int, accumulation: int, block_size: int,
-    max_steps: int, start: int = 0, memory: float | None = None, precision: str | None = None,
+    max_steps: int, tokens: int, start: int = 0, memory: float | None = None, precision: str | None = None,
 ) -> str:  # fmt: skip
     """The block printed before training starts, warnings at its end.
 
     parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches per
-    step; start: steps done already; memory: estimated bytes per process, None: unknown; precision: "no",
-    "bf16" or "fp16" where accelerate does not know (XLA)."""
+    step, of the first where that changes; tokens: of all `max_steps` steps, over all processes; start: steps
+    done already; memory: estimated bytes per process, None: unknown; precision: "no", "bf16" or "fp16" where
+    accelerate does not know (XLA).
+    """
     precision = precision or accelerator.mixed_precision
     processes, device = accelerator.num_processes, accelerator.device
-    tokens, local = rows * accumulation * processes * block_size, local_processes()
+    local, step_rows = local_processes(), rows * accumulation * processes
+    changing = tokens != max_steps * step_rows * block_size
     room, compiler = memory_of(device), accelerator.state.dynamo_plugin.backend
     block = {
         "target": f"{launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
         "precision": PRECISIONS.get(precision, precision)
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
         "batch": f"{counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
-        f"{counted(processes, 'process')} = {tokens // block_size:,} rows = {tokens:,} tokens per step",
-        "steps": f"{max_steps:,} steps = {_millions(max_steps * tokens)} tokens"
+        f"{counted(processes, 'process')} = {step_rows:,} rows = {step_rows * block_size:,} tokens per step"
+        + (" at first" if changing else ""),
+        "steps": f"{max_steps:,} steps = {_millions(tokens)} tokens"
         + (f"; {start:,} are done" if start else ""),
         "model": f"{model}, {_millions(parameters)} parameters",
     }
@@ -98,7 +105,8 @@ def lost_peer(error: RuntimeError) -> str | None:
     """What to tell the user of an error that another process's end, or silence, has caused; None: it has not.
 
     gloo names the other's address and raises at once when its connection closes; NCCL, and gloo where a
-    machine falls silent, raise after the process group's timeout."""
+    machine falls silent, raise after the process group's timeout.
+    """
     text = str(error)
     if not re.search(r"(closed|reset) by peer|[Tt]imed out|NCCL .*(abort|timeout|remote)", text):
         return None
@@ -116,8 +124,7 @@ def device_warnings(
     device: str, devices: int, processes: int, cores: int, threads: int, env: Mapping = os.environ,
     drivers: Mapping = DRIVERS, rocm: bool = torch.version.hip is not None,
 ) -> list[str]:  # fmt: skip
-    """device: the type in use; devices: visible accelerators, processes: both on this machine; threads: per
-    process."""
+    """device: the type in use; devices: visible here; processes: on this machine; threads: of each."""
     lines = []
     on_cpu = device == "cpu"
     if on_cpu and not asks_for_cpu(env):
@@ -181,9 +188,10 @@ def network_warnings(parameters: int, root: str | Path = "/sys/class") -> list[s
     if name is None or speeds[name] <= 0 or speeds[name] >= FAST_LINK:
         return []
     seconds = 2 * 4 * 8 * parameters / (speeds[name] * 1e6)
+    time = f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
     return [f"network: no RDMA device, and the fastest interface, {name}, has {speeds[name]:,} Mbit/s: "
-            f"exchanging the gradients takes about {seconds:.2g} s per step; raising "
-            "gradient_accumulation_steps makes steps rarer."]
+            f"exchanging the gradients takes about {time} per step; raising "
+            "gradient_accumulation_steps makes steps rarer."]  # fmt: skip
 
 
 def launched(kind: DistributedType, processes: int, local: int) -> str:

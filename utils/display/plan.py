@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
-from utils.display.metrics import flops_per_token, peak_flops
-from utils.learning.losses import chunk_rows
+from utils.display.progress import readable
+from utils.display.throughput import flops_per_token, peak_flops
+from utils.learning.fused_head import chunk_rows
 from utils.learning.model import MODEL_CLASSES, use_one_kernel_gelu
 
 DROPOUTS = (
@@ -28,11 +29,13 @@ DROPOUTS = (
 def estimate(
     config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False, accumulation: int = 1,
     devices: int = 1, sharding: str = "ddp", device_type: str = "cpu", predicted: float = 1.0,
+    kept_bytes: int = 0,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes per device, FLOPs per token and bytes sent per update, for fused AdamW on float32 weights.
 
-    config: a transformers configuration; kind: as in learning/model.py; rows: B; sharding: "ddp" or "fsdp" (all
-    of it); predicted: the share of positions that pass the head (masked LM).
+    config: a transformers configuration; kind: as in learning/model.py; rows: B; sharding: "ddp" or "fsdp"
+    (all of it); predicted: the share of positions that pass the head (masked LM); kept_bytes: of what is kept
+    on each device beside model and optimizer, an average of the weights for example.
 
     The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
     architecture, not a formula (a compiled model keeps less). Off the CPU, attention is taken to be fused and
@@ -79,38 +82,32 @@ def estimate(
         # glibc's heap holds on to freed blocks below 32 MiB, sometimes more and sometimes less
         activations += 0.3 * sum(size for size in sizes if size < 2**25)
         loss += head.numel() * half  # oneDNN's own arrangement of the weight
-    share = devices if sharding == "fsdp" else 1
+    shards = devices if sharding == "fsdp" else 1
     copies = 0
     if devices > 1:  # DDP: buckets beside the gradients; FSDP: weights and gradients of a gathered unit
         copies = 4 * parameters if sharding == "ddp" else 2 * max(units + [head.numel()]) * (half or 4)
-    gradients = 4 * parameters / share
+    gradients = 4 * parameters / shards
     forward_peak = activations + loss + (gradients if accumulation > 1 else 0)
     backward_peak = gradients + (8 * head.numel() if tied else 0)  # the lookups' gradient and the sum
     sent = (devices - 1) / devices * parameters
     # ring all-reduce: reduce and gather; FSDP: gather forward and backward, reduce, for each micro-batch
     sent *= 2 * 4 if sharding == "ddp" else 3 * (half or 4) * accumulation
     return {
-        "parameters": parameters,
-        "weights": 4 * parameters / share,
-        "gradients": gradients,
-        "optimizer": 8 * parameters / share,
-        "activations": activations,
-        "loss": loss,
-        "copies": copies,
-        "peak": 12 * parameters / share + copies + max(forward_peak, backward_peak),
-        "flops_per_token": flops,
-        "sent_per_update": sent,
+        "parameters": parameters, "weights": 4 * parameters / shards, "gradients": gradients,
+        "optimizer": 8 * parameters / shards, "activations": activations, "loss": loss, "copies": copies,
+        "peak": 12 * parameters / shards + kept_bytes + copies + max(forward_peak, backward_peak),
+        "flops_per_token": flops, "sent_per_update": sent,
         "tokens_per_update": rows * block_size * accumulation * devices,
-    }
+    }  # fmt: skip
 
 
 def peak_memory(
-    accelerator, config, rows: int, block_size: int, kind: str, predicted: float = 1.0
+    accelerator, config, rows: int, block_size: int, kind: str, predicted: float = 1.0, kept_bytes: int = 0
 ) -> float | None:
     """Bytes per device that this run needs at its peak, by `estimate`; None for a model it cannot follow."""
     try:
         return estimate(
-            config, rows, block_size, kind=kind, predicted=predicted,
+            config, rows, block_size, kind=kind, predicted=predicted, kept_bytes=kept_bytes,
             bf16=accelerator.mixed_precision == "bf16", devices=accelerator.num_processes,
             accumulation=accelerator.gradient_accumulation_steps,
             device_type=accelerator.device.type,
@@ -137,7 +134,7 @@ def describe(plan: dict, flops_per_second: float | None = None, tokens: float = 
         lines.append(f"seconds per update {plan['tokens_per_update'] / rate:10,.3f}")
         if tokens:
             hours = tokens / rate / 3600
-            lines.append(f"hours              {hours:10,.1f}  for {tokens / 1e9:,.4g} B tokens")
+            lines.append(f"hours              {hours:10,.1f}  for {readable(tokens / 1e9)} B tokens")
     return "\n".join(lines)
 
 

@@ -4,11 +4,12 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from utils.display.metrics import write_json
+from utils.display.metrics import by_set, write_json
 
 
 def on_terminal() -> bool:
@@ -28,7 +29,8 @@ BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # fir
 class Progress:
     """One bar on a terminal; elsewhere one line per log interval, without control characters.
 
-    Only the main process shows anything."""
+    Only the main process shows anything.
+    """
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
@@ -42,19 +44,20 @@ class Progress:
     def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = ""):
         """Every step: moves the bar. With a metrics record (train or eval): shows its numbers.
 
-        eta: seconds left; hub: a few words on the state of pushes."""
+        eta: seconds left; hub: a few words on the state of pushes.
+        """
         if not self.is_main_process:
             return
         if record is not None:
-            train = "loss/train" in record
-            loss = record.get("loss/train_plain", record["loss/train"]) if train else record.get("loss/eval")
-            new = {"loss" if train else "eval loss": _number(loss, ".4f")}
-            if "perplexity" in record:
-                new["perplexity"] = _number(record["perplexity"], ".2f")
-            if "accuracy" in record:
-                new["accuracy"] = _number(record["accuracy"], ".1%")
-            if "tokens_per_second" in record:
-                new["tok/s"] = _number(record["tokens_per_second"], ",.0f")
+            train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
+            new = {
+                "loss": numbers(record, train, ".4f"),
+                "eval loss": numbers(record, "loss/eval", ".4f"),
+                "perplexity": numbers(record, "perplexity", ",.2f"),
+                "accuracy": numbers(record, "accuracy", ".1%"),
+                "tok/s": numbers(record, "tokens_per_second", ",.0f"),
+            }
+            new = {name: text for name, text in new.items() if text}
             if record.get("mfu") is not None:
                 new["mfu"] = f"{record['mfu']:.1%}"
             if record.get("skipped_updates"):
@@ -118,24 +121,27 @@ def duration(seconds: float | None) -> str:
     return f"{seconds} s"
 
 
-def _number(value, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
+def numbers(record: Mapping, metric: str, spec: str) -> str:
+    """1.65, or of several evaluation sets: books 1.65, news 2.10; "" without the metric"""
+    numbers = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
+    return ", ".join(f"{name} {number}".lstrip() for name, number in numbers.items())
 
 
-def summarize(output_dir, title: str, facts: dict, commands: dict) -> str:
+def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
     """The block printed at the end of a run, also written to output_dir/summary.json.
 
-    title: what was trained, in a line. facts: label -> text or number. commands: what for -> command to try.
+    title: what was trained, in a line. results: label -> text or number. commands: what for -> what to try.
     """
-    write_json(Path(output_dir) / "summary.json", {"title": title, **facts, "next": commands})
-    width = max(map(len, [*facts, *commands]), default=0)
-    lines = [title, *(f"  {label:<{width}}  {_plain(value)}" for label, value in facts.items())]
+    write_json(Path(output_dir) / "summary.json", {"title": title, **results, "next": commands})
+    width = max(map(len, [*results, *commands]), default=0)
+    lines = [title, *(f"  {label:<{width}}  {readable(value)}" for label, value in results.items())]
     if commands:
         lines += ["Next:", *(f"  {label:<{width}}  {command}" for label, command in commands.items())]
     return "\n".join(lines)
 
 
-def _plain(value) -> str:
+def readable(value) -> str:
+    """As people write it: 0.3333, 12.18, 65,024"""
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

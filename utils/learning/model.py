@@ -1,5 +1,6 @@
 """A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
 
+import copy
 import difflib
 
 import torch
@@ -18,11 +19,6 @@ MODEL_CLASSES = {
     "masked": AutoModelForMaskedLM,
     "pretraining": AutoModelForPreTraining,  # masked LM and next sentence together: BertForPreTraining
 }
-# RoBERTa and its descendants number positions from pad_token_id + 1 and take every pad id for padding.
-POSITIONS_AFTER_PAD = (
-    "camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
-    "xlm-roberta", "xlm-roberta-xl",
-)  # fmt: skip
 
 
 def model_problems(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None):
@@ -30,7 +26,7 @@ def model_problems(kind, model_type, config_overrides, model_name_or_path, block
     return _configure(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer)[1]
 
 
-def build_model(kind, model_type, config_overrides, model_name_or_path, tokenizer, block_size):
+def build_model(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):
     """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
 
     kind: "causal", "masked" or "pretraining" (masked LM with next sentence). config_overrides:
@@ -46,6 +42,7 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, tokenize
     if model_name_or_path:
         # Without dtype, transformers keeps the type of the file: training would go on in bfloat16 weights.
         model = MODEL_CLASSES[kind].from_pretrained(model_name_or_path, config=config, dtype=torch.float32)
+        model.train()  # it comes without dropout
     else:
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32)
     use_one_kernel_gelu(model)
@@ -59,10 +56,8 @@ def use_one_kernel_gelu(model):
     widest activation for backward.
     """
     written_out = (
-        activations.NewGELUActivation,
-        activations.FastGELUActivation,
-        activations.AccurateGELUActivation,
-    )
+        activations.NewGELUActivation, activations.FastGELUActivation, activations.AccurateGELUActivation
+    )  # fmt: skip
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, written_out):
@@ -73,13 +68,10 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
     """(configuration, problems as lines); the configuration is usable if there are none."""
     config, problems = None, []
     if tokenizer is not None and kind != "causal":
-        missing = [
-            name for name in ("pad", "mask", "cls", "sep") if getattr(tokenizer, f"{name}_token_id") is None
-        ]
+        roles = ("pad", "mask", "cls", "sep")
+        missing = ", ".join(role for role in roles if getattr(tokenizer, f"{role}_token_id") is None)
         if missing:
-            problems.append(
-                f"tokenizer: a masked language model needs its {', '.join(missing)} token, which it lacks"
-            )
+            problems.append(f"tokenizer: a masked language model needs its {missing} token, which it lacks")
     if model_name_or_path:
         if config_overrides:
             problems.append(
@@ -93,9 +85,8 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
                 f"model_name_or_path, {model_name_or_path!r}: no folder with a config.json and no model "
                 f"on the Hub that can be reached ({str(error).splitlines()[0]})"
             ]
-        values, found = _agreement(
-            config, {}, kind, block_size, tokenizer, f"model_name_or_path, {model_name_or_path!r}"
-        )
+        source = f"model_name_or_path, {model_name_or_path!r}"
+        values, found = _agreement(config, {}, kind, block_size, tokenizer, source)
         for name, value in values.items():
             setattr(config, name, value)
     else:
@@ -122,6 +113,7 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
     pad_id = config.pad_token_id
     if kind == "causal" and getattr(config, "is_decoder", None) is False:
         values.setdefault("is_decoder", True)  # BERT and its kin: without it every token sees the next one
+    after_pad = _positions_after_pad(kind, config, values)
     if tokenizer is not None:
         # Not len(tokenizer) alone: ids may have gaps.
         needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
@@ -137,14 +129,14 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
         if kind == "causal" and pad_id in (values.get("eos_token_id"), values.get("bos_token_id")):
             # The embedding of a pad id gets no gradient: EOS would not be learned.
             pad_id = values["pad_token_id"] = None
-        if pretrained and config.model_type in POSITIONS_AFTER_PAD and pad_id != config.pad_token_id:
+        if pretrained and after_pad and pad_id != config.pad_token_id:
             problems.append(
                 f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}, and its "
                 "positions count from there; choose the tokenizer of the model"
             )
     if hasattr(config, "max_position_embeddings"):
         key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        offset = (pad_id or 0) + 1 if config.model_type in POSITIONS_AFTER_PAD else 0
+        offset = (pad_id or 0) + 1 if after_pad else 0
         has = config.max_position_embeddings if pretrained else values.setdefault(key, block_size + offset)
         if has < block_size + offset:
             problems.append(
@@ -158,6 +150,24 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
                 f"{source}: type_vocab_size {types} cannot tell the two sentences apart; it must be 2"
             )
     return values, problems
+
+
+def _positions_after_pad(kind, config, values):
+    """Whether the model numbers positions from pad_token_id + 1 and takes every pad id for padding, as
+    RoBERTa and its descendants do: then its position embeddings know the pad id.
+    """
+    asked = copy.deepcopy(config)
+    try:
+        for name, value in (values | {"vocab_size": 8, "pad_token_id": 0}).items():
+            setattr(asked, name, value)
+        with torch.device("meta"):
+            modules = MODEL_CLASSES[kind].from_config(asked).named_modules()
+    except Exception:  # `_shape_problems` tells it
+        return False
+    return any(
+        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        for name, module in modules
+    )
 
 
 def _parse_overrides(config, overrides):

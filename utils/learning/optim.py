@@ -1,4 +1,4 @@
-"""Optimizer, schedule, and the guard that keeps a bad update out of the weights."""
+"""Optimizer, schedule, the guard that keeps a bad update out of the weights, the losses between log lines."""
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -63,23 +63,32 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
 
 
 class UpdateGuard:
-    """Skips an update whose gradient norm is not finite, or is an outlier, without asking the host.
+    """Skips an update whose gradient norm is not finite, or is an outlier: of all optimizers together.
 
     The norm of the whole gradient is the same on all processes, so all judge alike. Fused AdamW leaves
-    weights, moments and step count alone when its `found_inf` is 1 (made for GradScaler). Elsewhere the host
-    reads the norm and drops the gradients. Under fp16 GradScaler owns `found_inf` and skips what is not
-    finite by itself.
+    weights, moments and step count alone when its `found_inf` is 1 (made for GradScaler), so the host need
+    not ask. With any other optimizer the host reads the norm and drops the gradients. Under fp16 GradScaler
+    owns `found_inf` and skips what is not finite by itself.
     """
 
     WARMUP = 20  # accepted updates before outliers are judged
     HORIZON = 100  # updates that the running mean of accepted norms looks back, about
 
-    def __init__(self, accelerator, optimizer, outlier_factor=0.0):
-        """outlier_factor: skip norms above this multiple of the running mean of accepted norms; 0 = never."""
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        self.optimizer, self.outlier_factor, self.scaler = optimizer, outlier_factor, accelerator.scaler
-        device = optimizer.param_groups[0]["params"][0].device
+    def __init__(self, accelerator, *optimizers, outlier_factor=0.0):
+        """optimizers: prepared by accelerate or not; several are not for fp16, ValueError. outlier_factor:
+        skip norms above this multiple of the running mean of accepted norms; 0 = never.
+        """
+        if accelerator.scaler is not None and len(optimizers) > 1:
+            raise ValueError(
+                "mixed_precision: fp16 is for one optimizer, as accelerate divides the gradients of a second "
+                "one twice by its scale; use bf16 or no."
+            )
+        self.optimizers = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers]
+        self.outlier_factor, self.scaler = outlier_factor, accelerator.scaler
+        # Fused SGD knows `found_inf` too, but a skipped first update leaves its momentum unset.
+        obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
+        self.obeyed = self.scaler is None and all(obey)
+        device = self.optimizers[0].param_groups[0]["params"][0].device
         self.norm = torch.zeros((), device=device)  # of the newest gradient
         self.mean, self.accepted = 0.0, 0.0  # of accepted gradient norms, and how many; tensors once in use
         self.consecutive = 0  # updates skipped in a row, as of the last read
@@ -99,13 +108,15 @@ class UpdateGuard:
             share = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, an exponential one later
             self.mean = self.mean + torch.where(bad, 0.0, (norm - self.mean) * share)
         flag = bad.float()
-        if self.scaler is None and self.optimizer.defaults["fused"]:
-            self.optimizer.found_inf = flag
+        if self.obeyed:
+            for optimizer in self.optimizers:
+                optimizer.found_inf = flag
         elif self.scaler is None or self.outlier_factor:
             sync()  # else XLA would compute the gradient twice: for the host, and for the step
             self._pending.append(flag.cpu())
             if self._pending[-1]:
-                self.optimizer.zero_grad(set_to_none=True)
+                for optimizer in self.optimizers:
+                    optimizer.zero_grad(set_to_none=True)
             return flag
         self._pending.append(flag)
         return flag
@@ -133,13 +144,66 @@ class UpdateGuard:
         self.consecutive, self._pending, self._unread = state["consecutive"], [], list(state["unread"])
 
 
-def skipped_updates(flags, step, rows_per_step):
+def skipped_updates(flags, step, rows_before):
     """One record for metrics.jsonl per skipped update: which step, and its samples' positions [first, end).
 
-    flags: of the updates up to and including `step`, as UpdateGuard.read gives them.
+    flags: of the updates up to and including `step`, as UpdateGuard.read gives them. rows_before(step): the
+    position of a step's first row, steps counted from 0 there and from 1 in `step` and the records.
     """
     steps = [step - len(flags) + i + 1 for i, flag in enumerate(flags) if flag]
     return [
-        {"step": s, "event": "skipped_update", "positions": [(s - 1) * rows_per_step, s * rows_per_step]}
+        {"step": s, "event": "skipped_update", "positions": [rows_before(s - 1), rows_before(s)]}
         for s in steps
     ]
+
+
+class Means:
+    """Means of losses over the steps since the last log line, kept on the device until then.
+
+    Each micro-batch `add`s its losses, `close` ends the step, `read` gives {"loss/<name>": mean, ...}.
+    """
+
+    def __init__(self, accelerator, *names, total=None):
+        """names: of the losses; total: the name of their sum, told first, if it is to be told."""
+        self.accelerator, self.names = accelerator, [f"loss/{name}" for name in names]
+        self.total = total and f"loss/{total}"
+        self._step = torch.zeros(len(names)).to(accelerator.device)  # over a step's micro-batches
+        self._start()
+
+    def _start(self):
+        self._sums = torch.zeros(len(self.names) + 1).to(self.accelerator.device)  # losses, steps
+
+    def add(self, *losses):
+        """One 0-d tensor per name, of a micro-batch."""
+        self._step += torch.stack([loss.detach().float() for loss in losses])
+
+    def close(self, skipped, micro_batches=1):
+        """The end of a step: its losses, divided by `micro_batches`, count, unless `skipped` (0-d) is 1."""
+        step = torch.cat([self._step / micro_batches, torch.ones_like(skipped)[None]])
+        self._sums += torch.where(skipped > 0, 0, step)
+        self._step.zero_()
+
+    def read(self, **others):
+        """The means over steps and processes, None where no step counted, and over processes those of
+        `others` (0-d tensors); then starts anew. All processes call it; here the host waits for the device.
+        """
+        rows = self.state_dict(*others.values())
+        names = [*self.names, "steps", *others]
+        sums = {name: sum(column) for name, *column in zip(names, *rows, strict=True)}
+        self._start()
+        losses, steps = {name: sums[name] for name in self.names}, sums["steps"]
+        if self.total:
+            losses = {self.total: sum(losses.values())} | losses
+        means = {name: loss / steps if steps else None for name, loss in losses.items()}
+        return means | {name: sums[name] / len(rows) for name in others}
+
+    def state_dict(self, *others):
+        """A row per process, [losses, steps, others]: the same list on all, fit for JSON. All call it."""
+        values = torch.cat([self._sums, *(other[None] for other in others)])
+        return self.accelerator.gather(values).cpu().view(-1, len(values)).tolist()
+
+    def load_state_dict(self, rows):
+        """rows: of any number of processes; each takes its share."""
+        self._start()
+        if mine := rows[self.accelerator.process_index :: self.accelerator.num_processes]:
+            self._sums = torch.tensor(mine).sum(0).to(self.accelerator.device)

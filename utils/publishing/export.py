@@ -30,7 +30,10 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.lm.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
+        mode = (temporary / "config.json").stat().st_mode
         for file in sorted(temporary.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+            if file.stat().st_mode != mode:  # safetensors writes files that only their owner may read
+                file.chmod(mode)
             os.replace(file, output_dir / file.name)
         temporary.rmdir()
     accelerator.wait_for_everyone()

@@ -2,19 +2,18 @@
 
     checkpoints/step-00001000/
         model.safetensors      weights and buffers by name, tied ones once
-        optimizer.safetensors  optimizer state, "name of the parameter/key"
-        state.json             the script's extra, optimizer groups, random states of every process
+        optimizer.safetensors  and one file for each other thing that is kept and has tensors, by its name
+        state.json             what is no tensor of them, the run's extra, random states of every process
         manifest.json          size and checksum of each file, written last
 
-A sharded (FSDP) model has torch.distributed.checkpoint's files instead of the two safetensors. They load with
-any number of processes, sharded or not. Other names in checkpoints/: .tmp-* is being written or deleted,
-bad-* failed verification and goes with the next complete save, replaced-* is newer than the step this run was
-told to start from and yours to delete. Every machine must see output_dir.
+What is cut up (FSDP) has a folder with a safetensors file of each process instead. All load with any number
+of processes, sharded or not; nothing that is read back can run code. Other names in checkpoints/: .tmp-* is
+being written or deleted, bad-* failed verification and goes with the next complete save, replaced-* is newer
+than the step this run was told to start from and yours to delete. Every machine must see output_dir.
 """
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -24,13 +23,16 @@ import psutil
 import torch
 import torch.distributed as dist
 import xxhash
-from accelerate.utils import DistributedType, broadcast
-from torch.utils._pytree import tree_map
+from accelerate.utils import broadcast
+from torch.distributed.tensor import DTensor
 
 from utils.state import training_state
+from utils.state.files import checksum_file, safetensors_chunks, sync_folder, write_file, write_shards
+from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 
+FORMAT = 2  # of a checkpoint: raise it when older ones cannot be continued
 SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
 
 
@@ -50,60 +52,65 @@ class Checkpoints:
         self.failure = None  # why the newest save failed, None when it did not
         self._written = None  # (step, state.json) of last_good
         self._thread = None
-        self._copies = {}  # {(file, tensor name): host memory}
+        self._copies = {}  # {(thing, tensor name): host memory}
         self._group = None  # gloo, for shards that are written beside training
         if accelerator.is_main_process:
-            for stale in self.folder.glob(".tmp-*"):
-                shutil.rmtree(stale, ignore_errors=True)
+            for left in self.folder.glob(".tmp-*"):
+                complete = self.folder / left.name.removeprefix(".tmp-")
+                if left.name.startswith(".tmp-step-") and not complete.exists() and not find_problem(left):
+                    left.rename(complete)  # a kill came just before its renaming
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
 
     # Saving
 
-    def save(self, step: int, model, optimizer, extra: dict, final: bool = False) -> float:
-        """Returns the seconds that training stood still. extra: JSON values and small tensors.
+    def save(self, step: int, model, keep: dict, extra: dict, final: bool = False, beside=()) -> float:
+        """Returns the seconds that training stood still.
 
-        A save that fails warns and returns, and the last good checkpoint stays. With final=True nothing is
-        left to the background, and a failure raises RuntimeError on every process.
+        keep: {name: anything with state_dict and load_state_dict}; extra: JSON values; beside: (name, bytes)
+        of small files that go with it. A save that fails warns and returns; the last good checkpoint stays.
+        With final=True nothing is left to the background, and a failure raises RuntimeError on every process.
         """
         start = time.perf_counter()
         self.wait()
         accelerator = self.accelerator
-        if accelerator.distributed_type == DistributedType.XLA:
-            import torch_xla
-
-            torch_xla.sync()
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # out of accelerate's wrapper
-        background = self.background and not final
+        sync()
+        trees, tensors = self._collect(model, keep)
         scaler = accelerator.scaler
         state = {
+            "format": FORMAT,
             "step": step,
             "processes": accelerator.num_processes,
             "extra": extra,
+            "keep": trees,
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": training_state.gather_random_states(accelerator),
         }
-        if training_state.reshard(model):
-            if self._group is None and accelerator.num_processes > 1:
-                self._group = dist.new_group(backend="gloo")
-            tensors = training_state.shards(model, optimizer, cpu_offload=True)
-            state["shards"] = list(tensors)
-            if background and accelerator.device.type == "cpu":  # where offloading copies nothing
-                tensors = tree_map(lambda value: value.clone() if torch.is_tensor(value) else value, tensors)
-            self._run(background, step, _to_json(state), tensors, True)
-        elif accelerator.is_main_process:
-            state["groups"] = training_state.optimizer_groups(model, optimizer)
-            text = _to_json(state)
-            if (step, text) != self._written:
-                tensors = _tensors_by_file(model, optimizer)
-                background = background and self._copy_to_host(tensors)
-                self._run(background, step, text, tensors, False)
+        text = json.dumps(state)
+        sharded = {name for name, named in tensors.items() if _cut_up(named)}
+        if sharded and self._group is None and accelerator.num_processes > 1:
+            self._group = dist.new_group(backend="gloo")
+        if (sharded or accelerator.is_main_process) and (step, text) != self._written:
+            background = self.background and not final
+            for name in sharded if background else ():
+                tensors[name] = {path: value.to("cpu", copy=True) for path, value in tensors[name].items()}
+            background = background and self._copy_to_host(tensors, sharded)
+            arguments = step, text, tensors, sharded, beside
+            if background:
+                # Not a daemon: when the script fails, the interpreter still waits for the checkpoint.
+                self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+                self._thread.start()
+            else:
+                self._write(*arguments)
         if final:
             self._raise_if_failed()
         return time.perf_counter() - start
 
-    def reserve(self, model, optimizer) -> None:
+    def reserve(self, model, keep: dict) -> None:
         """Take the memory that background saves copy into: the first save would, and stall twice as long."""
-        if self.background and self.accelerator.is_main_process and not training_state.reshard(model):
-            self._copy_to_host(_tensors_by_file(model, getattr(optimizer, "optimizer", optimizer)))
+        if self.background:
+            tensors = self._collect(model, keep)[1]
+            self._copy_to_host(tensors, {name for name, named in tensors.items() if _cut_up(named)})
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -111,74 +118,76 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _run(self, background, *arguments):
-        if background:
-            # Not a daemon: when the script fails, the interpreter still waits for the checkpoint.
-            self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
-            self._thread.start()
-        else:
-            self._write(*arguments)
+    def _collect(self, model, keep) -> tuple[dict, dict]:
+        """({name: tree}, {name: {path: tensor}}) of the model and all that is kept; on all processes."""
+        training_state.reshard(model)
+        trees, tensors = {}, {}
+        for name, thing in {"model": model, **keep}.items():
+            trees[name], tensors[name] = training_state.freeze(thing, model)
+            if thing is not model and not training_state.is_optimizer(thing):
+                found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
+                trees[name], tensors[name] = found
+        return trees, tensors
 
     @torch.no_grad()
-    def _copy_to_host(self, tensors) -> bool:
+    def _copy_to_host(self, tensors, sharded) -> bool:
         """Replace the tensors by copies, in memory that is kept: fresh pages cost more than the copying."""
         pin = self.accelerator.device.type not in ("cpu", "mps", "xla")
-        places = [(file, name) for file, named in tensors.items() for name in named]
-        missing = sum(tensors[file][name].nbytes for file, name in places if (file, name) not in self._copies)
+        whole = self.accelerator.is_main_process  # only there they are written
+        places = [(name, path) for name in tensors if whole and name not in sharded for path in tensors[name]]
+        missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
         if missing and available_memory() < needed + SPARE_MEMORY:
             logger.warning("no memory for a copy of %s: training waits for its checkpoints", _size(missing))
             self.background = False
             return False
-        for file, name in places:
-            tensor = tensors[file][name]
-            if (file, name) not in self._copies:
-                self._copies[file, name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-            tensors[file][name] = self._copies[file, name].copy_(tensor, non_blocking=pin)
+        for name, path in places:
+            tensor = tensors[name][path]
+            if (name, path) not in self._copies:
+                self._copies[name, path] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+            tensors[name][path] = self._copies[name, path].copy_(tensor, non_blocking=pin)
         if pin:
             torch.accelerator.synchronize()
         return True
 
-    def _write(self, step, text, tensors, sharded):
+    def _write(self, step, text, tensors, sharded, beside):
         name = f"step-{step:08d}"
         aside = self.folder / f".tmp-{name}"
         self.failure = None
+        main = self.accelerator.is_main_process
         try:
             aside.mkdir(parents=True, exist_ok=True)
-            if sharded:
-                files = training_state.save_shards(aside, tensors, self.accelerator, self._group)
-            else:
-                files = {
-                    file: training_state.write_file(aside / file, training_state.safetensors_chunks(named))
-                    for file, named in tensors.items()
-                }
-            if not self.accelerator.is_main_process:
+            files = {}
+            for thing, named in tensors.items():
+                if thing in sharded:
+                    files |= write_shards(aside, thing, named, self.accelerator, self._group)
+                elif main and named:
+                    file = f"{thing}.safetensors"
+                    files[file] = write_file(aside / file, safetensors_chunks(named))
+            if not main:
                 return
-            files["state.json"] = training_state.write_file(aside / "state.json", [text.encode()])
+            for file, content in (*beside, ("state.json", text.encode())):
+                files[file] = write_file(aside / file, [content])
             manifest = {"step": step, "torch": torch.__version__, "files": files}
             manifest["checksum"] = _checksum(manifest)
-            training_state.write_file(aside / "manifest.json", [json.dumps(manifest, indent=1).encode()])
-            _sync_folder(aside)
-            self._delete(self.folder / name)  # there when a run has started again from an older step
+            write_file(aside / "manifest.json", [json.dumps(manifest, indent=1).encode()])
+            sync_folder(aside)
+            old = self.folder / f".tmp-old-{name}"
+            shutil.rmtree(old, ignore_errors=True)
+            if (self.folder / name).exists():  # a run has started again from an older step
+                (self.folder / name).rename(old)
             aside.rename(self.folder / name)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
             self.last_good, self._written = self.folder / name, (step, text)
             keep = self.save_total_limit or 0
             for path in (*list_checkpoints(self.folder)[:-keep], *self.folder.glob("bad-*")):
-                self._delete(path)
+                _delete(path)
         except Exception as error:  # whatever it is, training is worth more than this checkpoint
             self.failure = error
-            if self.accelerator.is_main_process:
+            if main:
                 shutil.rmtree(aside, ignore_errors=True)
                 logger.warning("%s was not saved: %s. %s", name, _reason(error), self._where())
-
-    def _delete(self, path):
-        """Renamed before: a half deleted checkpoint must not look like a damaged one."""
-        if path.exists():
-            aside = path.with_name(f".tmp-old-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
 
     def _where(self):
         return f"The last good checkpoint is {self.last_good or 'missing'}"
@@ -192,8 +201,8 @@ class Checkpoints:
 
     # Loading
 
-    def load(self, resume_from: str, model, optimizer, check=None) -> dict | None:
-        """Restore model, optimizer and random states. Returns the extra given to save, None at the beginning.
+    def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
+        """Restore model, kept things and random states. Returns save's extra, None at the beginning.
 
         resume_from: "auto" for the newest valid checkpoint, with a warning about newer ones that are damaged;
         "none"; or a checkpoint's path. check(extra) is called before anything is restored and may raise.
@@ -203,19 +212,18 @@ class Checkpoints:
         folder = self._choose(resume_from)
         extra, step = None, -1
         if folder is not None:
-            state = _from_json((folder / "state.json").read_text())
+            state = json.loads((folder / "state.json").read_text())
+            if state.get("format") != FORMAT:
+                raise ValueError(
+                    f"{folder} was made by another version of this project: continue it with that version, "
+                    "or start anew in another output_dir (model_name_or_path takes its weights along)"
+                )
             extra, step = state["extra"], state["step"]
             if check is not None:
                 check(extra)
-            optimizer = getattr(optimizer, "optimizer", optimizer)
-            training_state.restore(folder, model, optimizer, state)
-            if state["scaler"] is not None and self.accelerator.scaler is not None:
-                self.accelerator.scaler.load_state_dict(state["scaler"])
-            if self.accelerator.process_index < len(state["random"]):
-                mine = state["random"][self.accelerator.process_index]
-                training_state.set_random_state(mine, self.accelerator.device)
+            self._restore(folder, state, model, keep)
             self.last_good = folder
-            self.reserve(model, optimizer)
+            self.reserve(model, keep)
         if self.accelerator.is_main_process:
             for path in list_checkpoints(self.folder):
                 if _step(path) > step:
@@ -223,6 +231,23 @@ class Checkpoints:
                     _set_aside(path, "replaced-")
         self.accelerator.wait_for_everyone()
         return extra
+
+    def _restore(self, folder, state, model, keep):
+        index, device = self.accelerator.process_index, self.accelerator.device
+        training_state.reshard(model)
+        things = {"model": model, **keep}
+        for name, tree in state["keep"].items():
+            if name in things:
+                tree = training_state.tree_of_process(tree, index)
+                training_state.restore(folder, name, things[name], tree, model)
+            else:
+                logger.warning("%s: in %s, and nobody keeps it now", name, folder)
+        for name in keep.keys() - state["keep"].keys():
+            logger.warning("%s: not in %s, it begins anew", name, folder)
+        if state["scaler"] is not None and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        if index < len(state["random"]):
+            training_state.set_random_state(state["random"][index], device)
 
     def _choose(self, resume_from) -> Path | None:
         """The verified checkpoint to load: the main process looks, all return the same."""
@@ -259,13 +284,6 @@ class Checkpoints:
         return Path(resume_from)
 
 
-def _tensors_by_file(model, optimizer) -> dict[str, dict]:
-    return {
-        "model.safetensors": training_state.named_tensors(model),
-        "optimizer.safetensors": training_state.optimizer_tensors(model, optimizer),
-    }
-
-
 def _candidates(folder, resume_from: str) -> list[Path]:
     """What resume_from may mean, the first choice first; nothing is verified."""
     if resume_from == "none":
@@ -288,7 +306,7 @@ def find_problem(folder: Path) -> str:
             size = (folder / name).stat().st_size
             if size != entry["bytes"]:
                 return f"{name}: {size} bytes instead of {entry['bytes']}"
-            if training_state.checksum_file(folder / name) != entry:
+            if checksum_file(folder / name) != entry:
                 return f"{name}: wrong checksum"
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
@@ -311,70 +329,57 @@ def _checksum(value) -> str:
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _sync_folder(path: Path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def _delete(path: Path):
+    """Renamed before: a half deleted checkpoint must not look like a damaged one."""
+    aside = path.with_name(f".tmp-old-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
-def _to_json(state) -> str:
-    return json.dumps(state, default=lambda t: {"tensor": t.tolist(), "dtype": str(t.dtype)[len("torch.") :]})
-
-
-def _from_json(text):
-    def hook(value):
-        if value.keys() != {"tensor", "dtype"}:
-            return value
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-
-    return json.loads(text, object_hook=hook)
+def _cut_up(named: dict) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in named.values())
 
 
 # Before training
 
 
-def disk_space(output_dir, model, save_total_limit: int | None) -> tuple[bool, str]:
-    """Whether the disk has room for the checkpoints of a run with AdamW, and a sentence that says so.
+def thing_bytes(thing, model) -> int:
+    """Bytes of its tensors. An optimizer that has made no step yet counts with AdamW's two moments."""
+    tensors = [*training_state.freeze(thing, model)[1].values()]
+    if not tensors and training_state.is_optimizer(thing):
+        tensors = 2 * [parameter for group in thing.param_groups for parameter in group["params"]]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    Call it before the model is sharded. While a checkpoint is written, save_total_limit complete ones are
-    there too; the model for users is also replaced by a new file.
+
+def disk_space(output_dir, model, keep: dict, save_total_limit: int | None) -> tuple[bool, str]:
+    """Whether the disk has room for the checkpoints of a run, and a sentence that says so.
+
+    While a checkpoint is written, save_total_limit complete ones are there too; the model for users is also
+    replaced by a new file.
     """
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    weights = thing_bytes(model, model)
+    each = weights + sum(thing_bytes(thing, model) for thing in keep.values())
     count = (save_total_limit or 1) + 1
-    needed = 3 * weights * count + 2 * weights
+    needed = each * count + 2 * weights
     folder = Path(output_dir).absolute()
     own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free + own
-    text = f"{count} checkpoints of {_size(3 * weights)} and the model need {_size(needed)} in {output_dir}"
+    text = f"{count} checkpoints of {_size(each)} and the model need {_size(needed)} in {output_dir}"
     if needed <= free:
         return True, f"{text}; {_size(free)} are free"
     return False, f"{text}, but {_size(free)} are free: choose another output_dir or lower save_total_limit"
 
 
-def changed_settings(saved: dict, now: dict, may_change: set[str]) -> list[str]:
-    """A line for each setting that differs and may not: "learning_rate: 0.0005 in the run, 0.001 now"."""
-    lines = [
-        f"{name}: {saved.get(name, 'missing')} in the run, {now.get(name, 'missing')} now"
-        for name in sorted((saved.keys() | now.keys()) - may_change)
-        if name not in saved or name not in now or saved[name] != now[name]
-    ]
-    first = f"{now['output_dir']} holds a run with other settings: give these, or another output_dir"
-    return [first, *lines] if lines else []
-
-
-def other_run(args: dict, may_change: set[str]) -> list[str]:
-    """changed_settings against the checkpoint that these settings would continue from, told before any work.
-
-    What cannot be read says nothing here: `load` verifies it, and compares what only the data tell.
-    """
-    found = _candidates(Path(args["output_dir"]) / "checkpoints", args["resume_from_checkpoint"])
+def newest_settings(output_dir, resume_from: str) -> dict:
+    """Settings of the checkpoint that a start would continue from, {} without one; nothing is verified."""
+    found = _candidates(Path(output_dir) / "checkpoints", resume_from)
     try:
-        saved = json.loads((found[0] / "state.json").read_text())["extra"]["settings"]
-        return changed_settings({name: saved[name] for name in args}, args, may_change)
+        return json.loads((found[0] / "state.json").read_text())["extra"]["settings"]
     except (IndexError, KeyError, OSError, TypeError, ValueError):
-        return []
+        return {}
 
 
 def available_memory() -> int:

@@ -44,7 +44,7 @@ _state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, spe
 _before = {}  # handlers that ours replaced
 
 
-def install(importing: bool = False) -> None:
+def handle_stop_signals(importing: bool = False) -> None:
     """Handle stop signals from now on. Before training there is nothing to save: they end the process.
 
     Call it first in main(), and with importing=True where the script is imported, which is how a TPU launcher
@@ -134,7 +134,7 @@ def exit_status(signum: int) -> int:
 
 
 class StopSignals:
-    """Made when training begins, after install(). close() gives back the handlers that were there before."""
+    """Made when training begins. close() gives back the handlers that were there before."""
 
     def __init__(self, accelerator):
         self.accelerator = accelerator

@@ -1,51 +1,33 @@
-"""What a checkpoint holds (tensors by name, optimizer groups, random states) and how it gets to a file.
+"""What a checkpoint holds: weights and whatever is kept beside them, as tensors by name and JSON values.
 
 Names are those of the bare model, so that a state fits with and without DDP, compile and FSDP around it.
 """
 
 import json
-import os
 import random
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
-from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from accelerate.optimizer import AcceleratedOptimizer
+from safetensors.torch import load, load_file, save
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-CHUNK = 1 << 24  # bytes checksummed and written, or read and checksummed, at a time
-RANDOM_BYTES = 1 << 15  # for one process's random states as text
+from utils.state.files import read_shards, safetensors_chunks
+
+BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes, which matters on XLA
 # What belongs to the device in an optimizer group stays as this run has it.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}
-
-
-def reshard(model) -> bool:
-    """Cut the weights up again that a forward pass without backward, as in evaluation, has left whole: the
-    optimizer knows them only so. Returns whether FSDP has cut up any.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return fsdp1 or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and recomputation add to a name
 
 
 def clean_name(name: str) -> str:
-    """Without what DDP ("module." in front) and compile ("_orig_mod." anywhere) add to a name."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    """Without what DDP ("module." in front) and the wrappers inside add to a name."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.removeprefix("module.")
 
 
 def named_tensors(model) -> dict:
@@ -58,161 +40,251 @@ def named_tensors(model) -> dict:
     return named
 
 
-def optimizer_groups(model, optimizer) -> list[dict]:
-    """The optimizer's groups as JSON values, with names in place of parameters."""
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    return [
+def reshard(model) -> None:
+    """Cut the weights up again that a forward pass without backward, as in evaluation, has left whole: the
+    optimizer knows them only so.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+# Anything with state_dict <-> a tree and tensors
+
+
+def freeze(thing, model) -> tuple[dict, dict]:
+    """(tree, {path: tensor}) of a model, an optimizer, or anything else with state_dict; nothing is copied.
+
+    Optimizers are told by the names of their parameters. ValueError for what is neither tensor nor JSON.
+    """
+    if thing is model:
+        return _encode(named_tensors(model))
+    optimizer = _bare_optimizer(thing)
+    if optimizer is None:
+        return _encode(thing.state_dict())
+    names = _parameter_names(optimizer, model)
+    groups = [
         {key: value for key, value in group.items() if key not in NOT_RESTORED}
         | {"params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-
-
-def optimizer_tensors(model, optimizer) -> dict:
-    """{"parameter name/key": tensor}, for example "lm.lm_head.weight/exp_avg"."""
-    return {
-        f"{clean_name(name)}/{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    state = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
+    tree, tensors = _encode(state)
+    return {"groups": _encode(groups)[0], "state": tree}, tensors
 
 
 @torch.no_grad()
-def restore(folder: Path, model, optimizer, state: dict) -> None:
-    """Copy the weights and the optimizer state of a checkpoint into place. ValueError if they do not fit.
+def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
+    """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`.
 
-    state: of state.json, "groups" from optimizer_groups or "shards", the keys of shards().
+    Also into a model that is cut up otherwise, or not at all. ValueError if it does not fit.
     """
-    optimizer.state.clear()
-    if "shards" in state:  # torch re-shards, or assembles where the model is not sharded
-        tensors = shards(model, optimizer, state["shards"])
-        dcp.load(tensors, checkpoint_id=folder, no_dist=not dist.is_initialized())
-        set_model_state_dict(model, tensors["model"])
-        if "optimizer" in tensors:
-            set_optimizer_state_dict(model, optimizer, tensors["optimizer"])
+    optimizer = _bare_optimizer(thing)
+    if thing is model:
+        here = targets = named_tensors(model)
+        if differences := _differences(tree, here):
+            first = "; ".join(differences[:3])
+            raise ValueError(f"{folder} fits another model, {len(differences)} tensors differ: {first}")
+    elif optimizer is None:
+        targets = _targets(tree, _encode(thing.state_dict())[1])
+    else:
+        optimizer.state.clear()
+        names = _parameter_names(optimizer, model)
+        here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+        if here != [group["params"] for group in tree["groups"]]:
+            raise ValueError(f"{folder} fits an optimizer with other parameter groups than {name}")
+        targets = _targets(tree["state"], {name: parameter for parameter, name in names.items()})
+    _fill(folder, name, targets)
+    if thing is model:
         return
-    groups = state["groups"]
-    saved = load_file(folder / "model.safetensors")
-    moments = {}
-    for key, value in load_file(folder / "optimizer.safetensors").items():
-        name, _, key = key.rpartition("/")
-        moments.setdefault(name, {})[key] = value.clone()  # not the mapped file, which may be deleted
-    here = named_tensors(model)
-    differences = [
-        f"{name}: {_shape(saved.get(name))} there, {_shape(here.get(name))} here"
-        for name in sorted(saved.keys() | here.keys())
-        if _shape(saved.get(name)) != _shape(here.get(name))
+    if optimizer is None:
+        thing.load_state_dict(_decode(tree, targets))
+        return
+    groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
+    numbers = {}
+    for group, saved in zip(groups, tree["groups"], strict=True):
+        numbers |= dict(zip(saved["params"], group["params"], strict=True))
+        group.update({key: _decode(value, {}) for key, value in saved.items() if key not in NOT_RESTORED})
+    state = {numbers[name]: value for name, value in _decode(tree["state"], targets).items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def is_optimizer(thing) -> bool:
+    """Bare, or as accelerate wraps it."""
+    return _bare_optimizer(thing) is not None
+
+
+def _bare_optimizer(thing):
+    while isinstance(thing, AcceleratedOptimizer):
+        thing = thing.optimizer
+    return thing if isinstance(thing, torch.optim.Optimizer) else None
+
+
+def _parameter_names(optimizer, model) -> dict:
+    """{parameter: name}: the model's, or its place in the optimizer where the model does not have it."""
+    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    return {
+        parameter: names.get(parameter, f"group {g}, parameter {p}")
+        for g, group in enumerate(optimizer.param_groups)
+        for p, parameter in enumerate(group["params"])
+    }
+
+
+def _encode(value) -> tuple[dict, dict]:
+    tensors = {}
+
+    def encode(value, path):
+        if isinstance(value, np.ndarray):
+            return {"__numpy__": encode(torch.from_numpy(np.array(value)), path)}
+        if torch.is_tensor(value):
+            tensors[path] = value.detach()
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"__tensor__": path, "shape": [*value.shape], "dtype": dtype}
+        if isinstance(value, dict):
+            items = [[key, encode(item, f"{path}/{key}".strip("/"))] for key, item in value.items()]
+            plain = all(isinstance(key, str) and key[:2] != "__" for key in value)
+            return dict(items) if plain else {"__dict__": items}  # JSON would make texts of its keys
+        if isinstance(value, list | tuple):
+            items = [encode(item, f"{path}/{i}".strip("/")) for i, item in enumerate(value)]
+            return items if isinstance(value, list) else {"__tuple__": items}
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise ValueError(
+            f"keep: a state_dict holds a {type(value).__name__} at {path!r}; tensors, numbers, texts, lists "
+            "and dictionaries of them can be kept"
+        )
+
+    return encode(value, ""), tensors
+
+
+def _decode(tree, tensors):
+    if isinstance(tree, list):
+        return [_decode(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "__tensor__" in tree:
+        return tensors[tree["__tensor__"]]
+    if "__numpy__" in tree:
+        return _decode(tree["__numpy__"], tensors).numpy()
+    if "__tuple__" in tree:
+        return tuple(_decode(tree["__tuple__"], tensors))
+    if "__dict__" in tree:
+        return {key: _decode(item, tensors) for key, item in tree["__dict__"]}
+    return {key: _decode(item, tensors) for key, item in tree.items()}
+
+
+def _specs(tree) -> list[dict]:
+    """Every tensor's place in a tree: {"__tensor__": path, "shape": ..., "dtype": ...}"""
+    if isinstance(tree, list):
+        return [spec for item in tree for spec in _specs(item)]
+    if not isinstance(tree, dict):
+        return []
+    return [tree] if "__tensor__" in tree else [spec for item in tree.values() for spec in _specs(item)]
+
+
+def _targets(tree, like: dict) -> dict:
+    """{path: empty tensor}, cut up as the tensor or parameter of that name in `like` is, where it is."""
+    targets = {}
+    for spec in _specs(tree):
+        path, shape, dtype = spec["__tensor__"], spec["shape"], getattr(torch, spec["dtype"])
+        model = like.get(path, like.get(path.rpartition("/")[0]))
+        cut = isinstance(model, DTensor) and [*model.shape] == shape
+        targets[path] = torch.empty_like(model, dtype=dtype) if cut else torch.empty(shape, dtype=dtype)
+    return targets
+
+
+def _fill(folder: Path, name: str, targets: dict) -> None:
+    file = folder / f"{name}.safetensors"
+    if not file.exists():
+        if targets:
+            read_shards(folder, name, targets)
+        return
+    saved = load_file(file)
+    for path, target in targets.items():
+        value = saved[path]
+        if isinstance(target, DTensor):
+            value = value.to(target.device)
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(value)  # not the mapped file itself, which may be deleted
+
+
+def _differences(tree: dict, here: dict) -> list[str]:
+    """A line for each tensor whose shape is not the same in both."""
+    there = {name: tuple(spec["shape"]) for name, spec in tree.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in here.items()}
+    return [
+        f"{name}: {there.get(name, 'missing')} there, {found.get(name, 'missing')} here"
+        for name in sorted(there.keys() | found.keys())
+        if there.get(name) != found.get(name)
     ]
-    if differences:
-        count, first = len(differences), "; ".join(differences[:3])
-        raise ValueError(f"{folder} fits another model, {count} tensors differ: {first}")
-    groups_here = optimizer_groups(model, optimizer)
-    if [group["params"] for group in groups_here] != [group["params"] for group in groups]:
-        raise ValueError(f"{folder} fits an optimizer with other parameter groups")
-    if reshard(model):
-        whole = StateDictOptions(full_state_dict=True, strict=False)  # not strict: tied weights once
-        set_model_state_dict(model, saved, options=whole)
-        if moments:
-            moments = {"state": moments, "param_groups": groups}
-            set_optimizer_state_dict(model, optimizer, moments, options=whole)
-        return
-    for name, tensor in here.items():
-        tensor.copy_(saved[name])
-    groups_here = optimizer.state_dict()["param_groups"]
-    for here, group in zip(groups_here, groups, strict=True):
-        here.update({key: value for key, value in group.items() if key not in NOT_RESTORED})
-    order = [name for group in groups for name in group["params"]]
-    moments = {index: moments[name] for index, name in enumerate(order) if name in moments}
-    optimizer.load_state_dict({"state": moments, "param_groups": groups_here})
 
 
-def _shape(tensor):
-    return "missing" if tensor is None else tuple(tensor.shape)
+# Several processes
 
 
-# Files
+def digest(tree, tensors: dict) -> str:
+    """Of this process's part; reads every tensor."""
+    content = xxhash.xxh3_128(json.dumps(tree).encode())
+    local = {path: t.to_local() if isinstance(t, DTensor) else t for path, t in tensors.items()}
+    for chunk in safetensors_chunks(local):
+        content.update(memoryview(chunk))
+    return content.hexdigest()
 
 
-def safetensors_chunks(tensors: dict):
-    """The bytes of a safetensors file, tensor after tensor, straight from their memory.
+def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
+    """`mine` of every process, in their order."""
+    if accelerator.num_processes == 1:
+        return [mine]
+    size = torch.tensor([len(mine)], device=accelerator.device)
+    sizes = accelerator.gather(size).tolist()
+    room = -(-max(sizes) // BYTES) * BYTES
+    padded = _bytes_tensor(mine.ljust(room, b"\0")).to(accelerator.device)
+    rows = accelerator.gather(padded).cpu().view(-1, room)
+    return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
-    safetensors' own save_file cannot tell a checksum of what it writes. Wide types go first, which aligns
-    every tensor. https://huggingface.co/docs/safetensors/index#format
+
+def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
+    """The same on all processes: (tree, tensors) as they are where they agree, else {"__processes__": [tree
+    of each]} and the tensors of all, "0/path", "1/path". What is cut up is everybody's and left as it is.
     """
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header, end = {}, 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if accelerator.num_processes == 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return tree, tensors
+    text = json.dumps(tree).encode()
+    mine = xxhash.xxh3_64_digest(text) + json.dumps(_sums(tensors)).encode()
+    if len({*gather_bytes(accelerator, mine)}) == 1:
+        return tree, tensors
+    trees = [json.loads(text) for text in gather_bytes(accelerator, text)]
+    on_host = {path: value.cpu().contiguous() for path, value in tensors.items()}
+    files = gather_bytes(accelerator, save(on_host))
+    merged = {f"{i}/{path}": tensor for i, file in enumerate(files) for path, tensor in load(file).items()}
+    return {"__processes__": [_prefixed(tree, f"{i}/") for i, tree in enumerate(trees)]}, merged
 
 
-def write_file(path: Path, chunks) -> dict:
-    """Write chunks of bytes down to the disk. Returns size and checksum of what was handed over."""
-    digest, size = xxhash.xxh3_128(), 0
-    with open(path, "wb", buffering=1 << 20) as file:
-        for chunk in chunks:
-            view = memoryview(chunk)
-            size += len(view)
-            for start in range(0, len(view), CHUNK):
-                piece = view[start : start + CHUNK]
-                digest.update(piece)
-                file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+def tree_of_process(tree: dict, index: int) -> dict:
+    """The process's part of what gather_differing gave; of more processes now, the parts are dealt again."""
+    if not (isinstance(tree, dict) and "__processes__" in tree):
+        return tree
+    return tree["__processes__"][index % len(tree["__processes__"])]
 
 
-def checksum_file(path: Path) -> dict:
-    """Size and checksum of a file, as write_file returns them."""
-    digest, size = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+def _prefixed(tree, prefix: str):
+    if isinstance(tree, list):
+        return [_prefixed(item, prefix) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "__tensor__" in tree:
+        return tree | {"__tensor__": prefix + tree["__tensor__"]}
+    return {key: _prefixed(item, prefix) for key, item in tree.items()}
 
 
-def shards(model, optimizer, keys=None, cpu_offload: bool = False) -> dict:
-    """{"model": ..., "optimizer": ...} as torch.distributed.checkpoint takes them.
-
-    Before the first step there is no "optimizer": torch would make its state by a step of zero gradients,
-    which AdamW would count.
-    """
-    options = StateDictOptions(cpu_offload=cpu_offload)
-    tensors = {"model": get_model_state_dict(model, options=options)}
-    if "optimizer" in keys if keys else optimizer.state:
-        tensors["optimizer"] = get_optimizer_state_dict(model, optimizer, options=options)
-    return tensors
-
-
-def save_shards(folder: Path, tensors: dict, accelerator, group) -> dict:
-    """Every process writes and checksums its part. Returns {file: size and checksum} of all parts."""
-    several = accelerator.num_processes > 1
-    writer = dcp.FileSystemWriter(folder)
-    dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not several)
-    mine = list(folder.glob(f"__{accelerator.process_index}_*"))
-    if accelerator.is_main_process:
-        mine.append(folder / ".metadata")
-    try:
-        part = {path.name: checksum_file(path) for path in mine}
-    except OSError as error:
-        part = error  # all processes must hear of it
-    parts = [part]
-    if several:
-        parts = [None] * accelerator.num_processes
-        dist.all_gather_object(parts, part, group=group)
-    files = {}
-    for part in parts:
-        if isinstance(part, OSError):
-            raise part
-        files |= part
-    return files
+def _sums(tensors: dict) -> list[int]:
+    """One number a tensor, of its bits: what differs on two processes differs here, without copies of it."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = [tensor.contiguous().reshape(-1) for tensor in tensors.values()]
+    sums = [values.view(integers[values.element_size()]).sum(dtype=torch.int64) for values in flat]
+    return torch.stack([value.cpu() for value in sums]).tolist() if sums else []
 
 
 # Random numbers
@@ -248,13 +320,8 @@ def set_random_state(state: dict, device) -> None:
 
 def gather_random_states(accelerator) -> list[dict]:
     """random_state of every process, in their order."""
-    text = json.dumps(random_state(accelerator.device)).encode()
-    if accelerator.num_processes == 1:
-        return [json.loads(text)]
-    assert len(text) <= RANDOM_BYTES, len(text)
-    mine = _bytes_tensor(text.ljust(RANDOM_BYTES)).to(accelerator.device)
-    rows = accelerator.gather(mine).cpu().view(-1, RANDOM_BYTES)
-    return [json.loads(bytes(row.numpy())) for row in rows]
+    mine = json.dumps(random_state(accelerator.device)).encode()
+    return [json.loads(text) for text in gather_bytes(accelerator, mine)]
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:

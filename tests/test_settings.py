@@ -1,11 +1,22 @@
 """Settings: defaults < preset < flags; every mistake in one message with exit status 2."""
 
+import hashlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
-from utils.settings import attempt, number_problems, output_dir_problems, parse_args, save_args, user_mistakes
+from utils.entry import user_mistakes
+from utils.settings import (
+    changed_settings,
+    code_version,
+    number_problems,
+    output_dir_problems,
+    parse_args,
+    save_args,
+    stop_at,
+)
 
 
 @dataclass
@@ -63,15 +74,44 @@ def test_a_file_beside_the_script_is_not_read(tmp_path, monkeypatch):
 
 
 def test_problems_are_collected():
-    problems = []
+    @dataclass
+    class More(Args):
+        seed: int = -1
+        adam_beta2: float = 1.0
+        mine: float = float("inf")
+        my_bias: float = -3.0  # a field that this project does not know may be anything finite
 
-    def bad(x):
-        raise ValueError(f"no {x}")
+    problems = number_problems(More(learning_rate=0.0))
+    assert problems == [
+        "learning_rate: must be greater than 0, is 0.0.", "seed: must be 0 (off) or greater, is -1.",
+        "adam_beta2: must be less than 1, is 1.0.", "mine: must be a finite number, is inf.",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="(?s)learning_rate.*seed.*mine"):
+        stop_at(problems)
+    stop_at([])
 
-    assert attempt(problems, bad, "way") is None and attempt(problems, int, "3") == 3
-    args = Args(learning_rate=0.0)
-    problems += number_problems(args, may_be_zero=set())
-    assert problems == ["no way", "learning_rate: must be greater than 0, is 0.0."]
+
+def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
+    """A field that the run does not know counts as what that run did; a single name equals a list of one."""
+
+    @dataclass
+    class Now:
+        learning_rate: float = 1e-3
+        seed: int = 1
+        output_dir: str = "b"
+        eval_dataset_name: list[str] = field(default_factory=list)
+        z_loss: float = 0.0  # its default is what runs did before it was there
+        rate: float = field(default=0.5, metadata={"before": 0.1})
+
+    saved = {"learning_rate": 1e-3, "seed": 1, "output_dir": "a", "eval_dataset_name": None}
+    assert changed_settings(saved, Now(rate=0.1)) == []
+    assert changed_settings(saved | {"eval_dataset_name": "x"}, Now(rate=0.1, eval_dataset_name=["x"])) == []
+    lines = changed_settings(saved | {"old": 2, "rows": 8}, Now(seed=2, z_loss=1e-4), {"rows": 16})
+    assert lines[0].startswith("b holds a run with other settings")
+    assert lines[1:] == [
+        "old: 2 in the run, missing now", "rate: 0.1 in the run, 0.5 now", "rows: 8 in the run, 16 now",
+        "seed: 1 in the run, 2 now", "z_loss: 0.0 in the run, 0.0001 now",
+    ]  # fmt: skip
 
 
 def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):
@@ -90,6 +130,11 @@ def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):
 
 
 def test_args_json_holds_settings_and_versions(tmp_path):
-    save_args(Args(), str(tmp_path))
+    @dataclass
+    class Here(Args):
+        output_dir: str = str(tmp_path)
+
+    save_args(Here(), code_version(Here()))
     record = json.loads((tmp_path / "args.json").read_text())
     assert record["settings"]["learning_rate"] == 0.1 and record["versions"]["torch"]
+    assert record["code"]["script"] == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -10,8 +10,9 @@ from data.order import SampleOrder, evaluation_order, permuted
 def test_every_row_comes_once_per_epoch(n):
     order = list(SampleOrder(n, seed=3, start=0, stop=3 * n))
     for epoch in range(3):
-        rows = [row for e, row in order if e == epoch]
+        rows = [row for _, e, row in order if e == epoch]
         assert sorted(rows) == list(range(n))
+    assert [position for position, _, _ in order] == list(range(3 * n))
 
 
 def test_resuming_at_any_position_gives_the_same_rest():
@@ -43,11 +44,11 @@ def test_the_order_is_uniform():
 
 
 def test_ten_billion_rows_need_no_memory():
-    rows = [row for _, row in SampleOrder(10**10, seed=0, start=7 * 10**9, stop=7 * 10**9 + 1000)]
+    rows = [row for _, _, row in SampleOrder(10**10, seed=0, start=7 * 10**9, stop=7 * 10**9 + 1000)]
     assert len(set(rows)) == 1000 and 0 <= min(rows) and max(rows) < 10**10
 
 
 def test_evaluation_sees_every_row_once_and_pads_with_nothing():
     order = evaluation_order(10, 4)
-    assert [row for _, row in order] == [*range(10), -1, -1]
+    assert [row for _, _, row in order] == [position for position, _, _ in order] == [*range(10), -1, -1]
     assert len(evaluation_order(8, 4)) == 8

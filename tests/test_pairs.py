@@ -10,16 +10,15 @@ import pytest
 import torch
 from transformers import BertForPreTraining
 
-from data.pairs import (
-    PairBuilder,
-    load_pair_source,
-    prepare_pairs,
-    split_sentences,
-    truncate_pair,
-)
+from data.pairs import PairBuilder, load_pair_source, prepare_pairs, split_sentences, truncate_pair
+from data.sources.corpus import Source
 from data.tokenizer import train_tokenizer
 
 WORDS = "the of and to in is for on with as by at from that which this it are was were be has".split()
+
+
+def load(name):
+    return load_pair_source(Source(str(name)))
 
 
 def write_documents(path, n=40, sentences=(2, 30), seed=0):
@@ -116,13 +115,13 @@ def test_lengths_do_not_give_the_label_away():
 
 
 def test_rows_on_disk(tmp_path, tokenizer, capsys):
-    corpus = load_pair_source(write_documents(tmp_path / "a.jsonl"))
+    corpus = load(write_documents(tmp_path / "a.jsonl"))
     pairs = prepare_pairs(
         corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
     )
     printed = capsys.readouterr().out
     assert "label 0, B follows A: 50.0%" in printed or "label 0, B follows A: 49." in printed
-    batch = pairs.train.__getitems__([(0, row) for row in range(len(pairs.train))] + [(5, -1)])
+    batch = pairs.train.__getitems__([(row, 0, row) for row in range(len(pairs.train))] + [(-1, 5, -1)])
     assert {value.dtype for value in batch.values()} == {torch.int64}
     documents = {"train": set(), "validation": set()}
     for i, ids in enumerate(batch["input_ids"][:-1]):
@@ -137,7 +136,7 @@ def test_rows_on_disk(tmp_path, tokenizer, capsys):
         documents["train"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
     # Padding of the last evaluation batch: never counted, and attention is not empty.
     assert batch["next_sentence_label"][-1] == -100 and batch["attention_mask"][-1].all()
-    held_out = pairs.eval.__getitems__([(0, row) for row in range(len(pairs.eval))])
+    held_out = pairs.eval.__getitems__([(row, 0, row) for row in range(len(pairs.eval))])
     for ids in held_out["input_ids"]:
         documents["validation"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
     assert documents["train"] and documents["validation"]
@@ -168,12 +167,12 @@ def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
     )
     with pytest.raises(ValueError, match="none of two sentences"):
         prepare_pairs(
-            load_pair_source(str(tmp_path / "a.jsonl")), tokenizer, block_size=32, cache_dir=tmp_path, seed=0
+            load(tmp_path / "a.jsonl"), tokenizer, block_size=32, cache_dir=tmp_path, seed=0
         )
     with pytest.raises(ValueError, match="one document"):
         prepare_pairs(
-            load_pair_source(write_documents(tmp_path / "b.jsonl", n=1, sentences=(9, 9))), tokenizer,
-            block_size=32, eval_corpus=load_pair_source(write_documents(tmp_path / "c.jsonl")),
+            load(write_documents(tmp_path / "b.jsonl", n=1, sentences=(9, 9))), tokenizer,
+            block_size=32, eval_corpus=load(write_documents(tmp_path / "c.jsonl")),
             cache_dir=tmp_path,
         )  # fmt: skip
 
@@ -194,13 +193,13 @@ def prepared_elsewhere(tokenizer, n=50, T=32):
 def test_prepared_pairs_train_as_they_are(tmp_path, tokenizer):
     rows = prepared_elsewhere(tokenizer)
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
-    corpus = load_pair_source(str(tmp_path / "pairs"))
+    corpus = load(tmp_path / "pairs")
     pairs = prepare_pairs(
         corpus, tokenizer, block_size=32, validation_fraction=0.1, cache_dir=tmp_path / "cache"
     )
     assert (len(pairs.train), len(pairs.eval)) == (45, 5)
     for part, first in ((pairs.train, 0), (pairs.eval, 45)):
-        batch = part.__getitems__([(0, row) for row in range(len(part))])
+        batch = part.__getitems__([(row, 0, row) for row in range(len(part))])
         for column, values in rows.items():
             assert batch[column].tolist() == values[first : first + len(part)], column
 
@@ -225,7 +224,7 @@ def test_prepared_pairs_that_are_not_right_are_refused(tmp_path, tokenizer, colu
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
     with pytest.raises(ValueError, match=message):
         prepare_pairs(
-            load_pair_source(str(tmp_path / "pairs")), tokenizer, block_size=32, cache_dir=tmp_path / "cache"
+            load(tmp_path / "pairs"), tokenizer, block_size=32, cache_dir=tmp_path / "cache"
         )
 
 
@@ -233,5 +232,5 @@ def test_prepared_pairs_longer_than_the_block_are_refused(tmp_path, tokenizer):
     datasets.Dataset.from_dict(prepared_elsewhere(tokenizer)).save_to_disk(tmp_path / "pairs")
     with pytest.raises(ValueError, match="set block_size 32"):
         prepare_pairs(
-            load_pair_source(str(tmp_path / "pairs")), tokenizer, block_size=16, cache_dir=tmp_path / "cache"
+            load(tmp_path / "pairs"), tokenizer, block_size=16, cache_dir=tmp_path / "cache"
         )

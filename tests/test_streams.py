@@ -1,6 +1,4 @@
-"""Streams: the same rows in the same order for any number of processes and workers, resumed at any
-position.
-"""
+"""Streams: the same rows in the same order for any number of processes and workers, resumed anywhere."""
 
 import itertools
 
@@ -12,7 +10,7 @@ from torch.utils.data import DataLoader
 from data.packing import prepare_rows
 from data.shards import open_shards
 from data.sources import storage
-from data.sources.corpus import load_corpus
+from data.sources.corpus import Source, load_corpus
 from data.streams import ShardSource, StreamingRows, TextSource
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
@@ -28,8 +26,8 @@ def made(tmp_path_factory):
     source = write_jsonl(folder / "texts.jsonl", texts[:100] + texts[:30] + texts[100:])
     tokenizer = save_tokenizer(folder / "tokenizer")
     assert run(source, folder / "shards", tokenizer, shard_mb=0.017) == 0
-    return {"shards": str(folder / "shards"), "cache": str(folder / "cache"), "corpus": load_corpus(source),
-            "tokenizer": load_tokenizer(tokenizer)}
+    return {"shards": str(folder / "shards"), "cache": str(folder / "cache"),
+            "corpus": load_corpus(Source(source)), "tokenizer": load_tokenizer(tokenizer)}
 
 
 def sources(made, shuffle: bool) -> dict:
@@ -42,7 +40,7 @@ def sources(made, shuffle: bool) -> dict:
 
 def map_rows(made) -> np.ndarray:
     rows = open_shards(made["shards"], "train", cache_dir=made["cache"])
-    return rows.__getitems__([(0, row) for row in range(len(rows))])["input_ids"].numpy()
+    return rows.__getitems__([(row, 0, row) for row in range(len(rows))])["input_ids"].numpy()
 
 
 def read(rows: StreamingRows, workers: int, batches: int) -> list[dict]:
@@ -54,10 +52,12 @@ def read(rows: StreamingRows, workers: int, batches: int) -> list[dict]:
 
 
 def in_turn(per_process: list[list[dict]]) -> list[tuple]:
-    """(epoch, row, ids) of all processes in the order of the stream."""
-    rows = []
+    """(epoch, row, ids) of all processes in the order of the stream, whose positions are in it."""
+    rows, positions = [], []
     for batch in itertools.chain.from_iterable(zip(*per_process, strict=True)):
         rows += zip(batch["epoch"], batch["row"], batch["input_ids"], strict=True)
+        positions += batch["position"]
+    assert positions == list(range(len(rows)))
     return rows
 
 
@@ -96,8 +96,7 @@ def test_unshuffled_row_k_is_the_map_style_row_k(made, kind):
 def test_shards_and_prepare_rows_make_the_same_rows(made):
     prepared = prepare_rows(made["corpus"], made["tokenizer"], block_size=T, validation_fraction=0.05, seed=0,
                             cache_dir=made["cache"], progress=False)
-    rows = prepared.train.__getitems__([(0, row) for row in range(len(prepared.train))])["input_ids"].numpy()
-    assert np.array_equal(rows, map_rows(made))
+    assert np.array_equal(prepared.train.rows, map_rows(made))
     held_out = open_shards(made["shards"], "validation", cache_dir=made["cache"])
     assert np.array_equal(prepared.eval.rows, held_out.rows)
 
@@ -134,6 +133,7 @@ class Unsteady:
     def __init__(self, corpus, good: int, times: int):
         self.corpus, self.good, self.times = corpus, good, times
         self.name, self.text_column, self.fingerprint = corpus.name, corpus.text_column, corpus.fingerprint
+        self.keywords = corpus.keywords
 
     def __iter__(self):
         for i, document in enumerate(self.corpus):
@@ -158,6 +158,6 @@ def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monk
 
 
 def test_a_stream_without_a_row_is_reported(made, tmp_path):
-    corpus = load_corpus(write_jsonl(tmp_path / "one.jsonl", ["short"]))
+    corpus = load_corpus(Source(write_jsonl(tmp_path / "one.jsonl", ["short"])))
     with pytest.raises(ValueError, match="gives no row of 32 tokens"):
         next(iter(StreamingRows(TextSource(corpus, made["tokenizer"], block_size=T), batch_size=1, seed=0)))

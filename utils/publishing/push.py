@@ -1,14 +1,12 @@
 """Publish a run on the Hugging Face Hub while it trains: the network can neither hold it up nor lose a model.
 
-    repo_id = check_hub("my-model", private=True)           # before any work: token, name, right to write
-    pusher = HubPusher(repo_id, output_dir)                 # on the main process only
+    pusher = HubPusher(repo_id, output_dir)                 # on the main process only, after check_hub
     pusher.push(step, {"loss": 2.31, "perplexity": 10.1})   # freezes the model files and returns
     for event in pusher.poll(): metrics.write(event)        # at every log interval, and after finish
     arrived = pusher.finish(timeout=600)                    # False: the files stay here, the remedy was said
 
 A push is exactly one commit, so every revision is complete and of one step, whatever dies when. One thread
-uploads; of the snapshots that wait, the newest replaces the older ones. The token is looked up by
-huggingface_hub (HF_TOKEN, else `hf auth login`) at each push, so a renewed login counts, and stored nowhere.
+uploads; of the snapshots that wait, the newest replaces the older ones.
 
 Data loader workers forked while the thread is in an HTTP call can deadlock: start them before the first push.
 """
@@ -19,7 +17,6 @@ import random
 import re
 import shlex
 import shutil
-import tempfile
 import threading
 import time
 from collections import deque
@@ -29,130 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    constants,
-    get_token,
-    set_client_factory,
-    snapshot_download,
-)
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import disable_progress_bars, validate_repo_id
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import disable_progress_bars
 
-BRANCH = "checkpoints"  # training states live beside the model, on a branch of their own
-BESIDE = ("args.json", "metrics.jsonl")  # what a run goes on writing when it continues from a checkpoint
+from utils.display.progress import readable
+from utils.publishing.fetch import newest_checkpoint
+from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, Trouble, bound_waiting, diagnose
+
 # The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
 COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
-CHECK_SECONDS, PUSH_SECONDS = 10, 60  # of silence of the server, before training and during
-
-LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
-REMEDIES = {
-    401: f"the token is missing, revoked or expired: {LOGIN}",
-    403: "this token may not write there: give it the right to, or choose another hub_model_id",
-    404: "there is no such repository: create it, or choose another hub_model_id",
-    413: "too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
-}
-
-
-# ---- Before training
-
-
-def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
-    """Make sure that pushing will work: the full "owner/name" of the repository, created where missing.
-
-    Takes seconds, also when nobody answers. Raises ValueError with the remedy: no token or a bad one, a name
-    that the Hub refuses, a namespace or repository that this token cannot write to, no connection.
-    """
-    _bound_waiting(CHECK_SECONDS)
-    if not get_token():
-        raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")
-    try:
-        validate_repo_id(hub_model_id)
-    except ValueError as error:
-        raise ValueError(f"hub_model_id: {error}") from None
-    api = HfApi()
-    user = _ask("push_to_hub", api.whoami)
-    owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
-    repo_id = hub_model_id if "/" in hub_model_id else f"{user['name']}/{hub_model_id}"
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f"push_to_hub: the token of {user['name']} can only read; {LOGIN}.")
-    if repo_id.split("/")[0] not in owners:
-        names = ", ".join(owners)
-        raise ValueError(f"hub_model_id {repo_id}: this token publishes under {names}; choose one.")
-    what = f"hub_model_id {repo_id}"
-    _ask(what, api.create_repo, repo_id, private=private, exist_ok=True)
-    # The first question of every push. (create_repo is content with a repository that we may only read.)
-    _ask(what, api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")])
-    if push_checkpoints:
-        _ask(what, api.create_branch, repo_id, branch=BRANCH, exist_ok=True)
-    return repo_id
-
-
-def _ask(what: str, call: Callable, *args, tries: int = 3, **kwargs) -> Any:
-    """`call(...)`, again after a passing trouble; what stays becomes a ValueError that says what to do."""
-    for left in reversed(range(tries)):
-        try:
-            return call(*args, **kwargs)
-        except (RepositoryNotFoundError, RevisionNotFoundError):
-            raise
-        except Exception as error:
-            trouble = diagnose(error)
-            if trouble.passing and left and "Timeout" not in trouble.text:  # silence has taken its seconds
-                time.sleep(min(5, trouble.retry_after or 1))
-                continue
-            elsewhere = f"can {constants.ENDPOINT} be reached from here? If not, train without push_to_hub"
-            raise ValueError(f"{what}: {trouble.text}; {REMEDIES.get(trouble.status, elsewhere)}.") from None
-
-
-def _bound_waiting(seconds: float) -> None:
-    """Limit each connect, read and write of the client, which otherwise waits for ever on a silent server."""
-
-    def client():
-        made = default_client_factory()
-        made.timeout = seconds
-        return made
-
-    set_client_factory(client)
-
-
-@dataclass
-class Trouble:
-    """What an exception of the client means."""
-
-    passing: bool  # worth another try
-    retry_after: float | None  # seconds, where the server names them
-    status: int | None  # of HTTP
-    text: str  # one line, without the token
-
-
-def diagnose(error: BaseException) -> Trouble:
-    """Reads the chain of causes: LFS errors come wrapped, and Xet's have their status in the text only."""
-    chain = [error]
-    while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
-        chain.append(cause)
-    response = next((r for r in (getattr(e, "response", None) for e in chain) if r is not None), None)
-    status = retry_after = None
-    if response is not None:
-        status = response.status_code
-        with suppress(ValueError):  # it may also be a date: our own backoff has to do
-            retry_after = float(response.headers.get("retry-after", ""))
-    elif found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
-        status = int(found[1])
-    if status is None:
-        network = (ConnectionError, TimeoutError)
-        passing = any(isinstance(e, network) or type(e).__module__.startswith("httpx") for e in chain)
-    else:
-        passing = status >= 500 or status in (408, 409, 412, 423, 425, 429)
-    told = chain[-1] if response is None else chain[0]
-    text = " ".join(f"{type(told).__name__}: {told}".split())
-    token = get_token()
-    return Trouble(passing, retry_after, status, (text.replace(token, "***") if token else text)[:400])
-
-
-# ---- During training
 
 
 @dataclass
@@ -178,13 +60,9 @@ class HubPusher:
     """
 
     def __init__(
-        self,
-        repo_id: str,
-        output_dir: str | os.PathLike,
-        say: Callable[[str], Any] = print,
-        push_checkpoints: bool = False,
-        commits_per_hour: int = COMMITS_PER_HOUR,
-    ):
+        self, repo_id: str, output_dir: str | os.PathLike, say: Callable[[str], Any] = print,
+        push_checkpoints: bool = False, commits_per_hour: int = COMMITS_PER_HOUR,
+    ):  # fmt: skip
         self.repo_id, self.output_dir, self.say = repo_id, Path(output_dir), say
         self.push_checkpoints, self.commits_per_hour = push_checkpoints, commits_per_hour
         self.status = ""
@@ -200,32 +78,21 @@ class HubPusher:
         self.error = self.said = ""
         self.commit_times: deque[float] = deque()
         self.thread = threading.Thread(target=self._work, name="hub-push", daemon=True)
-        _bound_waiting(PUSH_SECONDS)
+        bound_waiting(PUSH_SECONDS)
         os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{PUSH_SECONDS}s")  # of 300, times its tries
         disable_progress_bars()  # they would write over ours
 
-    def push(
-        self,
-        step: int,
-        metrics: dict[str, float | None] | None = None,
-        files: list[str] | None = None,
-        message: str = "",
-    ) -> None:
+    def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """Freeze the files of output_dir, all of one step, for the main branch; older weights there go.
 
-        With `files`, only these of output_dir, and all else in the repository stays. The message of the
-        commit is made of step and metrics where none is given.
-
-        Never raises for the network or the disk. Weights (*.safetensors) are frozen as hard links, so whoever
-        saves must replace them, as save_pretrained does, not rewrite them in place. The others are copied.
+        The message of the commit is made of step and metrics. Never raises for the network or the disk.
+        Weights (*.safetensors) are frozen as hard links, so whoever saves must replace them, as
+        save_pretrained does, not rewrite them in place. The others are copied.
         """
-        replaces = ""
-        if files is None:
-            replaces = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
-            files = [p.name for p in self.output_dir.iterdir() if p.is_file() and not p.name.startswith(".")]
-        numbers = [f"{name} {value:.4g}" for name, value in (metrics or {}).items() if value is not None]
-        message = message or ", ".join([f"Step {step}", *numbers])
-        self._freeze(step, "main", files, message, replaces)
+        files = [p.name for p in self.output_dir.iterdir() if p.is_file() and not p.name.startswith(".")]
+        numbers = [f"{key} {readable(value)}" for key, value in (metrics or {}).items() if value is not None]
+        message = ", ".join([f"Step {step}", *numbers])
+        self._freeze(step, "main", files, message, r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
     def poll(self) -> list[dict]:
         """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.
@@ -275,7 +142,7 @@ class HubPusher:
 
     def _push_checkpoint(self) -> None:
         """Freeze the newest complete checkpoint and what belongs beside it, unless that was done before."""
-        step, folder = _newest_checkpoint(self.output_dir) if self.push_checkpoints else (-1, None)
+        step, folder = newest_checkpoint(self.output_dir) if self.push_checkpoints else (-1, None)
         if not folder or BRANCH in self.wanted and self.wanted[BRANCH].step == step:
             return
         files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
@@ -310,11 +177,11 @@ class HubPusher:
         shutil.rmtree(older.folder, ignore_errors=True)
         self._record(older, "replaced")
 
-    def _record(self, snapshot: Snapshot, state: str, **facts) -> None:
+    def _record(self, snapshot: Snapshot, state: str, **details) -> None:
         with self.changed:
-            self.error = facts.get("error", "" if state == "done" else self.error)
+            self.error = details.get("error", "" if state == "done" else self.error)
             event = {"event": "push", "push_step": snapshot.step, "branch": snapshot.branch, "state": state}
-            self.events.append({**event, **facts})
+            self.events.append({**event, **details})
 
     # ---- The uploading thread
 
@@ -339,8 +206,8 @@ class HubPusher:
                     self._retry_later(snapshot, trouble, failures)
                     continue
                 self.status = f"step {snapshot.step} not pushed"
-                remedy = REMEDIES.get(trouble.status)
-                self._record(snapshot, "failed", error=trouble.text + (f"; {remedy}" if remedy else ""))
+                told = f"{trouble.text}; {trouble.remedy}" if trouble.remedy else trouble.text
+                self._record(snapshot, "failed", error=told)
             else:
                 failures = 0
                 self.status = f"step {snapshot.step} pushed"
@@ -362,9 +229,8 @@ class HubPusher:
         for addition in additions:  # several at once would use threads that hold up the exit of the process
             api.preupload_lfs_files(self.repo_id, [addition], revision=snapshot.branch, free_memory=False)
         changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
-        return api.create_commit(
-            self.repo_id, changes, commit_message=snapshot.message, revision=snapshot.branch
-        ).oid
+        target = {"commit_message": snapshot.message, "revision": snapshot.branch}
+        return api.create_commit(self.repo_id, changes, **target).oid
 
     def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
         """Back to the queue, unless a newer one has come, and wait: longer each time, or as long as asked."""
@@ -401,45 +267,3 @@ def _copy(source: Path, target: Path, linked: bool) -> None:
         with suppress(OSError):
             return os.link(source, target)
     shutil.copyfile(source, target)
-
-
-# ---- On a fresh machine
-
-
-def _newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
-    """(step, folder) of the newest complete one; (-1, None) without any."""
-    complete = [path.parent for path in output_dir.glob("checkpoints/step-*/manifest.json")]
-    steps = {int(folder.name.removeprefix("step-")): folder for folder in complete}
-    return max(steps.items(), default=(-1, None))
-
-
-def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
-    """Download the training state that HubPusher has published, if output_dir has none as new.
-
-    Returns its folder, or None where there was nothing to fetch. The folder appears whole or not at all;
-    whether it holds what was saved is checked where checkpoints are loaded. BESIDE is replaced by the files
-    of that state. Raises ValueError when the Hub cannot be reached.
-    """
-    output_dir, what = Path(output_dir), f"checkpoints of {repo_id}"
-    _bound_waiting(PUSH_SECONDS)
-    api = HfApi()
-    try:
-        revision = _ask(what, api.repo_info, repo_id, revision=BRANCH, timeout=10).sha
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        return None
-    files = _ask(what, api.list_repo_files, repo_id, revision=revision)
-    found = [re.fullmatch(r"checkpoints/(step-(\d+))/manifest.json", name) for name in files]
-    step, name = max(((int(match[2]), match[1]) for match in found if match), default=(-1, ""))
-    if step <= _newest_checkpoint(output_dir)[0]:
-        return None
-    target = output_dir / "checkpoints" / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
-        wanted = [f"checkpoints/{name}/*", *BESIDE]
-        _ask(what, snapshot_download, repo_id, revision=revision, local_dir=folder, allow_patterns=wanted)
-        for beside in BESIDE:
-            if Path(folder, beside).exists():
-                os.replace(Path(folder, beside), output_dir / beside)
-        shutil.rmtree(target, ignore_errors=True)  # without a manifest: a save that did not finish
-        os.replace(Path(folder, "checkpoints", name), target)
-    return target

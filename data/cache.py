@@ -1,0 +1,105 @@
+"""What was prepared once is kept in the cache, whole or not at all, and rows with their checksum."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from filelock import FileLock
+
+MANIFEST = "sizes.json"
+CHUNK = 1 << 26  # bytes of rows hashed at a time
+
+
+def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) -> Path:
+    """The folder of `cache_dir` that build(folder) filled for these settings, or fills it now.
+
+    It appears by a rename, complete, with the size of every file on record. Of several processes one builds
+    and the others wait; a killed one leaves neither a lock nor a folder that could be taken for whole."""
+    key = hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
+    folder, building = Path(cache_dir) / f"{kind}-{key}", Path(cache_dir) / f"{kind}-{key}.tmp"
+    if _is_whole(folder):
+        return folder
+    os.makedirs(cache_dir, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not _is_whole(folder):
+            for leftover in (building, folder):
+                shutil.rmtree(leftover, ignore_errors=True)
+            building.mkdir()
+            try:
+                build(building)
+                sizes = {file.name: file.stat().st_size for file in building.iterdir()}
+                (building / MANIFEST).write_text(json.dumps(sizes))
+                building.rename(folder)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
+
+
+class RowFile:
+    """Writes a .npy file [n, T] whose n is known only at the end: the header, of fixed size, comes last. The
+    checksum of the rows is computed on the way and kept beside the file."""
+
+    HEADER = 128
+
+    def __init__(self, path, block_size: int, dtype):
+        self.path, self.block_size, self.dtype, self.rows = path, block_size, np.dtype(dtype), 0
+        self.digest = _digest(self.dtype, block_size)
+        self.file = open(path, "wb")
+        self.file.write(bytes(self.HEADER))
+
+    def write(self, rows: np.ndarray) -> None:
+        """rows [n, T]"""
+        data = np.ascontiguousarray(rows).data
+        self.file.write(data)
+        self.digest.update(data)
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        shape = (self.rows, self.block_size)
+        header = repr({"descr": self.dtype.str, "fortran_order": False, "shape": shape}).encode()
+        self.file.seek(0)
+        self.file.write(b"\x93NUMPY\x01\x00" + (self.HEADER - 10).to_bytes(2, "little"))
+        self.file.write(header.ljust(self.HEADER - 11) + b"\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        _kept(self.path).write_text(self.digest.hexdigest())
+
+
+def checksum(path) -> str:
+    """xxh3_128 of the rows in a .npy file [n, T], their T and their type, as kept beside the file. Where it
+    was written without one (by np.save, or before there were any) the rows are read once."""
+    kept = _kept(path)
+    if not kept.exists():
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                rows = np.load(path, mmap_mode="r")
+                digest = _digest(rows.dtype, rows.shape[1])
+                step = max(1, CHUNK // (rows.itemsize * rows.shape[1]))
+                for start in range(0, len(rows), step):
+                    digest.update(np.ascontiguousarray(rows[start : start + step]).data)
+                writing = Path(f"{kept}.tmp")
+                writing.write_text(digest.hexdigest())
+                writing.rename(kept)
+    return kept.read_text()
+
+
+def _kept(path) -> Path:
+    return Path(f"{path}.xxh3")
+
+
+def _digest(dtype: np.dtype, block_size: int):
+    return xxhash.xxh3_128(f"{dtype.str} {block_size}".encode())

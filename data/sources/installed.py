@@ -1,0 +1,110 @@
+"""The Python on this machine as text, which needs no network: its source code, and the English in it.
+
+installed-python    every .py file of the standard library and of site-packages
+installed-docs      package descriptions and docstrings: the paragraphs that read as sentences
+"""
+
+import functools
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Iterator
+from importlib import metadata
+from inspect import cleandoc
+from pathlib import Path
+
+from data.sources.files import decode, digest
+
+
+def has_split(source, split: str) -> bool:
+    return split == "train"
+
+
+def open_rows(source):
+    """(fingerprint, rows()) of one of INSTALLED."""
+    python_files = [file[:3] for file in _python_files()]
+    return digest(source.dataset_name, python_files), INSTALLED[source.dataset_name]
+
+
+@functools.cache
+def _python_files() -> list[tuple[str, str, int, str, Path]]:
+    """(distribution and version, relative path, bytes, license, file) of every .py file of the standard
+    library and of site-packages, in an order that does not depend on where the interpreter is installed."""
+    paths, found = sysconfig.get_paths(), {}
+
+    def search(root, owners, default):
+        for folder, folders, names in os.walk(root):
+            folders[:] = {*folders} - {"__pycache__", "site-packages", "dist-packages"}
+            for file in (Path(folder, name) for name in names if name.endswith(".py")):
+                if file not in found and file.is_file():
+                    path = file.relative_to(root).as_posix()
+                    owner, license = owners.get(path, default)
+                    found[file] = (owner, path, file.stat().st_size, license, file)
+
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    search(paths["stdlib"], {}, (python, "PSF-2.0"))
+    for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
+        owners = {}
+        for package in metadata.distributions(path=[root]):
+            owner = (f"{package.name} {package.version}", _license(package.metadata))
+            owners.update((file.as_posix(), owner) for file in package.files or () if file.suffix == ".py")
+        search(root, owners, ("site-packages", "unknown"))
+    return sorted(found.values())
+
+
+def _license(package) -> str:
+    lines = package.get_all("Classifier") or ()
+    classifiers = [line.split(" :: ")[-1] for line in lines if line.startswith("License ::")]
+    first_line = (package.get("License") or "").strip().split("\n")[0]
+    names = [package.get("License-Expression"), *classifiers, first_line]
+    return next((name for name in names if name), "unknown")
+
+
+def _python_documents() -> Iterator[dict]:
+    """Python source with the columns, and the column types, of codeparrot-ds."""
+    for owner, path, size, license, file in _python_files():
+        columns = {"repo_name": owner, "path": path, "copies": "1", "size": str(size)}
+        yield {**columns, "content": decode(file.read_bytes()), "license": license}
+
+
+# A docstring, found lexically: a triple-quoted string that starts a line, first in the file or after a line
+# that ends in ":". Parsing every installed file with ast takes a minute, this a few seconds.
+COMMENT = r"[ \t]*(?:#[^\n]*)?\n"
+DOCSTRING = re.compile(rf"""(?:\A(?:{COMMENT})*|:{COMMENT}\s*)[rRuU]?(\"\"\"|''')(.*?)\1""", re.DOTALL)
+MARKUP = re.compile(r">>>|\.\. |::|https?:|[|<>{}\\]|---|===|^\s*[:@#]", re.MULTILINE)
+LEAST_PROSE = 400  # characters: modules and packages with less are left out
+
+
+def _docs_documents() -> Iterator[dict]:
+    """The English in the same installation: package descriptions, then docstrings, a module per document.
+
+    Paragraphs keep their order, one line each, a blank line between; code and markup are left out."""
+
+    def documents():
+        paths = sysconfig.get_paths()
+        for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
+            for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
+                text = package.metadata.get_payload() or package.metadata.get("Description") or ""
+                yield f"{package.name} {package.version}", "METADATA", _prose(str(text))
+        for owner, path, _, _, file in _python_files():
+            found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
+            yield owner, path, [p for docstring in found for p in _prose(cleandoc(docstring[2]))]
+
+    for owner, path, paragraphs in documents():
+        if sum(map(len, paragraphs)) >= LEAST_PROSE:
+            yield {"repo_name": owner, "path": path, "text": "\n\n".join(paragraphs)}
+
+
+def _prose(text) -> list[str]:
+    """The paragraphs that read as sentences: mostly letters, from a capital to a full stop."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        line = " ".join(paragraph.split())
+        if len(line) >= 40 and line[0].isupper() and line[-1] in ".!?" and not MARKUP.search(paragraph):
+            if sum(character.isalpha() or character == " " for character in line) >= 0.9 * len(line):
+                found.append(line)
+    return found
+
+
+INSTALLED = {"installed-python": _python_documents, "installed-docs": _docs_documents}

@@ -1,0 +1,64 @@
+"""What the datasets library reads: data sets of the Hub, also while they download, and save_to_disk folders.
+
+Imported only where such a source is named: the library takes 85 MB, pyarrow included, and half a second.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetsError
+
+from data.sources.files import digest, is_saved
+from data.sources.tables import table_documents
+
+
+def has_split(source, split: str) -> bool:
+    name, config = source.dataset_name, source.dataset_config_name
+    if is_saved(name):
+        saved = Path(name, "dataset_dict.json")
+        return split in (json.loads(saved.read_text())["splits"] if saved.exists() else ["train"])
+    with _hub_errors(source):
+        # a part of a split, "train[:1%]", is there when the split is
+        return split.split("[")[0] in datasets.get_dataset_split_names(name, config)
+
+
+def open_rows(source):
+    """(fingerprint, rows()) of one split. Where it streams, the fingerprint is that of the files listed."""
+    name, config, split = source.dataset_name, source.dataset_config_name, source.split
+    if is_saved(name):
+        dataset = datasets.load_from_disk(name)
+        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+        return dataset._fingerprint, partial(_rows, dataset)
+    with _hub_errors(source):
+        dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
+        if not source.streaming:
+            return dataset._fingerprint, partial(_rows, dataset)
+        builder = datasets.load_dataset_builder(name, config)
+        return digest(split, builder.hash, builder.config.data_files), partial(_rows, dataset)
+
+
+def _rows(dataset) -> Iterator[dict]:
+    if isinstance(dataset, datasets.Dataset):
+        for table in dataset.with_format("arrow").iter(batch_size=256):
+            yield from table_documents(table)
+    else:
+        yield from dataset
+
+
+@contextmanager
+def _hub_errors(source):
+    """What the Hub's client raises, said once, with the remedies."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+        name, config = source.dataset_name, source.dataset_config_name
+        config = f", dataset_config_name {config!r}," if config else ""
+        raise ValueError(
+            f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
+            "check the spelling, dataset_config_name and the network; log in with `hf auth login` if it "
+            "is private or gated; installed-python and installed-docs need none of these."
+        ) from error

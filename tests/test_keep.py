@@ -1,0 +1,264 @@
+"""What a user keeps beside the model comes back bit for bit; what update changes and nobody keeps is told."""
+
+import os
+import subprocess
+import sys
+from collections import deque
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from utils.state.checkpoint import Checkpoints, thing_bytes
+from utils.state.rehearsal import Watch, rehearsal
+from utils.state.training_state import digest, freeze
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+class Mine:
+    """State of every shape that a user may think of."""
+
+    def __init__(self, value=0.0):
+        self.state = {
+            "tensor": torch.full((3, 2), value), "half": torch.full((2,), value).bfloat16(),
+            "counts": {3: value, "a": [1, (2, None)]}, "array": np.full(4, value), "nan": float("nan"),
+            "empty": torch.zeros(0), "flag": torch.tensor(value > 0), "text": "x",
+            "number": np.float64(value),
+        }  # fmt: skip
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def build(accelerator, seed=0):
+    """A model, two optimizers of different kinds, a schedule, an average, state of one's own."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4))
+    adamw = torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2], lr=0.1)
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, 50)
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    model, adamw, muon = accelerator.prepare(model, adamw, muon)
+    return model, dict(adamw=adamw, muon=muon, schedule=schedule, average=average, mine=Mine(float(seed)))
+
+
+def train(model, keep, steps):
+    for i in range(steps):
+        model(torch.arange(12.0).view(2, 6) / 10 + i).square().sum().backward()
+        for name in ("adamw", "muon"):
+            keep[name].step()
+            keep[name].zero_grad()
+        keep["schedule"].step()
+        keep["average"].update_parameters(model)
+        keep["mine"].state["tensor"] += 1
+        keep["mine"].state["counts"][3] += 1
+
+
+def digests(model, keep):
+    return {name: digest(*freeze(thing, model)) for name, thing in {"model": model, **keep}.items()}
+
+
+def test_everything_comes_back_bit_for_bit_and_goes_on_as_if_nothing_had_happened(accelerator, tmp_path):
+    model, keep = build(accelerator)
+    train(model, keep, 3)
+    Checkpoints(accelerator, tmp_path).save(3, model, keep, {}, final=True)
+    saved = digests(model, keep)
+    train(model, keep, 2)
+    unbroken = digests(model, keep)
+
+    model, keep = build(accelerator, seed=1)
+    train(model, keep, 1)
+    assert set(digests(model, keep).values()).isdisjoint(saved.values())
+    Checkpoints(accelerator, tmp_path).load("auto", model, keep)
+    assert digests(model, keep) == saved
+    found = keep["mine"].state
+    assert found["counts"] == {3: 3.0, "a": [1, (2, None)]} and found["array"].dtype == np.float64
+    assert found["half"].dtype == torch.bfloat16 and found["empty"].shape == (0,)
+    train(model, keep, 2)
+    assert digests(model, keep) == unbroken
+
+    folder = tmp_path / "checkpoints/step-00000003"
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+    assert "module.0.weight" in load_file(folder / "average.safetensors")
+    sizes = [t.nbytes for file in folder.glob("*.safetensors") for t in load_file(file).values()]
+    assert sum(sizes) == sum(thing_bytes(thing, model) for thing in (model, *keep.values()))
+
+
+def test_what_cannot_be_kept_is_named_at_the_first_save(accelerator, tmp_path):
+    model, keep = build(accelerator)
+    keep["mine"].state["queue"] = deque([1])
+    with pytest.raises(ValueError, match="a deque at 'queue'"):
+        Checkpoints(accelerator, tmp_path).save(0, model, keep, {})
+
+
+def test_a_thing_that_is_new_begins_anew_and_one_that_is_gone_is_named(accelerator, tmp_path, caplog):
+    model, keep = build(accelerator)
+    old = {name: thing for name, thing in keep.items() if name != "mine"}
+    Checkpoints(accelerator, tmp_path).save(1, model, old, {}, final=True)
+    del keep["average"]
+    Checkpoints(accelerator, tmp_path).load("auto", model, keep)
+    assert "mine: not in" in caplog.text and "average: in" in caplog.text
+
+
+def test_the_rehearsal_puts_everything_back(accelerator, tmp_path):
+    model, keep = build(accelerator)
+    before, checkpoints = digests(model, keep), Checkpoints(accelerator, tmp_path)
+
+    def update():
+        train(model, keep, 1)
+
+    with rehearsal(accelerator, model, keep, checkpoints, Watch(update, model, keep)) as folder:
+        update()
+        assert folder.is_dir() and digests(model, keep) != before
+    assert digests(model, keep) == before and not folder.exists()
+
+
+def test_the_rehearsal_notices_what_does_not_come_back(accelerator, tmp_path):
+    model, keep = build(accelerator)
+
+    class Forgets(Mine):
+        def load_state_dict(self, state):
+            pass
+
+    keep["mine"] = Forgets()
+    watch = Watch(lambda: None, model, keep)
+    with pytest.raises(RuntimeError, match="differs from what was saved: mine"):
+        with rehearsal(accelerator, model, keep, Checkpoints(accelerator, tmp_path), watch):
+            train(model, keep, 1)
+
+
+calls = SimpleNamespace(count=0)
+
+
+class Counter:
+    def __init__(self):
+        self.seen = [0, torch.zeros(2)]
+
+
+@pytest.mark.parametrize("what", ["average", "muon", "tensor", "closure", "namespace", "counter", "helper"])
+def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
+    model, keep = build(accelerator)
+    forgotten = {name: keep.pop(name) for name in ("average", "muon")}
+    average, muon, tensor, number, counter = *forgotten.values(), torch.zeros(2), 0, Counter()
+    constant, table = torch.ones(3), {"a": torch.ones(2)}  # never changed: nobody has to keep them
+
+    def helper():
+        tensor.add_(1)
+
+    def update():
+        nonlocal number
+        assert constant.sum() == 3 and table["a"].sum() == 2
+        model(torch.ones(2, 6)).square().sum().backward()
+        keep["adamw"].step()
+        if what == "average":
+            average.update_parameters(model)
+        elif what == "muon":
+            muon.step()
+        elif what == "tensor":
+            tensor.add_(1)
+        elif what == "closure":
+            number += 1
+        elif what == "namespace":
+            calls.count += 1
+        elif what == "counter":
+            counter.seen[1] += 1
+        elif what == "helper":
+            helper()
+        model.zero_grad()
+
+    everything = {**keep, **forgotten}
+    known = {"tensor": "tensor", "closure": "number", "namespace": "calls.count", "helper": "tensor",
+             "counter": r"counter.seen\[1\]"}  # fmt: skip
+    watch = Watch(update, model, keep)
+    update()
+    with pytest.raises(ValueError, match=f"update changes {known.get(what, what)},"):
+        watch.check()
+    if what in forgotten:
+        watch = Watch(update, model, everything)
+        update()
+        watch.check()
+
+
+def test_what_stays_as_it_is_is_not_named(accelerator):
+    model, keep = build(accelerator)
+    teacher, table = torch.nn.Linear(6, 4), torch.ones(4)
+
+    def update():
+        loss = (model(torch.ones(2, 6)) - teacher(torch.ones(2, 6)).detach() * table).square().sum()
+        loss.backward()
+        keep["adamw"].step()
+
+    watch = Watch(update, model, keep)
+    update()
+    watch.check()
+
+
+TWO = """
+import sys, torch
+from accelerate import Accelerator
+from utils.state.checkpoint import Checkpoints
+accelerator = Accelerator(cpu=True)
+rank, folder, part = accelerator.process_index, sys.argv[1], sys.argv[2]
+
+class Own:
+    def __init__(self):
+        self.tensor, self.number = torch.full((3, rank + 1), float(rank)), rank * 10
+    def state_dict(self):
+        return {"tensor": self.tensor, "number": self.number}
+    def load_state_dict(self, state):
+        self.tensor, self.number = state["tensor"], state["number"]
+
+model, own = accelerator.prepare(torch.nn.Linear(2, 2)), Own()
+if part == "save":
+    Checkpoints(accelerator, folder).save(1, model, {"own": own}, {}, final=True)
+else:
+    own.tensor, own.number = None, None
+    Own.state_dict = lambda self: {}
+    Checkpoints(accelerator, folder).load("auto", model, {"own": own})
+    assert own.number == rank * 10 and own.tensor.equal(torch.full((3, rank + 1), float(rank))), vars(own)
+accelerator.end_training()
+"""
+
+
+def test_state_that_differs_between_processes_is_kept_for_each(accelerator, tmp_path):
+    """Tensors of other shapes on each process, too; a run of one process takes the first one's."""
+    script = tmp_path / "job.py"
+    script.write_text(TWO)
+    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    for part in ("save", "load"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        result = subprocess.run(
+            [*command, script, tmp_path / "run", part], env=os.environ | settings, capture_output=True,
+            text=True, timeout=200,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr[-3000:]
+    own = Mine()
+    Checkpoints(accelerator, tmp_path / "run").load("auto", torch.nn.Linear(2, 2), {"own": own})
+    assert own.state["number"] == 0 and own.state["tensor"].shape == (3, 1)
+
+
+def test_a_complete_save_that_was_not_renamed_yet_is_not_lost(accelerator, tmp_path):
+    """A kill just before the renaming, also where the same step is saved again."""
+    model, keep = build(accelerator)
+    checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=1)
+    checkpoints.save(5, model, keep, {"n": 1}, final=True)
+    folder = checkpoints.folder
+    (folder / "step-00000005").rename(folder / ".tmp-step-00000005")
+    (folder / ".tmp-step-00000007").mkdir()  # not complete
+    assert Checkpoints(accelerator, tmp_path).load("auto", model, keep) == {"n": 1}
+    assert [path.name for path in folder.iterdir()] == ["step-00000005"]

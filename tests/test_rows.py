@@ -1,0 +1,327 @@
+"""data/rows.py: batches that say what is in them, whatever they come from; several evaluation sets; what a
+checkpoint knows of the data.
+"""
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+from data.masking import MaskTokens
+from data.packing import PackedRows
+from data.rows import Data, Recipe, open_sources, prepare, short_names
+from data.tokenizer import train_tokenizer
+from tests import shard_data
+from tests.runs import PROJECT, command, environment
+
+T, B = 32, 4
+KINDS = ("text", "shards", "pairs", "stream of text", "stream of shards")
+
+
+class Growing:
+    """One micro-batch more on each process at every other step."""
+
+    def __init__(self, last: int, processes: int = 1, batch_size: int = B):
+        self.last, self.rows = last, processes * batch_size
+
+    def micro_batches(self, step: int) -> int:
+        return 1 + step // 2
+
+    def rows_before(self, step: int) -> int:
+        return self.rows * sum(self.micro_batches(s) for s in range(step))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    texts = shard_data.make_texts(120)
+    for name, found in {"a": texts, "b": texts[:20], "c": texts[20:50]}.items():
+        shard_data.write_jsonl(folder / f"{name}.jsonl", found)
+    words = [" ".join(text.split()[:9]).capitalize() for text in texts]
+    pairs = [". ".join(words[i : i + 8]) + "." for i in range(0, 112, 2)]
+    shard_data.write_jsonl(folder / "pairs.jsonl", pairs)
+    shard_data.write_jsonl(folder / "more-pairs.jsonl", pairs[:9])
+    train_tokenizer(texts, "wordpiece", 400, "bert").save_pretrained(folder / "tokenizer")
+    for name, fraction in {"shards": 0.05, "only-train": 0.0}.items():
+        done = shard_data.run(str(folder / "a.jsonl"), folder / name, str(folder / "tokenizer"),
+                              validation_fraction=fraction)
+        assert done == 0
+    return folder
+
+
+def recipe(folder, kind="text", **changes) -> Recipe:
+    name = "pairs.jsonl" if kind == "pairs" else "shards" if "shards" in kind else "a.jsonl"
+    settings = {
+        "dataset_name": f"{folder}/{name}", "tokenizer_name": f"{folder}/tokenizer", "block_size": T,
+        "validation_fraction": 0.05, "next_sentence": kind == "pairs", "streaming": "stream" in kind,
+        "cache_dir": f"{folder}/cache", "seed": 3, "max_eval_samples": 10,
+        "per_device_train_batch_size": B, "per_device_eval_batch_size": 4,
+    }  # fmt: skip
+    return Recipe(**settings | changes)
+
+
+def opened(found: Recipe) -> Data:
+    problems = []
+    sources = open_sources(found, problems)
+    assert not problems, problems
+    return prepare(sources, Accelerator(cpu=True))
+
+
+def lists(batches) -> list[dict]:
+    return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
+
+
+def flat(steps) -> list[dict]:
+    return lists(itertools.chain.from_iterable(steps))
+
+
+def joined(batches: list[dict], name: str) -> list:
+    return list(itertools.chain.from_iterable(batch[name] for batch in batches))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_say_what_is_in_them_and_steps_of_any_size_take_every_position_once(folder, kind):
+    data, last = opened(recipe(folder, kind)), 30
+    steps = Growing(last)
+    made = list(data.batches(steps, 0))
+    assert [len(micro_batches) for micro_batches in made] == [1 + step // 2 for step in range(last)]
+    batches = flat(made)
+    assert joined(batches, "position") == list(range(steps.rows_before(last)))
+    epochs, rows = joined(batches, "epoch"), joined(batches, "row")
+    n = data.length or epochs.count(0)
+    assert epochs == [position // n for position in range(len(epochs))]
+    assert sorted(rows[:n]) == list(range(n)) != rows[:n] and rows[:n] != rows[n : 2 * n]
+    content = {}
+    for row, ids in zip(rows, joined(batches, "input_ids"), strict=True):
+        assert content.setdefault(row, ids) == ids and len(ids) == T
+    if data.length and "stream" not in kind:
+        assert all(data.train.rows[row].tolist() == ids for row, ids in content.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_at_any_step_it_is_the_same_run_masks_that_depend_on_the_position_included(folder, kind):
+    steps, end = Growing(16), Growing(16).rows_before(16)
+
+    def rate(positions):
+        return 0.1 + 0.3 * positions / end
+
+    def started() -> Data:
+        data = opened(recipe(folder, kind))
+        data.collate = MaskTokens(data.tokenizer, rate, seed=1, most=0.4)
+        return data
+
+    whole = [lists(micro_batches) for micro_batches in started().batches(steps, 0)]
+    for stopped in (1, 8, 15):
+        first = started()
+        before = first.batches(steps, 0)
+        assert [lists(next(before)) for _ in range(stopped)] == whole[:stopped]
+        state = json.loads(json.dumps(first.state_dict(steps.rows_before(stopped))))
+        assert (state is None) == ("stream" not in kind)
+        second = started()
+        second.load_state_dict(state)
+        assert lists(second.first_batches(steps, stopped)) == whole[stopped]
+        assert [lists(found) for found in second.batches(steps, stopped)] == whole[stopped:]
+    # Each row has as many predictions as its own position asks for.
+    batches = [batch for step in whole for batch in step]
+    special = set(started().tokenizer.all_special_ids)
+    plain = [[lists([batch])[0] for batch in step] for step in opened(recipe(folder, kind)).batches(steps, 0)]
+    text = joined([batch for step in plain for batch in step], "input_ids")
+    counts = [sum(label != -100 for label in labels) for labels in joined(batches, "slot_labels")]
+    for position, count, ids in zip(joined(batches, "position"), counts, text, strict=True):
+        share = rate(position) * sum(token not in special for token in ids)
+        assert share - 1 < count < share + 1
+    assert len({len(labels) for labels in joined(batches, "slot_labels")}) == 1, "shapes are static"
+
+
+SCRIPT = """
+import json, sys
+sys.path.insert(0, {project!r})
+from pathlib import Path
+from accelerate import Accelerator
+from data.rows import open_sources, prepare
+from tests import test_rows
+
+def main():
+    accelerator, folder = Accelerator(), Path({folder!r})
+    steps = test_rows.Growing(12, accelerator.num_processes, 2)
+    for kind in test_rows.KINDS:
+        sizes = {{"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}}
+        recipe = test_rows.recipe(folder, kind, cache_dir=str(folder / "cache-of-two"), **sizes)
+        data = prepare(open_sources(recipe, []), accelerator)
+        found = {{"train": test_rows.flat(data.batches(steps, 0))}}
+        found["resumed"] = test_rows.flat(data.batches(steps, 7))
+        found["evaluation"] = test_rows.lists(data.evaluation(""))
+        (folder / f"{{kind}}-{{accelerator.process_index}}.json").write_text(json.dumps(found))
+
+main()
+"""
+
+
+def test_two_processes_see_together_what_one_sees(folder):
+    """Prepared by both at once, in a cache of their own."""
+    script = folder / "two_processes.py"
+    script.write_text(SCRIPT.format(project=str(PROJECT), folder=str(folder)))
+    done = subprocess.run(command(str(script), {}, processes=2), cwd=PROJECT, env=environment(2),
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[:4000]
+    for kind in KINDS:
+        both = [json.loads((folder / f"{kind}-{process}.json").read_text()) for process in range(2)]
+        data = opened(recipe(folder, kind))
+        alone = {
+            "train": flat(data.batches(Growing(12), 0)), "resumed": flat(data.batches(Growing(12), 7)),
+            "evaluation": lists(data.evaluation("")),
+        }  # fmt: skip
+        for part, expected in alone.items():
+            batches = list(itertools.chain.from_iterable(zip(both[0][part], both[1][part], strict=True)))
+            for name in expected[0]:
+                assert joined(batches, name) == joined(expected, name), (kind, part, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_takes_every_row_once_and_marks_its_padding(folder, kind):
+    data = opened(recipe(folder, kind))
+    n = min(len(data.evals[""].rows), 10)
+    batches = lists(data.evaluation(""))
+    assert joined(batches, "row") == joined(batches, "position") == [*range(n)] + [-1] * (-n % 4)
+    assert joined(batches, "input_ids")[:n] == data.evals[""].rows.rows[:n].tolist()
+    assert lists(data.evaluation("")) == batches and data.evaluation("") is data.evaluation("")
+
+
+def test_an_incomplete_step_is_not_handed_out(folder):
+    class Mistaken(Growing):
+        def rows_before(self, step):
+            return super().rows_before(step) - B * (step == self.last)
+
+    data = opened(recipe(folder))
+    assert [len(micro_batches) for micro_batches in data.batches(Mistaken(6), 0)] == [1, 1, 2, 2, 3]
+
+
+def test_several_evaluation_sets_are_each_their_own_rows(folder):
+    one = opened(recipe(folder, eval_dataset_name=(f"{folder}/b.jsonl",)))
+    names = tuple(f"{folder}/{name}" for name in ("b.jsonl", "c.jsonl", "shards", "only-train"))
+    several = opened(recipe(folder, eval_dataset_name=names, max_eval_samples=0))
+    assert list(several.evals) == ["b", "c", "shards", "only-train"] and list(one.evals) == [""]
+    assert several.train.path == one.train.path, "the training rows are those of a run with one of them"
+    assert several.evals["b"].rows.path == one.evals[""].rows.path
+    alone = opened(recipe(folder, dataset_name=f"{folder}/c.jsonl", eval_dataset_name=names[:1]))
+    assert np.array_equal(several.evals["c"].rows.rows, alone.train.rows)
+    own = opened(recipe(folder, "shards"))
+    assert np.array_equal(several.evals["shards"].rows.rows, own.evals[""].rows.rows)
+    assert several.evals["shards"].bytes_per_token == own.evals[""].bytes_per_token
+    assert len(several.evals["only-train"].rows) > len(own.train)
+    for name, found in several.evals.items():
+        batches = lists(several.evaluation(name))
+        assert [row for row in joined(batches, "row") if row >= 0] == list(range(len(found.rows)))
+        assert 1 < found.bytes_per_token < 5
+
+
+@pytest.mark.parametrize("kind, name", [("pairs", "more-pairs"), ("stream of text", "b"),
+                                        ("stream of shards", "b"), ("shards", "c")])
+def test_several_evaluation_sets_for_every_kind_of_training_rows(folder, kind, name):
+    own = {"pairs": "pairs.jsonl", "stream of text": "a.jsonl"}.get(kind, "shards")
+    names = (f"{folder}/{name}.jsonl", f"{folder}/{own}")
+    data = opened(recipe(folder, kind, eval_dataset_name=names))
+    assert list(data.evals) == [name, Path(own).stem]
+    assert [len(lists(data.evaluation(name))) > 0 for name in data.evals] == [True, True]
+    single = opened(recipe(folder, kind, eval_dataset_name=names[:1]))
+    assert np.array_equal(single.evals[""].rows.rows, data.evals[name].rows.rows)
+    train = [found.train.path if isinstance(found.train, PackedRows) else found.train.fingerprint
+             for found in (single, data)]
+    assert train[0] == train[1]
+
+
+def test_names_of_evaluation_sets_tell_them_apart():
+    files = ("x/a.jsonl.gz", "y/a.parquet", "user/set-v1.5", "s3://bucket/valid/", "texts/*.txt", "a-2.json")
+    assert short_names((*files, "b")) == ["a", "a-2", "set-v1.5", "valid", "texts", "a-2-2", "b"]
+    assert short_names(("x/a.jsonl",)) == [""] and short_names(()) == []
+
+
+def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
+    def problems(kind="text", **changes):
+        found = []
+        open_sources(recipe(folder, kind, cache_dir=str(tmp_path / "cache"), **changes), found)
+        return found
+
+    evals = tuple(f"{folder}/{name}.jsonl" for name in ("none-a", "b", "none-b"))
+    several = problems(dataset_name="no/such.jsonl", tokenizer_name=str(tmp_path / "none"),
+                       eval_dataset_name=evals)
+    assert len(several) == 4
+    for line, part in zip(several, ("no/such.jsonl", "none-a", "none-b", "tokenizer_name"), strict=True):
+        assert part in line
+    assert problems("shards", block_size=64)[0].endswith(f"set --block_size {T}, or prepare other shards.")
+    assert problems("shards", block_size=64, special=2) == [
+        f"block_size: <s> and </s> are added to the {T} tokens of the rows of {folder}/shards: "
+        f"set --block_size {T + 2}."
+    ]
+    assert problems("shards", next_sentence=True) == [
+        "next_sentence: shards hold rows without sentences, name text or pairs."
+    ]
+    assert not problems() and not problems("shards", tokenizer_name=None) and not problems("pairs")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_recipe_takes_its_settings_by_name(folder):
+    class Args:
+        def __init__(self, **settings):
+            vars(self).update(settings)
+
+    args = Args(dataset_name="x", keywords=["a", "b"], eval_dataset_name="y.jsonl", learning_rate=1.0, seed=5)
+    found = Recipe.of(args, special=2, block_size=66)
+    assert found == Recipe("x", keywords=("a", "b"), eval_dataset_name=("y.jsonl",), seed=5, special=2,
+                           block_size=66)
+    assert found.row_size == 64 and hash(found)
+    for none in (None, []):
+        assert Recipe.of(Args(dataset_name="x", eval_dataset_name=none)).eval_dataset_name == ()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fingerprints_change_with_the_content_and_with_nothing_else(folder, kind, tmp_path):
+    first = opened(recipe(folder, kind)).fingerprints
+    elsewhere = recipe(folder, kind, cache_dir=str(tmp_path / "cache"), per_device_train_batch_size=1)
+    again = opened(elsewhere)
+    again.tokenizer(["a", "b c"], padding=True, truncation=True, max_length=8)  # leaves its traces in it
+    assert again.fingerprints == first and first.keys() == {"tokenizer", "train", "eval"}
+    for kept in (tmp_path / "cache").rglob("*.xxh3"):
+        kept.unlink()  # as in caches of before there were any: computed from the rows, and kept again
+    assert opened(elsewhere).fingerprints == first
+    lines = Path(recipe(folder, kind).dataset_name).with_suffix(".jsonl")
+    lines = (lines if lines.exists() else folder / "a.jsonl").read_text().splitlines(keepends=True)
+    source = tmp_path / "changed.jsonl"
+    source.write_text("".join(lines[:-1]))
+    if "shards" in kind:
+        assert shard_data.run(str(source), tmp_path / "shards", str(folder / "tokenizer")) == 0
+        source = tmp_path / "shards"
+    changed = recipe(folder, kind, dataset_name=str(source), cache_dir=str(tmp_path / "cache"))
+    other = opened(changed).fingerprints
+    assert other["train"] != first["train"] and other["tokenizer"] == first["tokenizer"]
+
+
+def test_the_checksum_of_rows_is_computed_once(folder, tmp_path):
+    found = opened(recipe(folder, cache_dir=str(tmp_path))).train
+    before = found.fingerprint
+    array = np.load(found.path)
+    np.save(tmp_path / "copy.npy", array)
+    copy = PackedRows(tmp_path / "copy.npy")
+    assert copy.fingerprint == before, "the same rows, written otherwise"
+    array[3, 5] ^= 1
+    np.save(tmp_path / "copy.npy", array)
+    assert copy.fingerprint == before, "kept: rows of a cache do not change, and are not read at each start"
+    np.save(tmp_path / "other.npy", array)
+    assert PackedRows(tmp_path / "other.npy").fingerprint != before
+    np.save(tmp_path / "shape.npy", np.load(found.path).reshape(-1, T // 2))
+    assert PackedRows(tmp_path / "shape.npy").fingerprint != before
+
+
+def test_workers_deliver_the_facts_too(folder):
+    data = opened(recipe(folder))
+    data.collate = MaskTokens(data.tokenizer, 0.15, 1)
+    expected = list(data.loader(8, 80))
+    order = [(p, e, r) for batch in expected for p, e, r in zip(
+        batch["position"].tolist(), batch["epoch"].tolist(), batch["row"].tolist(), strict=True)]
+    loader = torch.utils.data.DataLoader(data.train, B, sampler=order, collate_fn=data.collate, num_workers=2)
+    assert lists(loader) == lists(expected)

@@ -1,0 +1,39 @@
+"""The run's object stays what it is: everything about a run that never touches the model's update."""
+
+import ast
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+def test_the_run_does_not_become_a_trainer():
+    """No backward, no optimizer step, no zero_grad, no clipping, no schedule: they stand in the scripts."""
+    tree = ast.parse((PROJECT / "utils/run.py").read_text())
+    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = {function.attr for function in called if isinstance(function, ast.Attribute)}
+    assert not calls & {"backward", "step", "zero_grad", "clip_grad_norm_", "accumulate", "prepare", "judge"}
+    for script in ("train_clm.py", "train_mlm.py"):
+        written = (PROJECT / script).read_text()
+        for verb in ("accelerator.backward(", "optimizer.step()", "optimizer.zero_grad()", "schedule.step()",
+                     "clip_grad_norm_(", "guard.judge(", "run.seed_step()", "Accelerator("):  # fmt: skip
+            assert written.count(verb) == 1, (script, verb)
+
+
+def test_imports_never_run_back_up():
+    """data and utils know nothing of each other nor of a script; the rooms of utils build on each other."""
+    rooms = ["xla", "learning", "state", "display", "publishing"]
+    for path in [*PROJECT.glob("data/**/*.py"), *PROJECT.glob("utils/**/*.py")]:
+        here = path.relative_to(PROJECT).parts
+        names = []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names += [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            assert parts[0] not in ("train_clm", "train_mlm"), (path, name)
+            if parts[0] in ("data", "utils"):
+                assert parts[0] == here[0], (path, name)
+            if parts[0] == "utils" and here[0] == "utils" and len(here) == 3 and here[1] in rooms:
+                assert parts[1] in rooms[: rooms.index(here[1]) + 1], (path, name)

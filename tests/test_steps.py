@@ -1,0 +1,46 @@
+"""The row arithmetic against counting by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from utils.steps import Steps
+
+
+def args(**changes):
+    return SimpleNamespace(**{
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "block_size": 10,
+        "max_train_steps": 0, "num_train_epochs": 2.5, "dataset_name": "x", **changes,
+    })  # fmt: skip
+
+
+TWO = SimpleNamespace(num_processes=2)
+
+
+def test_a_constant_batch():
+    steps = Steps(args(), TWO, 100)
+    assert steps.last == 250 // 24 and steps.per_epoch == 4
+    assert [steps.rows_before(s) for s in (0, 1, 10)] == [0, 24, 240]
+    assert steps.tokens_before(10) == 2400 and steps.epoch(10) == 2.4
+    assert steps.every(0) == 4 and steps.every(7) == 7
+    assert steps.count(0.05) == 0 and steps.count(0.5) == 5 and steps.count(3.0) == 3
+    assert Steps(args(max_train_steps=7), TWO, None).epoch(3) is None
+
+
+def test_a_batch_that_grows_is_one_function():
+    """1, 1, 2, 2, 3, 3, ... micro-batches of 8 rows, 10 tokens each, later 20: everything follows."""
+    counts = [1 + step // 2 for step in range(40)]
+    lengths = [10 if step < 5 else 20 for step in range(40)]
+    steps = Steps(args(), TWO, 100, lambda step: 1 + step // 2, lambda step: 10 if step < 5 else 20)
+    rows = [8 * sum(counts[:step]) for step in range(40)]
+    assert [steps.rows_before(step) for step in range(40)] == rows
+    tokens = [sum(8 * c * n for c, n in zip(counts[:s], lengths, strict=False)) for s in range(40)]
+    assert [steps.tokens_before(step) for step in range(40)] == tokens
+    assert steps.last == max(step for step in range(40) if rows[step] <= 250)
+
+
+def test_too_few_rows_are_the_users_mistake():
+    with pytest.raises(ValueError, match="gives 20 rows of 10 tokens.*one step takes 24"):
+        Steps(args(), TWO, 20)
+    with pytest.raises(ValueError, match="gives 20 rows"):
+        Steps(args(max_train_steps=5), TWO, 20)

@@ -1,0 +1,147 @@
+"""How fast a run is: tokens per second, model FLOPs utilisation, time left.
+
+    throughput = Throughput(steps, flops_per_token(model, block_size), peak, every={"evaluation": eval_steps})
+    metrics.write({"step": step, "loss/train": loss, **throughput.measure(step)})
+    with throughput.aside("evaluation"):                   # not counted in tokens/s, counted in the time left
+        ...
+"""
+
+import contextlib
+import math
+import os
+import re
+import time
+from collections import Counter
+
+import torch
+from torch import nn
+
+# Dense matrix-multiply peak in TFLOP/s with bf16 inputs (fp16 where the chip has no bf16), without sparsity,
+# from the makers' public data sheets. "Device" is what torch calls one: one of the two dies of an MI250X, one
+# core of a TPU v2 or v3, one chip of later TPUs. The first name found in the device's name counts.
+PEAK_TFLOPS = {
+    "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H800": 989,
+    "A100": 312, "A800": 312, "A40": 150, "A30": 165, "A10G": 70, "A10": 125,
+    "L40S": 362, "L40": 181, "L4": 121, "V100": 125, "T4": 65,
+    "RTX 6000 Ada": 364, "RTX A6000": 155, "RTX 4090": 165, "RTX 3090": 71,
+    "MI325X": 1307, "MI300X": 1307, "MI250X": 191.5, "MI250": 181, "MI210": 181,
+    "TPU v6e": 918, "TPU v5p": 459, "TPU v5litepod": 197, "TPU v5e": 197, "TPU v4": 275,
+    "TPU v3": 61.5, "TPU v2": 22.5,
+}  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    """The name PEAK_TFLOPS is searched with: "NVIDIA H100 80GB HBM3", "TPU v5litepod-8", "cpu", ..."""
+    if device.type == "xla":
+        import torch_xla.runtime
+
+        if torch_xla.runtime.device_type() != "TPU":
+            return f"XLA's {torch_xla.runtime.device_type()} device"
+        kind = os.environ.get("TPU_ACCELERATOR_TYPE") or os.environ.get("ACCELERATOR_TYPE") or "?"
+        return f"TPU {kind}"
+    named = getattr(torch.get_device_module(device), "get_device_name", None)  # of torch.cuda, torch.xpu
+    return named(device) if named else device.type
+
+
+def peak_flops(name: str) -> float | None:
+    """FLOP/s of one device by its name; None if PEAK_TFLOPS lacks it, and for laptop and MIG parts."""
+    if re.search(r"laptop|\bMIG\b", name, re.IGNORECASE):
+        return None
+    for known, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{known}\b", name, re.IGNORECASE):
+            return tflops * 1e12
+    return None
+
+
+def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) -> float:
+    """Training FLOPs per token: 6 N + 12 L D T (PaLM, arXiv 2204.02311, appendix B; nanoGPT's estimate, too).
+
+    6 N: two for each multiply-add, once forward and twice backward. N counts the parameters that every token
+    is multiplied with: the head (tied or not), not the lookups (token, position and type embeddings).
+    head_share: the share of positions the head is applied to (masked LM: the share predicted).
+    12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
+    size; not halved because of the causal mask.
+    Take it before FSDP cuts the parameters up.
+    """
+    head = model.get_output_embeddings()
+    head_weight = None if head is None else head.weight
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    parameters = sum(p.numel() for p in set(model.parameters()) - (embeddings - {head_weight}))
+    if head_weight is not None:
+        parameters -= (1 - head_share) * head_weight.numel()
+    config = model.config
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.num_attention_heads * head_size
+    return 6 * parameters + 12 * config.num_hidden_layers * width * block_size
+
+
+class Throughput:
+    """Tokens per second over the last log interval, model FLOPs utilisation, time left for the whole run.
+
+    steps: utils.steps.Steps, or what has its `last` and `tokens_before`: rows x T over all processes, padding
+    included: work, as it is done.
+    peak: FLOP/s of all devices together or None; the bf16 peak whatever the run's precision, so that a run in
+    float32 shows what it leaves unused. mfu = flops_per_token * tokens/s / peak.
+    every: {"eval": eval_steps, "save": save_steps}: how often the time spent in `aside(name)` comes again.
+    seconds: what earlier parts of a resumed run took.
+    """
+
+    def __init__(
+        self, steps, flops_per_token: float = 0.0, peak: float | None = None, *, step: int = 0,
+        every: dict | None = None, seconds: float = 0.0,
+    ):  # fmt: skip
+        self.steps, self.flops_per_token, self.peak = steps, flops_per_token, peak
+        self.every = {name: period for name, period in (every or {}).items() if period}
+        self.step, self.measured, self.token_seconds = step, 0, None
+        self.aside_seconds, self.last_aside = Counter(), {}  # by name: in this log interval; the last one
+        self.interval_start = time.perf_counter()
+        self.run_start = self.interval_start - seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds the run has taken: training, evaluation and saving, over all its parts."""
+        return time.perf_counter() - self.run_start
+
+    @contextlib.contextmanager
+    def aside(self, name: str):
+        """Evaluation, saving: time that is not training."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.last_aside[name] = time.perf_counter() - start
+            self.aside_seconds[name] += self.last_aside[name]
+
+    def measure(self, step: int) -> dict:
+        """{"seconds", "tokens_per_second", "mfu"} at the end of a log interval, and "save_seconds" where
+        training stood still for a save in it. Call it when the device has finished (after reading the loss):
+        before, it would time the queueing.
+        """
+        now = time.perf_counter()
+        spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
+        saving = self.aside_seconds.get("save")
+        tokens = max(self.steps.tokens_before(step) - self.steps.tokens_before(self.step), 1)
+        # the first interval holds compilation and warm-up: the second replaces it, later ones are averaged in
+        new = spent / tokens
+        self.token_seconds = new if self.measured < 2 else 0.8 * self.token_seconds + 0.2 * new
+        self.measured += 1
+        self.interval_start, self.aside_seconds, self.step = now, Counter(), step
+        rate = tokens / spent
+        mfu = self.flops_per_token * rate / self.peak if self.peak and self.flops_per_token else None
+        return {
+            "seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1),
+            "mfu": None if mfu is None else round(mfu, 4),
+            **({"save_seconds": round(saving, 3)} if saving else {}),
+        }  # fmt: skip
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds left, evaluations and saves included; None before the first measurement."""
+        if self.token_seconds is None:
+            return None
+        last = self.steps.last
+        left = (self.steps.tokens_before(last) - self.steps.tokens_before(self.step)) * self.token_seconds
+        for name, took in self.last_aside.items():
+            if period := self.every.get(name):  # once per multiple still ahead, the last step counts as one
+                left += took * (math.ceil(last / period) - self.step // period)
+        return left

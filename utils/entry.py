@@ -1,0 +1,86 @@
+"""How a script begins and ends: stop signals, mistakes in one message, an exit status that says why."""
+
+import contextlib
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from utils.display.doctor import lost_peer
+from utils.state.preemption import handle_stop_signals
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@contextlib.contextmanager
+def user_mistakes() -> Iterator[None]:
+    """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
+
+    Anything else, a library's ValueError included, keeps its traceback. With several processes the first one
+    speaks; the others wait a moment, in which the launcher ends them, and speak only if they alone failed.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        library = "site-packages" in raised_in.parts
+        if library or not raised_in.is_relative_to(PROJECT):
+            raise
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(5)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    except RuntimeError as error:
+        if not (message := lost_peer(error)):
+            raise
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+
+
+def entry_point(main: Callable) -> Callable:
+    """Decorates a script's main: stop signals end it in order, `user_mistakes`, and an end that cannot hang.
+
+    One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
+    model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for it (torch 2.13).
+    """
+
+    @functools.wraps(main)
+    def run(*args):
+        handle_stop_signals()
+        try:
+            with user_mistakes():
+                main(*args)
+            status = 0
+        except SystemExit as end:
+            if not _several_processes():
+                raise
+            status = end.code if isinstance(end.code, int) else 1
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:
+            if not _several_processes():
+                raise
+            status = 1
+            traceback.print_exc()
+        if _several_processes():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    return run
+
+
+_alive = []
+
+
+def live_until_exit(thing) -> None:
+    """Of several processes none takes `thing` apart before it has left: see entry_point."""
+    if _several_processes():
+        _alive.append(thing)
+
+
+def _several_processes() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -1,0 +1,182 @@
+"""The vocabulary projection and its loss together, in chunks of rows.
+
+The gradients of both are formed in the forward pass, chunk by chunk: the logits of more than one chunk never
+exist, in any precision.
+
+N rows (predicted tokens), C of them in a chunk, V vocabulary, D width.
+"""
+
+import torch
+from torch import nn
+
+IGNORED = -100  # transformers' label for "no prediction here"
+ROW_STRIDE = 64  # elements; rows that start on a cache line (CPU) and on a tensor-core tile (GPU)
+
+
+def chunk_rows(device_type, vocab_size):
+    """Rows of logits that exist at a time.
+
+    On a CPU 256 is the fastest that was measured (V 50257, D 256: 512 rows gained nothing in float32, 1024
+    lost a third) and it keeps the buffer small. An accelerator needs matrices that fill it: 1 GiB of float32
+    logits, which is 5120 rows at V 50257.
+    """
+    if device_type == "cpu":
+        return 256
+    return max(256, 2**30 // (4 * vocab_size) // 256 * 256)
+
+
+class ChunkSoftmax(nn.Module):
+    """Loss of one chunk of logits, and their gradient written over them.
+
+    A module without parameters only so that accelerate's regional compilation, which compiles the children of
+    the model one by one, makes a single kernel of it.
+    """
+
+    def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
+        """logits [C, V], targets [C] (valid ids), weights [C] -> losses [C], correct [C], bias gradient."""
+        if scratch is None:  # float32 logits are worked on in place; XLA has no buffers to reuse
+            x = logits if logits.dtype == weights.dtype else logits.to(weights.dtype)
+        else:
+            x = scratch.copy_(logits)
+        if bias is not None:
+            x.add_(bias)
+        targets, weights = targets[:, None], weights[:, None]
+        correct = x.argmax(1) == targets[:, 0] if with_correct else None
+        # By hand, because torch.softmax on a CPU takes 3.5 times as long as these passes.
+        x.sub_(x.amax(1, keepdim=True))
+        at_target = x.gather(1, targets)
+        total = x.exp_().sum(1, keepdim=True)
+        losses = (total.log() - at_target)[:, 0]
+        if not with_gradient:
+            return losses, correct, None
+        x.mul_(weights / total).scatter_add_(1, targets, -weights)
+        if x is not logits:
+            logits.copy_(x)
+        return losses, correct, None if bias is None else x.sum(0)
+
+
+def replaced_losses(token_loss, logits, targets):
+    """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast; 0 where nothing is predicted.
+
+    Rows that are not predicted reach it as logits of 0 with target 0, and what it makes of them stops here,
+    NaN and its gradient too.
+    """
+    valid = targets != IGNORED
+    with torch.autocast(logits.device.type, enabled=False):
+        losses = token_loss(logits.masked_fill(~valid[:, None], 0), targets.where(valid, 0))
+    if losses.shape != targets.shape:
+        shapes = f"{list(losses.shape)} for {list(targets.shape)} targets"
+        raise ValueError(f"token_loss: gave {shapes}, not a loss for each")
+    return losses.where(valid, 0)
+
+
+def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient):
+    """logits [C, V], left as they are -> losses [C], gradient of logits [C, V] or None."""
+    logits = logits.to(weights.dtype)
+    logits = (logits if bias is None else logits + bias).detach().requires_grad_(with_gradient)
+    with torch.set_grad_enabled(with_gradient):
+        losses = replaced_losses(token_loss, logits, targets)
+        d_logits = torch.autograd.grad((losses * weights).sum(), logits)[0] if with_gradient else None
+    return losses.detach(), d_logits
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, bias, targets, token_weights, chunk_softmax, with_gradient, with_correct,
+        token_loss,
+    ):  # fmt: skip
+        (rows, _), vocab_size = hidden.shape, weight.shape[0]
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        exact = torch.promote_types(dtype, torch.float32)  # softmax, losses and the sums over chunks
+        step = min(rows, chunk_rows(kind, vocab_size))
+        buffer = scratch = None
+        if kind != "xla" and not torch.compiler.is_compiling():
+            stride = -(-vocab_size // ROW_STRIDE) * ROW_STRIDE
+            buffer = hidden.new_empty((step, stride), dtype=dtype)[:, :vocab_size]
+            if dtype != exact:
+                scratch = hidden.new_empty((step, stride), dtype=exact)[:, :vocab_size]
+        with torch.autocast(kind, enabled=False):
+            h, w = hidden.to(dtype), weight.to(dtype)
+            valid = targets != IGNORED
+            safe_targets = targets.where(valid, 0)
+            weights = token_weights.to(exact) * valid
+            d_weight = torch.zeros_like(weight, dtype=exact) if with_gradient else None
+            d_bias = torch.zeros_like(bias, dtype=exact) if with_gradient and bias is not None else None
+            losses, corrects, d_hidden, trained = [], [], [], []
+            for start in range(0, rows, step):
+                part = slice(start, min(start + step, rows))
+                if buffer is None:
+                    logits = h[part] @ w.t()
+                else:
+                    logits = torch.mm(h[part], w.t(), out=buffer[: part.stop - start])
+                if token_loss is not None:
+                    other, d_logits = _chunk_of_any_loss(
+                        token_loss, logits, bias, targets[part], weights[part], with_gradient
+                    )
+                    trained.append(other)
+                loss, correct, d_bias_part = chunk_softmax(
+                    logits, None if scratch is None else scratch[: part.stop - start], bias,
+                    safe_targets[part], weights[part], with_gradient and token_loss is None, with_correct,
+                )  # fmt: skip
+                losses.append(loss)
+                corrects.append(correct)
+                # From here on `logits` holds the gradient of the logits.
+                if with_gradient and token_loss is not None:
+                    logits.copy_(d_logits)
+                    d_bias_part = d_logits.sum(0)
+                if with_gradient:
+                    d_hidden.append((logits @ w).to(hidden.dtype))
+                    if dtype == exact:
+                        d_weight.addmm_(logits.t(), h[part])
+                    else:
+                        d_weight.add_(logits.t() @ h[part])
+                    if bias is not None:
+                        d_bias.add_(d_bias_part)
+            losses = torch.cat(losses).where(valid, 0)
+            correct = (torch.cat(corrects) & valid) if with_correct else None
+            loss_sum = ((torch.cat(trained) if trained else losses) * weights).sum()
+        if with_gradient:
+            ctx.save_for_backward(torch.cat(d_hidden), d_weight, d_bias)
+            ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.mark_non_differentiable(losses, *([correct] if with_correct else []))
+        return loss_sum, losses, correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_loss_sum, *_):
+        d_hidden, d_weight, d_bias = ctx.saved_tensors
+        dtype, bias_dtype = ctx.dtypes
+        # In place: a second V x D array at the moment when every activation is alive would set the peak.
+        d_bias = None if d_bias is None else d_bias.mul_(grad_loss_sum).to(bias_dtype)
+        return d_hidden.mul_(grad_loss_sum), d_weight.mul_(grad_loss_sum).to(dtype), d_bias, *[None] * 6
+
+
+@torch.compiler.disable  # gradients taken inside are nothing that dynamo can trace
+def _apply_uncompiled(*arguments):
+    return _LinearCrossEntropy.apply(*arguments)
+
+
+def linear_cross_entropy(
+    hidden, weight, targets, token_weights, bias=None, chunk_softmax=None, with_correct=False, token_loss=None
+):
+    """Cross-entropy of `hidden @ weight.T + bias` without the [N, V] logits.
+
+    hidden [N, D], weight [V, D], bias [V] or None, targets [N] with -100 for "not predicted", token_weights
+    [N]. Returns (sum over rows of token_weights * loss, a scalar with gradients for hidden, weight and bias;
+    losses [N], detached, 0 where not predicted; correct [N] bool or None: the target is the most likely id).
+
+    token_loss: a function of (logits [C, V] float32, targets [C]) that gives the losses [C] to sum instead,
+    differentiable in the logits; they alone get its gradient. `losses` stay the cross-entropy.
+
+    Matrix products run in autocast's type where autocast is on, softmax and sums in float32. The gradients
+    are made in the forward pass and scaled in place by backward, so one backward only: no retain_graph, no
+    second derivatives, and token_weights are constants.
+    """
+    apply = _LinearCrossEntropy.apply if token_loss is None else _apply_uncompiled
+    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return apply(
+        hidden, weight, bias, targets, token_weights,
+        ChunkSoftmax() if chunk_softmax is None else chunk_softmax, with_gradient, with_correct, token_loss,
+    )  # fmt: skip

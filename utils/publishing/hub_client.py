@@ -1,0 +1,124 @@
+"""The Hub before any work, and what its client's exceptions mean.
+
+    repo_id = check_hub("my-model", private=True)           # token, name, right to write
+
+The token is looked up by huggingface_hub (HF_TOKEN, else `hf auth login`) at each call, so a renewed login
+counts, and stored nowhere.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, set_client_factory
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._http import default_client_factory
+
+BRANCH = "checkpoints"  # training states live beside the model, on a branch of their own
+BESIDE = ("args.json", "metrics.jsonl")  # what a run goes on writing when it continues from a checkpoint
+CHECK_SECONDS, PUSH_SECONDS = 10, 60  # of silence of the server, before training and during
+
+LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
+REMEDIES = {
+    401: f"the token is missing, revoked or expired: {LOGIN}",
+    403: "this token may not write there: give it the right to, or choose another hub_model_id",
+    404: "there is no such repository: create it, or choose another hub_model_id",
+    413: "too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
+}
+
+
+def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
+    """Make sure that pushing will work: the full "owner/name" of the repository, created where missing.
+
+    Takes seconds, also when nobody answers. Raises ValueError with the remedy: no token or a bad one, a name
+    that the Hub refuses, a namespace or repository that this token cannot write to, no connection.
+    """
+    bound_waiting(CHECK_SECONDS)
+    if not get_token():
+        raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")
+    try:
+        validate_repo_id(hub_model_id)
+    except ValueError as error:
+        raise ValueError(f"hub_model_id: {error}") from None
+    api = HfApi()
+    user = ask("push_to_hub", api.whoami)
+    owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
+    repo_id = hub_model_id if "/" in hub_model_id else f"{user['name']}/{hub_model_id}"
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise ValueError(f"push_to_hub: the token of {user['name']} can only read; {LOGIN}.")
+    if repo_id.split("/")[0] not in owners:
+        names = ", ".join(owners)
+        raise ValueError(f"hub_model_id {repo_id}: this token publishes under {names}; choose one.")
+    subject = f"hub_model_id {repo_id}"
+    ask(subject, api.create_repo, repo_id, private=private, exist_ok=True)
+    # The first question of every push. (create_repo is content with a repository that we may only read.)
+    ask(subject, api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")])
+    if push_checkpoints:
+        ask(subject, api.create_branch, repo_id, branch=BRANCH, exist_ok=True)
+    return repo_id
+
+
+def ask(subject: str, call: Callable, *args, tries: int = 3, **kwargs) -> Any:
+    """`call(...)`, again after a passing trouble; what stays becomes a ValueError that says what to do."""
+    for left in reversed(range(tries)):
+        try:
+            return call(*args, **kwargs)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            raise
+        except Exception as error:
+            trouble = diagnose(error)
+            if trouble.passing and left and "Timeout" not in trouble.text:  # silence has taken its seconds
+                time.sleep(min(5, trouble.retry_after or 1))
+                continue
+            unreached = f"can {constants.ENDPOINT} be reached from here? If not, train without push_to_hub"
+            raise ValueError(f"{subject}: {trouble.text}; {trouble.remedy or unreached}.") from None
+
+
+def bound_waiting(seconds: float) -> None:
+    """Limit each connect, read and write of the client, which otherwise waits for ever on a silent server."""
+
+    def client():
+        made = default_client_factory()
+        made.timeout = seconds
+        return made
+
+    set_client_factory(client)
+
+
+@dataclass
+class Trouble:
+    """What an exception of the client means."""
+
+    passing: bool  # worth another try
+    retry_after: float | None  # seconds, where the server names them
+    text: str  # one line, without the token
+    remedy: str | None  # where we know one
+
+
+def diagnose(error: BaseException) -> Trouble:
+    """Reads the chain of causes: LFS errors come wrapped, and Xet's have their status in the text only."""
+    chain = [error]
+    while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
+        chain.append(cause)
+    response = next((r for r in (getattr(e, "response", None) for e in chain) if r is not None), None)
+    status = retry_after = None
+    if response is not None:
+        status = response.status_code
+        with suppress(ValueError):  # it may also be a date: our own backoff has to do
+            retry_after = float(response.headers.get("retry-after", ""))
+    elif found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
+        status = int(found[1])
+    if status is None:
+        network = (ConnectionError, TimeoutError)
+        passing = any(isinstance(e, network) or type(e).__module__.startswith("httpx") for e in chain)
+    else:
+        passing = status >= 500 or status in (408, 409, 412, 423, 425, 429)
+    told = chain[-1] if response is None else chain[0]
+    text = " ".join(f"{type(told).__name__}: {told}".split())
+    token = get_token()
+    text = (text.replace(token, "***") if token else text)[:400]
+    return Trouble(passing, retry_after, text, REMEDIES.get(status))

@@ -1,0 +1,360 @@
+"""One run in one folder: what is logged, shown, saved, published and resumed, and how it ends.
+
+It never touches the model's update: gradients and steps stay in the script, and a test sees to it.
+"""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from accelerate.utils import set_seed
+
+from utils import xla
+from utils.display.curves import draw_curves
+from utils.display.doctor import check_launch, report
+from utils.display.metrics import MetricsLog
+from utils.display.plan import peak_memory
+from utils.display.progress import Progress, bar, duration, summarize
+from utils.display.throughput import Throughput, device_name, flops_per_token, peak_flops
+from utils.display.trackers import log_to_trackers, start_trackers
+from utils.entry import live_until_exit
+from utils.learning.evaluation import sums_over_dataset
+from utils.learning.optim import skipped_updates
+from utils.publishing.export import export_model
+from utils.publishing.fetch import fetch_checkpoint
+from utils.publishing.hub_client import check_hub
+from utils.publishing.model_card import write_model_card
+from utils.publishing.push import HubPusher
+from utils.settings import changed_settings, code_version, save_args
+from utils.state.checkpoint import Checkpoints, disk_space, thing_bytes
+from utils.state.preemption import StopSignals, exit_status, lock_output_dir
+from utils.state.rehearsal import Watch, rehearsal
+from utils.state.training_state import is_optimizer
+from utils.tasks import Task
+
+
+class Run:
+    """Made after the Accelerator; `start` gives it what is trained. All processes make the same calls."""
+
+    def __init__(self, args, accelerator, task: Task):
+        """ValueError where processes form no group, or a push could not work."""
+        check_launch(accelerator)
+        self.args, self.accelerator, self.task = args, accelerator, task
+        self.is_main = accelerator.is_main_process
+        live_until_exit(self)  # with the accelerator, and the model in it
+        self.name = args.hub_model_id or Path(args.output_dir).resolve().name
+        self.repo_id = self.pusher = self.failure = self.watch = None
+        if args.push_to_hub and self.is_main and not args.eval_only:
+            self.repo_id = check_hub(self.name, args.hub_private_repo, args.push_checkpoints)
+        self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
+
+    # ---- Before the first step
+
+    def plan(self, lm, kind: str, predicted: float = 1.0) -> None:
+        """What the model will need; before it is prepared, which may cut it up.
+
+        predicted: the share of positions that pass the head.
+        """
+        self.config, self.parameters = lm.config, lm.num_parameters()
+        self.kind, self.predicted = kind, predicted
+        self.flops = flops_per_token(lm, self.args.block_size, head_share=predicted)
+
+    def evaluate_only(self, model, evaluate, data) -> None:
+        """Prints the numbers of the evaluation sets as JSON; writes nothing."""
+        self.model, self.evaluate_batch, self.data = model, evaluate, data
+        self.accelerator.print(json.dumps(self._evaluation()))
+
+    def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
+        """Begin, or continue where the newest checkpoint is. False: nothing is left to do.
+
+        update(micro_batches) makes one step of the script's; evaluate(batch) gives {name: (sum, count)};
+        keep: {name: what has state_dict and load_state_dict} beside the model is saved, put back, rehearsed.
+        ValueError where the checkpoint does not fit, and where update changes what nobody keeps.
+        """
+        args, accelerator, is_main = self.args, self.accelerator, self.is_main
+        self.model, self.evaluate_batch, self.data, self.steps, self.keep = model, evaluate, data, steps, keep
+        enough, disk = disk_space(args.output_dir, model, keep, args.save_total_limit)
+        if not enough:
+            raise ValueError(f"output_dir: {disk}.")
+        self.lock = lock_output_dir(args.output_dir) if is_main else None  # until the end
+        if is_main and args.push_checkpoints and args.resume_from_checkpoint == "auto":
+            fetch_checkpoint(self.repo_id, args.output_dir)  # where this folder has none as new
+        accelerator.wait_for_everyone()
+        self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last}
+        self.counts["training_rows"] = data.length
+        self.code = code_version(args)
+        limit, background = args.save_total_limit, args.background_save
+        self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, background)
+        saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
+        if saved:
+            self.state = saved["state"]
+            data.load_state_dict(saved["stream"])
+        if self.repo_id:
+            self.pusher = HubPusher(self.repo_id, args.output_dir, push_checkpoints=args.push_checkpoints)
+        if self.step >= steps.last and not self.state["evaluation_due"]:
+            accelerator.print(f"{args.output_dir}: this run is finished, {self.step} steps; nothing to do.")
+            self._push()  # the last one may have been cut off; nothing is sent that the Hub has
+            if self.pusher and not self.pusher.finish(args.hub_timeout):
+                raise SystemExit(1)
+            return False
+        self._open_log(saved)
+        accelerator.print(self._report(disk))
+        self._tell_changes(saved)
+        self.watch = Watch(update, model, keep, known=(data, steps, args))
+        if args.preflight and not saved:
+            self._rehearse(update)
+        return self._evaluation_caught_up()
+
+    def _check_saved(self, saved: dict) -> None:
+        """ValueError where the checkpoint is of another experiment."""
+        problems = changed_settings(saved["settings"], self.args, self.counts)
+        step = saved["state"]["step"]
+        if not problems and saved["rows"] != (rows := self.steps.rows_before(step)):
+            problems.append(f"rows of the first {step} steps: {saved['rows']} in the run, {rows} now")
+        for name, setting in (("tokenizer", "tokenizer_name"), ("train", "dataset_name")):
+            if not problems and saved["data"][name] != self.data.fingerprints[name]:
+                problems.append(
+                    f"{setting}: the {name if name == 'tokenizer' else 'training rows'} of the run in "
+                    f"{self.args.output_dir} had other content; restore it, or name another output_dir"
+                )
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _open_log(self, saved: dict | None) -> None:
+        args, accelerator, steps, is_main = self.args, self.accelerator, self.steps, self.is_main
+        if is_main:
+            save_args(args, self.code)
+        self.metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, is_main)
+        project = Path(sys.modules[type(args).__module__].__file__).stem
+        start_trackers(accelerator, project, args.output_dir, asdict(args), self.step)
+        name = device_name(accelerator.device)
+        self.hardware, peak = f"{accelerator.num_processes} x {name}", peak_flops(name)
+        self.throughput = Throughput(
+            steps, self.flops, peak and peak * accelerator.num_processes, step=self.step,
+            seconds=self.state["seconds"],
+            every={"evaluation": steps.every(args.eval_steps), "save": steps.every(args.save_steps)},
+        )  # fmt: skip
+        self.progress = Progress(steps.last, self.step, is_main)
+        if self.pusher:
+            self.pusher.say = self.progress.write  # above the bar
+        self.stop = StopSignals(accelerator)
+
+    def _report(self, disk: str) -> str:
+        args, steps, rows = self.args, self.steps, self.args.per_device_train_batch_size
+        kept = sum(thing_bytes(thing, self.model) for thing in self.keep.values() if not is_optimizer(thing))
+        memory = peak_memory(
+            self.accelerator, self.config, rows, args.block_size, self.kind, self.predicted, kept_bytes=kept
+        )
+        block = report(
+            self.accelerator, model=args.model_name_or_path or args.model_type, parameters=self.parameters,
+            rows=rows, accumulation=steps.micro_batches(0),
+            block_size=args.block_size, max_steps=steps.last, tokens=steps.tokens_before(steps.last),
+            start=self.step, memory=memory, precision=xla.xla_precision() if xla.is_xla() else None,
+        )  # fmt: skip
+        return f"{block}\ndisk       {disk}"
+
+    def _tell_changes(self, saved: dict | None) -> None:
+        """What may differ from the run so far, and does."""
+        if saved and saved["code"]["script"] != self.code["script"]:
+            self.accelerator.print("code       the script has changed since the last save")
+        if saved and saved["data"]["eval"] != self.data.fingerprints["eval"]:
+            self.metrics.write({"step": self.step, "event": "evaluation_data_changed"})
+            self.accelerator.print("data       evaluated on other rows than the run so far")
+
+    def _rehearse(self, update) -> None:
+        accelerator, data = self.accelerator, self.data
+        with rehearsal(accelerator, self.model, self.keep, self.checkpoints, self.watch) as folder:
+            export_model(accelerator, self.model, data.tokenizer, folder)
+            if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
+                update(data.first_batches(self.steps, self.step))
+            for name in data.evals:
+                first = [next(iter(data.evaluation(name)))]
+                sums_over_dataset(accelerator, self.model, first, self.evaluate_batch)
+            self.task.samples(accelerator, self.model, data.tokenizer, self.args.prompts, quick=True)
+
+    def _evaluation_caught_up(self) -> bool:
+        """An evaluation that a stop signal had interrupted comes first. False: nothing is left after it."""
+        if not self.state["evaluation_due"]:
+            return True
+        self.evaluate()
+        if self.state["evaluation_due"]:  # and another signal: all is saved
+            raise SystemExit(exit_status(self.stopping))
+        if self.step < self.steps.last:
+            return True
+        self.save()
+        self.finish()
+        return False
+
+    # ---- In the loop
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.state["step"]
+
+    @property
+    def stopping(self) -> int:
+        """The stop signal that all processes have agreed on, or 0."""
+        return self.stop.answer
+
+    def seed_step(self) -> None:
+        """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
+        set_seed((self.args.seed * 1_000_003 + self.step * 4099 + self.accelerator.process_index) % 2**32)
+
+    def next_step(self) -> None:
+        """One more step is done: counted, shown, and all processes agree about stopping."""
+        self.state["step"] += 1
+        if self.watch:
+            self.watch.check()
+            self.watch = None
+        self.progress.update(self.step)
+        self.stop.agreed()
+
+    def due(self, steps: int) -> bool:
+        """Every so many steps (0: every epoch), and after the last one."""
+        return self.step == self.steps.last or self.step % self.steps.every(steps) == 0
+
+    def log(self, record: dict, skipped=()) -> None:
+        """A line of training. skipped: for each update since the last line 1 if it was skipped, else 0."""
+        step, steps = self.step, self.steps
+        for event in skipped_updates(skipped, step, steps.rows_before):
+            self.metrics.write(event)
+            self.state["skipped_updates"] += 1
+        self._log({
+            "epoch": steps.epoch(step), "samples": steps.rows_before(step),
+            "tokens": steps.tokens_before(step), **record,
+            "skipped_updates": self.state["skipped_updates"], **self.throughput.measure(step),
+        })  # fmt: skip
+
+    def evaluate(self) -> None:
+        """All evaluation sets, samples, curves. A stop signal ends it early, still due."""
+        with self.throughput.aside("evaluation"):
+            record = self._evaluation(self.stop.agreed)
+            self.state["evaluation_due"] = record is None
+            if record is None:
+                return
+            self.state["eval"] = record
+            self._log(record)
+            prompts, tokenizer = self.args.prompts, self.data.tokenizer
+            for text in self.task.samples(self.accelerator, self.model, tokenizer, prompts):
+                self.progress.write(text)
+            if self.is_main:
+                draw_curves(self.args.output_dir)
+
+    def save(self) -> None:
+        """A checkpoint to continue from, the model for from_pretrained, and their push."""
+        tokenizer = self.data.tokenizer
+        with self.throughput.aside("save"):
+            self.state["seconds"] = self.throughput.seconds
+            export_model(self.accelerator, self.model, tokenizer, self.args.output_dir)
+            rows = self.steps.rows_before(self.step)
+            self.checkpoints.save(
+                self.step, self.model, self.keep, final=bool(self.step == self.steps.last or self.stopping),
+                beside=[("tokenizer.json", tokenizer.backend_tokenizer.to_str().encode())],
+                extra={
+                    "state": self.state, "settings": asdict(self.args) | self.counts, "rows": rows,
+                    "data": self.data.fingerprints, "stream": self.data.state_dict(rows), "code": self.code,
+                    "metrics_offset": self.metrics.offset,
+                },
+            )  # fmt: skip
+            if self.is_main:
+                self._write_card()
+            self._push()
+
+    def give_up(self, skipped: int) -> None:
+        """So many updates in a row were skipped that the run cannot go on: `finish` raises RuntimeError."""
+        self.failure = (
+            f"{skipped} updates in a row were skipped, as their gradients are not finite. Lower "
+            f"learning_rate, or look at the samples that {self.args.output_dir}/metrics.jsonl names."
+        )
+
+    # ---- The end
+
+    def finish(self) -> None:
+        """Nothing is left in flight; the summary, or the exit status of a stop."""
+        args, steps, state = self.args, self.steps, self.state
+        last = self.step == steps.last
+        self.progress.close()
+        self.checkpoints.wait()
+        arrived = self.pusher.finish(20 if self.stop.requested else args.hub_timeout) if self.pusher else True
+        self._log_pushes()
+        if self.failure:
+            raise RuntimeError(self.failure)
+        stopped_by = 0 if last and not state["evaluation_due"] else self.stopping  # too late to stop anything
+        if not (last or stopped_by):
+            raise RuntimeError(f"the data ended at step {self.step} of {steps.last}: see above")
+        self.accelerator.end_training()
+        self.stop.close()
+        if stopped_by:
+            self.accelerator.print(
+                f"Stopped at step {self.step} of {steps.last} and saved; run it again to go on."
+            )
+            raise SystemExit(exit_status(stopped_by))
+        if self.is_main:
+            print(self._summary())
+        if not arrived:
+            raise SystemExit(1)
+
+    def _summary(self) -> str:
+        args, steps, folder = self.args, self.steps, self.args.output_dir
+        results = {
+            "steps": steps.last, "tokens": steps.tokens_before(steps.last),
+            "time": duration(self.throughput.seconds),
+            **({"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}),
+            **self.state["eval"], "model": folder, "curves": f"{folder}/curves.png",
+        }  # fmt: skip
+        generate = ["python", "-m", "utils.generate", folder, "--prompt", self._prompt(self.task.prompt)]
+        commands = {
+            self.task.label: shlex.join(generate),
+            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true",
+            "publish": shlex.join(["hf", "upload", self.name, folder, ".", "--exclude", "checkpoints/*"]),
+        }
+        return summarize(folder, f"{args.model_type} on {args.dataset_name}", results, commands)
+
+    def _write_card(self) -> None:
+        args, step, steps = self.args, self.step, self.steps
+        write_model_card(
+            args.output_dir, pipeline_tag=self.task.pipeline_tag, model_name=self.name.split("/")[-1],
+            model_type=self.config.model_type, parameters=self.parameters, dataset=args.dataset_name,
+            step=step, max_steps=steps.last, tokens=steps.tokens_before(step), seconds=self.state["seconds"],
+            hardware=self.hardware, settings=asdict(args), results=self.state["eval"],
+            example=self._prompt(args.prompts[0] if args.prompts else self.task.prompt), repo_id=self.repo_id,
+            base_model=args.model_name_or_path,
+        )  # fmt: skip
+
+    def _prompt(self, text: str) -> str:
+        """A prompt as the saved model takes it: with its own mask token."""
+        return text.replace("[MASK]", self.data.tokenizer.mask_token or "[MASK]")
+
+    # ---- Below
+
+    def _evaluation(self, stopped=lambda: 0) -> dict | None:
+        """What is logged of each evaluation set; None where a stop signal came."""
+        record = {}
+        for name, rows in self.data.evals.items():
+            batches = bar(self.data.evaluation(name), "evaluating", is_main_process=self.is_main)
+            totals = sums_over_dataset(self.accelerator, self.model, batches, self.evaluate_batch, stopped)
+            if totals is None:
+                return None
+            metrics = self.task.metrics(totals, rows.bytes_per_token)
+            record |= {f"{key}/{name}" if name else key: value for key, value in metrics.items()}
+        return record
+
+    def _log(self, record: dict) -> None:
+        self._log_pushes()
+        record = {"step": self.step, **record}
+        self.metrics.write(record)
+        log_to_trackers(self.accelerator, record)
+        status = self.pusher.status if self.pusher else ""
+        self.progress.update(self.step, record, self.throughput.eta, status)
+
+    def _push(self) -> None:
+        if self.pusher:
+            results = self.state["eval"].items()
+            self.pusher.push(self.step, {k: v for k, v in results if k.startswith(self.task.headline)})
+
+    def _log_pushes(self) -> None:
+        for event in self.pusher.poll() if self.pusher else []:
+            self.metrics.write({"step": self.step, **event})

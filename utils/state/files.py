@@ -1,0 +1,95 @@
+"""Files of a checkpoint: written down to the disk, with a checksum of what was handed over."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+CHUNK = 1 << 24  # bytes checksummed and written, or read and checksummed, at a time
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
+
+
+def safetensors_chunks(tensors: dict):
+    """The bytes of a safetensors file, tensor after tensor, straight from their memory.
+
+    safetensors' own save_file cannot tell a checksum of what it writes. Wide types go first, which aligns
+    every tensor. https://huggingface.co/docs/safetensors/index#format
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = {}, 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def write_file(path: Path, chunks) -> dict:
+    """Write chunks of bytes down to the disk. Returns size and checksum of what was handed over."""
+    digest, size = xxhash.xxh3_128(), 0
+    with open(path, "wb", buffering=1 << 20) as file:
+        for chunk in chunks:
+            view = memoryview(chunk)
+            size += len(view)
+            for start in range(0, len(view), CHUNK):
+                piece = view[start : start + CHUNK]
+                digest.update(piece)
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def checksum_file(path: Path) -> dict:
+    """Size and checksum of a file, as write_file returns them."""
+    digest, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+
+
+def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> dict:
+    """Every process writes and checksums its part of `tensors` (DTensors among them) into folder/name/, in
+    torch's distributed safetensors format: nothing in it can run code. Returns {file: size and checksum}.
+    """
+    several = accelerator.num_processes > 1
+    writer = HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not several)
+    try:
+        mine = sorted((folder / name).glob(f"shard-{accelerator.process_index + 1:05d}-*"))
+        part = {f"{name}/{path.name}": checksum_file(path) for path in mine}
+    except OSError as error:
+        part = error  # all processes must hear of it
+    parts = [part]
+    if several:
+        parts = [None] * accelerator.num_processes
+        dist.all_gather_object(parts, part, group=group)
+    for part in parts:
+        if isinstance(part, OSError):
+            raise part
+    return {file: entry for part in parts for file, entry in part.items()}
+
+
+def read_shards(folder: Path, name: str, targets: dict) -> None:
+    """Fill `targets` {name: tensor or DTensor} in place from what write_shards wrote, however it was cut."""
+    reader = HuggingFaceStorageReader(str(folder / name))
+    dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,75 @@
+"""The only row arithmetic: which rows a step takes, how many steps there are, what was seen before a step.
+
+Steps count from 0: step s is the update that takes rows rows_before(s) to rows_before(s + 1) of the endless
+stream of training rows, over all processes.
+"""
+
+from collections.abc import Callable
+
+
+class Steps:
+    """The steps of one run. Schedule, throughput, time left, data and resume all ask it.
+
+    micro_batches: number per process as a function of the step, for a batch that grows; None:
+    gradient_accumulation_steps, always. row_tokens: tokens per row as a function of the step, where rows are
+    shortened; None: block_size, always. ValueError where the rows are too few for one step.
+    """
+
+    def __init__(
+        self,
+        args,
+        accelerator,
+        rows: int | None,
+        micro_batches: Callable[[int], int] | None = None,
+        row_tokens: Callable[[int], int] | None = None,
+    ):
+        self.rows = rows  # of one epoch; None where only the end of a stream would tell
+        self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
+        self._row_tokens = row_tokens or (lambda step: args.block_size)
+        self._constant = micro_batches is None and row_tokens is None
+        self._rows_each = args.per_device_train_batch_size * accelerator.num_processes
+        self._sums = [(0, 0)]  # rows and tokens before each step, as far as was asked for
+        first = self.rows_before(1)
+        if args.max_train_steps:
+            self.last = args.max_train_steps
+        else:
+            self.last, wanted = 0, int(rows * args.num_train_epochs)
+            while self.rows_before(self.last + 1) <= wanted:
+                self.last += 1
+        if self.last < 1 or (rows or first) < first:
+            raise ValueError(
+                f"dataset_name: {args.dataset_name} gives {rows} rows of {args.block_size} tokens to "
+                f"train on, and one step takes {first}. Take more text, or lower block_size, "
+                "per_device_train_batch_size or gradient_accumulation_steps."
+            )
+        self.per_epoch = max(1, (rows or 0) // first)
+
+    def rows_before(self, step: int) -> int:
+        """Rows that all processes together have taken before `step`."""
+        return self._before(step)[0]
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of these rows: work, as it is done, padding included."""
+        return self._before(step)[1]
+
+    def epoch(self, step: int) -> float | None:
+        """Passes over the rows before `step`; None for a stream."""
+        return self.rows_before(step) / self.rows if self.rows else None
+
+    def every(self, steps: int) -> int:
+        """`steps`, or an epoch's where that is 0."""
+        return steps or self.per_epoch
+
+    def count(self, steps: float) -> int:
+        """`steps`, or so large a share of all steps where that is below 1."""
+        return int(steps * (self.last if steps < 1 else 1))
+
+    def _before(self, step):
+        if self._constant:
+            rows = step * self._rows_each * self.micro_batches(0)
+            return rows, rows * self._row_tokens(0)
+        while len(self._sums) <= step:
+            now, (rows, tokens) = len(self._sums) - 1, self._sums[-1]
+            new = self._rows_each * self.micro_batches(now)
+            self._sums.append((rows + new, tokens + new * self._row_tokens(now)))
+        return self._sums[step]
