@@ -222,11 +222,12 @@ class Data:
 
     train: PackedRows or PairRows, or read while training: a ShardSource or TextSource. length: training rows,
     None where only the end of the stream would tell. evals: name -> EvalRows, the name of a single one is "".
-    collate: batch -> batch, for example masking; replace it before the first batch."""
+    collate: batch -> batch, for example masking; replace it before the first batch. evaluation_collate: for
+    evaluation instead; None: the same."""
 
     def __init__(self, recipe: Recipe, accelerator, tokenizer, train, evals: dict[str, EvalRows]):
         self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer
-        self.train, self.evals, self.collate = train, evals, keep_batch
+        self.train, self.evals, self.collate, self.evaluation_collate = train, evals, keep_batch, None
         self.length: int | None = len(train) if isinstance(train, PackedRows) else train.n_rows
         self.stream = None if isinstance(train, PackedRows) else StreamingRows(
             train, batch_size=recipe.per_device_train_batch_size, seed=recipe.seed,
@@ -267,7 +268,7 @@ class Data:
         batch_size, pinned = self.recipe.per_device_train_batch_size, self._pins_memory
         if self.stream is None:
             order = SampleOrder(len(self.train), self.recipe.seed, start, stop)
-            return self._packed_loader(self.train, batch_size, order)
+            return self._packed_loader(self.train, batch_size, order, self.collate)
         self.stream.start, self.stream.stop = start, stop
         loader = DataLoader(self.stream, batch_size, collate_fn=CollateRows(self.collate), drop_last=True,
                             pin_memory=pinned)
@@ -284,7 +285,8 @@ class Data:
             rows, batch_size = self.evals[name].rows, self.recipe.per_device_eval_batch_size
             n = min(len(rows), self.recipe.max_eval_samples or len(rows))
             order = evaluation_order(n, batch_size * self.accelerator.num_processes)
-            self.evaluations[name] = self._packed_loader(rows, batch_size, order)
+            collate = self.evaluation_collate or self.collate
+            self.evaluations[name] = self._packed_loader(rows, batch_size, order, collate)
         return self.evaluations[name]
 
     def state_dict(self, position: int) -> dict | None:
@@ -296,10 +298,10 @@ class Data:
         if self.stream and state:
             self.stream.load_state_dict(state)
 
-    def _packed_loader(self, rows: PackedRows, batch_size: int, order):
+    def _packed_loader(self, rows: PackedRows, batch_size: int, order, collate):
         self.accelerator.dataloader_config.non_blocking = self._pins_memory
         return self.accelerator.prepare(
-            DataLoader(rows, batch_size, sampler=order, collate_fn=self.collate, pin_memory=self._pins_memory)
+            DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=self._pins_memory)
         )
 
     @property

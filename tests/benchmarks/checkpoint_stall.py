@@ -43,6 +43,7 @@ def main():
     for parameter in model.parameters():  # as after a step, without taking one
         moments = {"exp_avg": torch.rand_like(parameter), "exp_avg_sq": torch.rand_like(parameter)}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    keep = {"optimizer": optimizer}
     tensors = [p.detach() for p in model.parameters()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     size = sum(tensor.nbytes for tensor in tensors)
@@ -58,15 +59,15 @@ def main():
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
     foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1, background=False)
-    background.reserve(model, optimizer)
-    first = {"seconds": background.save(0, model, optimizer, {})}
+    background.reserve(model, keep)
+    first = {"seconds": background.save(0, model, keep, {})}
     background.wait()
     dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
     rows = []
     for step in range(1, args.rounds + 1):
-        copied, stalled = seconds(copy), background.save(step, model, optimizer, {})
+        copied, stalled = seconds(copy), background.save(step, model, keep, {})
         background.wait()
-        written = seconds(foreground.save, step, model, optimizer, {})
+        written = seconds(foreground.save, step, model, keep, {})
         shutil.rmtree(folder / "foreground")
         rows.append((copied, stalled, seconds(lambda: subprocess.run(dd, capture_output=True)), written))
         (folder / "dd").unlink()

@@ -18,7 +18,7 @@ def contender(kind: str, args) -> dict:
     import torch
     from transformers import AutoConfig, AutoModelForMaskedLM, set_seed
 
-    from utils.learning.losses import MaskedLMLoss
+    from utils.learning.losses import MaskedLMLoss, trust_row_positions
     from utils.learning.optim import build_optimizer
 
     set_seed(0)
@@ -29,6 +29,7 @@ def contender(kind: str, args) -> dict:
     )  # fmt: skip
     lm = AutoModelForMaskedLM.from_config(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    trust_row_positions()
     model = MaskedLMLoss(lm).to(device)
     optimizer = build_optimizer(lm, 1e-4, 0.01)
     shape = args.batch_size, args.block_size
@@ -40,7 +41,7 @@ def contender(kind: str, args) -> dict:
         positions = torch.rand(shape).argsort(1)[:, :slots].sort(1).values.to(device)  # [B, K]
         labels = input_ids.gather(1, positions)
         if kind == "sparse":
-            sums = model(input_ids, slots=positions, slot_labels=labels)
+            sums = model({"input_ids": input_ids, "slots": positions, "slot_labels": labels})
             loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
         else:
             all_labels = torch.full_like(input_ids, -100).scatter(1, positions, labels)

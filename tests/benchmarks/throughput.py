@@ -63,40 +63,50 @@ def contender(kind: str, args) -> dict:
 
 def train_ours(lm, rows, args, bf16, clock):
     import numpy as np
-    import torch
     from accelerate import Accelerator
-    from torch.utils.data import DataLoader
 
-    from data.order import SampleOrder, keep_batch
     from data.packing import PackedRows
-    from utils.learning.losses import CausalLMLoss
+    from data.rows import Data, Recipe
+    from utils.learning.losses import CausalLMLoss, trust_row_positions
     from utils.learning.model import use_one_kernel_gelu
-    from utils.learning.optim import UpdateGuard, build_optimizer, build_schedule
+    from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
+    from utils.steps import Steps
 
+    settings = argparse.Namespace(
+        dataset_name="zipf", block_size=T, per_device_train_batch_size=args.batch_size, max_train_steps=args.steps,
+        gradient_accumulation_steps=1, seed=0,
+    )  # fmt: skip
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
+    trust_row_positions()
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm).to(accelerator.device)
     lm.tie_weights()
+    optimizer = build_optimizer(model, 1e-3, 0.1)
+    schedule = build_schedule(optimizer, "linear", 2, args.steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train", "train_plain")
+
+    def update(micro_batches):  # that of train_clm.py, without row weights
+        accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
+        for batch in micro_batches:
+            with accelerator.accumulate(model):
+                loss, row_losses = model(batch)
+                accelerator.backward(loss)
+                means.add(loss, row_losses.mean())
+                if accelerator.sync_gradients:
+                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    skipped = guard.judge(grad_norm)
+                    means.close(skipped, len(micro_batches))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/rows.npy", rows.astype(np.uint16 if args.vocab_size <= 2**16 else np.uint32))
-        order = SampleOrder(len(rows), 0, 0, len(rows))
-        loader = DataLoader(
-            PackedRows(f"{folder}/rows.npy"), args.batch_size, sampler=order, collate_fn=keep_batch
-        )
-        optimizer = build_optimizer(model, 1e-3, 0.1)
-        schedule = build_schedule(optimizer, "linear", 2, args.steps)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        guard = UpdateGuard(accelerator, optimizer)
-        losses = torch.zeros((), device=accelerator.device)
+        data = Data(Recipe.of(settings), accelerator, None, PackedRows(f"{folder}/rows.npy"), {})
         clock.start()
-        for batch in loader:
-            loss, row_losses = model(batch["input_ids"])
-            accelerator.backward(loss)
-            losses += row_losses.mean()
-            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+        for micro_batches in data.batches(Steps(settings, accelerator, data.length), 0):
+            update(micro_batches)
             clock.step()
 
 

@@ -101,13 +101,13 @@ class UpdateGuard:
         """
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
         norm = self.norm = norm.detach().float()
-        bad = ~torch.isfinite(norm)
+        skip = ~torch.isfinite(norm)
         if self.outlier_factor:
-            bad = bad | (self.accepted >= self.WARMUP) & (norm > self.outlier_factor * self.mean)
-            self.accepted = self.accepted + ~bad
-            share = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, an exponential one later
-            self.mean = self.mean + torch.where(bad, 0.0, (norm - self.mean) * share)
-        flag = bad.float()
+            skip = skip | (self.accepted >= self.WARMUP) & (norm > self.outlier_factor * self.mean)
+            self.accepted = self.accepted + ~skip
+            weight = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, an exponential one later
+            self.mean = self.mean + torch.where(skip, 0.0, (norm - self.mean) * weight)
+        flag = skip.float()
         if self.obeyed:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag

@@ -1,0 +1,277 @@
+"""docs/edits: each applied to a copy of the scripts keeps what the scripts promise, and does what it says.
+
+A run that is killed and continued ends with the same bits, two processes train like one, transformers loads
+what is saved.
+"""
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+from tests.forked import finish, start, start_all
+from tests.runs import PROJECT, TINY, metrics, write_corpus
+
+STEPS, KILL_AFTER, SAVE_STEPS = 20, 8, 5
+LONGER = {"distillation": 25, "growing-sequence-length": 25}  # others: 15 changed lines
+FLAGS = {
+    **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
+    "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "keytoken_alpha": 0.5, "max_eval_samples": 20,
+}  # fmt: skip
+MASKED = {
+    "model_type": "roberta", "prompts": ["The [MASK] of a list."],
+    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,"
+    "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
+}  # fmt: skip
+
+
+@dataclass
+class Edit:
+    script: str = "train_clm.py"
+    flags: dict = field(default_factory=dict)  # of the script as it is, too
+    settings: dict = field(default_factory=dict)  # of the edit: few steps for things that take thousands
+    observes: bool = False  # it trains the same weights as the script as it is; all others must not
+    two_processes: bool = True  # which give the same losses
+    check: Callable = lambda runs: None  # that it does what it says
+
+
+# ---- What they say
+
+
+def check_z_loss(runs):
+    """A new model's logits are small: log(V) is their normalizer, squared the penalty."""
+    first = metrics(runs.whole)[0]
+    vocabulary = json.loads((runs.whole / "config.json").read_text())["vocab_size"]
+    penalty = first["loss/train"] - first["loss/train_plain"]
+    assert penalty == pytest.approx(1e-4 * math.log(vocabulary) ** 2, rel=0.02)
+
+
+def check_label_smoothing(runs):
+    """It keeps the loss from falling far; evaluation is plain, so both begin alike."""
+    smoothed, plain = (metrics(folder) for folder in (runs.whole, runs.plain))
+    assert smoothed[0]["loss/train"] == pytest.approx(plain[0]["loss/train"], rel=0.01)
+    assert smoothed[-1]["loss/eval"] == pytest.approx(plain[-1]["loss/eval"], rel=0.05)
+
+
+def check_ema(runs):
+    """The average of the weights that were saved after each step, computed here."""
+    average = {}
+    for step in range(1, STEPS + 1):
+        for name, weight in saved(runs.whole, step, "model").items():
+            average[name] = average[name].lerp(weight, 1 - 0.9) if step > 1 else weight
+    kept, exported = saved(runs.whole, STEPS, "ema"), load_file(runs.whole / "ema" / "model.safetensors")
+    for name, weight in average.items():
+        torch.testing.assert_close(kept[f"module.{name}"], weight)
+        torch.testing.assert_close(exported[name.removeprefix("lm.")], weight)
+    assert forward(runs, runs.whole / "ema")
+    last = [line for line in metrics(runs.whole) if "loss/eval" in line][-1]
+    assert 0 < last["loss/ema"] - last["loss/eval"] < 1  # behind, as the loss still falls
+
+
+def check_growing_batch(runs):
+    """Steps of 16 rows of 32 tokens, then of 32 rows, then of 48; what is reported follows."""
+    each = [16 * (1 + step // 7) for step in range(STEPS)]
+    lines = [line for line in metrics(runs.whole) if "samples" in line]
+    assert [line["samples"] for line in lines] == [*itertools.accumulate(each)]
+    assert [line["tokens"] for line in lines] == [32 * line["samples"] for line in lines]
+    settings = state(runs.whole)["extra"]["settings"]
+    assert lines[-1]["epoch"] == pytest.approx(sum(each) / settings["training_rows"])
+
+
+def check_second_optimizer(runs):
+    """Each weight has one optimizer, Muon the matrices of the blocks; and neither stands still."""
+    muon, adamw = ({path.rpartition("/")[0] for path in saved(runs.whole, STEPS, name)}
+                   for name in ("muon", "optimizer"))  # fmt: skip
+    early, late = (saved(runs.whole, step, "model") for step in (SAVE_STEPS, STEPS))
+    assert muon == {name for name in late if ".h." in name and late[name].ndim == 2}
+    assert adamw == late.keys() - muon
+    assert not any(torch.equal(early[name], late[name]) for name in late)
+    assert state(runs.whole)["keep"]["muon"]["groups"][0]["lr"] == 0  # at the end of the cosine
+
+
+def check_layer_wise_learning_rates(runs):
+    """Of GPT-2's two blocks, the norm above and the embeddings below; each weight once."""
+    groups = state(runs.whole)["keep"]["optimizer"]["groups"]
+    rates = {name: group["initial_lr"] for group in groups for name in group["params"]}
+    assert rates.keys() == saved(runs.whole, STEPS, "model").keys()
+    assert sum(len(group["params"]) for group in groups) == len(rates)
+    depths = {"ln_f": 0, "h.1": 1, "h.0": 2, "wte": 3, "wpe": 3}
+    for part, depth in depths.items():
+        found = {rate for name, rate in rates.items() if name.startswith(f"lm.transformer.{part}.")}
+        assert found == {pytest.approx(2e-3 * 0.5**depth)}, part
+    logged = [max(line.get("learning_rate", 0) for line in metrics(folder)) for folder in (runs.whole, runs.plain)]
+    assert logged[0] == logged[1]  # the top's
+
+
+def check_frozen_embeddings(runs):
+    """Until step 10 not a bit changes, decay included; then they learn. The others learn from the start."""
+    tokens, positions = ([saved(runs.whole, step, "model")[name] for step in (5, 10, 15)]
+                         for name in ("lm.transformer.wte.weight", "lm.transformer.wpe.weight"))  # fmt: skip
+    assert torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
+    assert not torch.equal(positions[0], positions[1])
+    assert tokens[0].std() == pytest.approx(0.02, rel=0.05)  # as GPT-2 begins
+
+
+EDITS = {
+    "z-loss": Edit(check=check_z_loss, flags={"keytoken_alpha": 0}),
+    "label-smoothing": Edit("train_mlm.py", check=check_label_smoothing),
+    "ema": Edit(settings={"ema_decay": 0.9}, flags={"save_steps": 1}, observes=True, check=check_ema),
+    "growing-batch": Edit(settings={"batch_growth_steps": 7}, check=check_growing_batch),
+    "second-optimizer": Edit(check=check_second_optimizer),
+    "layer-wise-learning-rates": Edit(settings={"layer_decay": 0.5}, check=check_layer_wise_learning_rates),
+    "frozen-embeddings": Edit(settings={"frozen_embedding_steps": 10}, check=check_frozen_embeddings),
+}
+
+
+# ---- Running them
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}"
+
+
+def state(folder: Path) -> dict:
+    """All that is not a tensor in the last checkpoint."""
+    return json.loads((checkpoint(folder, STEPS) / "state.json").read_text())
+
+
+def saved(folder: Path, step: int, name: str) -> dict:
+    """Tensors of one of the things that are kept."""
+    return load_file(checkpoint(folder, step) / f"{name}.safetensors")
+
+
+def forward(runs, folder: Path) -> bool:
+    """Whether transformers loads the model, whole, and its logits are finite."""
+    kind = AutoModelForMaskedLM if runs.edit.script == "train_mlm.py" else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()), report
+    return bool(model(torch.arange(8)[None]).logits.isfinite().all())
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("edits")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+def flags(workspace, edit: Edit, output_dir: Path, **changes) -> dict:
+    return {
+        **FLAGS, **(MASKED if edit.script == "train_mlm.py" else {}),
+        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
+        "output_dir": output_dir, **edit.flags, **changes,
+    }  # fmt: skip
+
+
+def apply(diff: Path, folder: Path) -> None:
+    """To a copy of what the scripts need, with their compiled modules."""
+    for part in ("data", "utils"):
+        shutil.copytree(PROJECT / part, folder / part)
+    for script in PROJECT.glob("train_*.py"):
+        shutil.copy2(script, folder)
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # a folder outside any repository
+    result = subprocess.run(["git", "apply", str(diff)], cwd=folder, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def steps_logged(folder: Path) -> int:
+    file = folder / "metrics.jsonl"
+    lines = file.read_bytes().splitlines()[-3:] if file.exists() else []
+    return max((int(found[1]) for line in lines if (found := re.match(rb'{"step": (\d+),', line))), default=0)
+
+
+def killed(process, folder: Path, log: Path) -> None:
+    """SIGKILL after KILL_AFTER steps, when there is a checkpoint to continue from."""
+    end = time.monotonic() + 60
+    while steps_logged(folder) < KILL_AFTER or not checkpoint(folder, SAVE_STEPS).exists():
+        assert process.is_alive() and time.monotonic() < end, log.read_text()[-4000:]
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert process.exitcode == -9 and steps_logged(folder) < STEPS
+
+
+PLAIN = {}  # output folders of unedited scripts
+
+
+@pytest.fixture(scope="module", params=sorted(EDITS))
+def runs(request, workspace):
+    """Output folders of one edit's runs: whole, killed and continued, of two processes; and of the script
+    as it is. Two at a time."""
+    edit, folder = EDITS[request.param], workspace / request.param
+    code = folder / "code"
+    code.mkdir(parents=True)
+    apply(PROJECT / "docs" / "edits" / f"{request.param}.diff", code)
+    whole, broken, two, log = (folder / name for name in ("whole", "broken", "two", "log"))
+
+    def begin(output_dir, log=log):
+        return start(code, edit.script, flags(workspace, edit, output_dir, **edit.settings), log)
+
+    if not (workspace / "cache").exists():
+        first = begin(folder / "first")  # prepares the rows, trains the tokenizer
+        finish([first], log)
+    one, other = begin(whole), begin(broken, folder / "killed")
+    killed(other, broken, folder / "killed")
+    finish([one, begin(broken)], log)
+    key = edit.script, json.dumps(edit.flags)
+    unedited = []
+    if key not in PLAIN:
+        PLAIN[key] = folder / "plain"
+        unedited = [start(PROJECT, edit.script, flags(workspace, edit, PLAIN[key]), log)]
+    half = flags(workspace, edit, two, **edit.settings, per_device_train_batch_size=4)
+    finish([*start_all(code, edit.script, half, log, processes=2), *unedited], log)
+    return SimpleNamespace(edit=edit, whole=whole, broken=broken, two=two, plain=PLAIN[key])
+
+
+def test_it_goes_on_after_a_kill_as_if_nothing_had_happened(runs):
+    assert metrics(runs.whole) == metrics(runs.broken)
+    files = sorted(checkpoint(runs.whole, STEPS).glob("*.safetensors"))
+    assert {"model.safetensors", "optimizer.safetensors"} <= {file.name for file in files}
+    for file in [*files, runs.whole / "model.safetensors"]:
+        expected, found = load_file(file), load_file(runs.broken / file.relative_to(runs.whole))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected), file.name
+
+
+def test_two_processes_train_like_one(runs):
+    if not runs.edit.two_processes:
+        pytest.skip("depends on the number of processes: see EDITS")
+    for a, b in zip(metrics(runs.whole), metrics(runs.two), strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            if key.startswith("loss/"):
+                assert a[key] == pytest.approx(b[key], rel=1e-5), (key, a, b)
+
+
+def test_it_does_what_it_says(runs):
+    plain, edited = (saved(folder, STEPS, "model") for folder in (runs.plain, runs.whole))
+    same = plain.keys() == edited.keys() and all(torch.equal(plain[name], edited[name]) for name in plain)
+    assert same == runs.edit.observes
+    runs.edit.check(runs)
+
+
+def test_transformers_loads_the_result(runs):
+    assert forward(runs, runs.whole)
+
+
+@pytest.mark.parametrize("diff", sorted((PROJECT / "docs" / "edits").glob("*.diff")), ids=lambda diff: diff.stem)
+def test_it_is_short_explained_and_tested(diff):
+    text, mark, hunks = diff.read_text().partition("\n--- ")
+    changed = [line for line in (mark + hunks).splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
+    assert 0 < len(changed) <= LONGER.get(diff.stem, 15)
+    sentence = text.split("\ndiff ")[0].strip()
+    assert sentence.endswith(".") and sentence[0].isupper() and len(sentence) > 40
+    assert diff.stem in EDITS
