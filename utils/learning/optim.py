@@ -199,8 +199,10 @@ class Means:
 
     def state_dict(self, *others):
         """A row per process, [losses, steps, others]: the same list on all, fit for JSON. All call it."""
-        values = torch.cat([self._sums, *(other[None] for other in others)])
-        return self.accelerator.gather(values).cpu().view(-1, len(values)).tolist()
+        values = torch.cat([self._sums, *(other[None] for other in others)]) if others else self._sums
+        if self.accelerator.num_processes > 1:  # of one process it would be a graph more on XLA
+            values = self.accelerator.gather(values)
+        return values.cpu().view(-1, len(self._sums) + len(others)).tolist()
 
     def load_state_dict(self, rows):
         """rows: of any number of processes; each takes its share."""
