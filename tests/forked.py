@@ -8,8 +8,6 @@ modules are imported anew from `folder`, which may hold an edited copy. All shar
 which runs that people start do not.
 """
 
-import importlib
-import io
 import multiprocessing
 import os
 import runpy
@@ -21,25 +19,9 @@ from unittest import mock
 from tests.runs import PROJECT, arguments, environment
 
 OURS = ("data", "utils", "train_clm", "train_mlm")
-# All that a run of a tiny model imports, of the project too, so that it brings what it needs.
-PRELOADED = (
-    "data.masking data.rows data.pairs utils.run utils.steps utils.learning.model matplotlib.pyplot "
-    "transformers.models.gpt2.modeling_gpt2 transformers.models.roberta.modeling_roberta "
-    "transformers.models.modernbert.modeling_modernbert torch.optim.swa_utils torch.distributed.run"
-).split()
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload([__name__])
-
-if multiprocessing.current_process().name == "MainProcess" and "pytest" not in sys.modules:  # the server
-    import torch
-
-    torch.set_num_threads(1)
-    for module in PRELOADED:
-        importlib.import_module(module)
-    sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("gpt2")  # a thousand regexes
-    sys.modules["matplotlib.pyplot"].figure().savefig(io.BytesIO())  # finds the fonts, once
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after a fork"
+context.set_forkserver_preload(["tests.preloaded"])
 
 
 def start(folder, script: str, flags: dict, log, processes: int = 1, rank: int = 0, port: int = 0):
@@ -50,7 +32,7 @@ def start(folder, script: str, flags: dict, log, processes: int = 1, rank: int =
         env |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         env |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     process = context.Process(target=_run, args=(str(folder), script, arguments(flags), str(log), env))
-    with mock.patch.dict(os.environ, environment()):  # what the server itself begins with
+    with mock.patch.dict(os.environ, environment(PYTHONPATH=str(PROJECT))):  # of the server, at its start
         process.start()
     return process
 
@@ -74,9 +56,11 @@ def finish(processes: list, log, timeout: float = 120) -> None:
 
 
 def _run(folder, script, words, log, env):
+    """In the forked process."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    assert "tests.preloaded" in sys.modules, "the server could not import it"
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
     os.environ.clear()

@@ -17,19 +17,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 
+FOLDER = PROJECT / "docs" / "edits"
+DIFFS = sorted(FOLDER.glob("*.diff"))
 STEPS, KILL_AFTER, SAVE_STEPS = 20, 8, 5
 LONGER = {"distillation": 25, "growing-sequence-length": 25}  # others: 15 changed lines
 FLAGS = {
     **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
-    "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "keytoken_alpha": 0.5, "max_eval_samples": 20,
+    "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "max_eval_samples": 20,
 }  # fmt: skip
 MASKED = {
     "model_type": "roberta", "prompts": ["The [MASK] of a list."],
@@ -41,7 +45,7 @@ MASKED = {
 @dataclass
 class Edit:
     script: str = "train_clm.py"
-    flags: dict = field(default_factory=dict)  # of the script as it is, too
+    flags: dict = field(default_factory=dict)  # of the script as it is, too; "{workspace}" is the folder
     settings: dict = field(default_factory=dict)  # of the edit: few steps for things that take thousands
     observes: bool = False  # it trains the same weights as the script as it is; all others must not
     two_processes: bool = True  # which give the same losses
@@ -52,11 +56,13 @@ class Edit:
 
 
 def check_z_loss(runs):
-    """A new model's logits are small: log(V) is their normalizer, squared the penalty."""
-    first = metrics(runs.whole)[0]
+    """A new model's logits are small: log(V) is their normalizer, and the loss; squared it is the penalty."""
+    with_it, without = metrics(runs.whole)[0], metrics(runs.plain)[0]
     vocabulary = json.loads((runs.whole / "config.json").read_text())["vocab_size"]
-    penalty = first["loss/train"] - first["loss/train_plain"]
-    assert penalty == pytest.approx(1e-4 * math.log(vocabulary) ** 2, rel=0.02)
+    assert with_it["loss/train"] / without["loss/train"] - 1 == pytest.approx(
+        1e-4 * math.log(vocabulary), rel=0.02
+    )
+    assert with_it["loss/train_plain"] == without["loss/train_plain"]
 
 
 def check_label_smoothing(runs):
@@ -67,18 +73,18 @@ def check_label_smoothing(runs):
 
 
 def check_ema(runs):
-    """The average of the weights that were saved after each step, computed here."""
-    average = {}
-    for step in range(1, STEPS + 1):
-        for name, weight in saved(runs.whole, step, "model").items():
+    """The average of the weights that were saved after each step, computed here; evaluated, too."""
+    folder, average = runs.again(max_train_steps=5, save_steps=1), {}
+    for step in range(1, 6):
+        for name, weight in saved(folder, step, "model").items():
             average[name] = average[name].lerp(weight, 1 - 0.9) if step > 1 else weight
-    kept, exported = saved(runs.whole, STEPS, "ema"), load_file(runs.whole / "ema" / "model.safetensors")
+    kept, exported = saved(folder, 5, "ema"), load_file(folder / "ema" / "model.safetensors")
     for name, weight in average.items():
         torch.testing.assert_close(kept[f"module.{name}"], weight)
         torch.testing.assert_close(exported[name.removeprefix("lm.")], weight)
     assert forward(runs, runs.whole / "ema")
-    last = [line for line in metrics(runs.whole) if "loss/eval" in line][-1]
-    assert 0 < last["loss/ema"] - last["loss/eval"] < 1  # behind, as the loss still falls
+    middle = next(line for line in metrics(runs.whole) if "loss/eval" in line)
+    assert 0.001 < middle["loss/ema"] - middle["loss/eval"] < 1  # behind, as the loss still falls
 
 
 def check_growing_batch(runs):
@@ -111,8 +117,8 @@ def check_layer_wise_learning_rates(runs):
     depths = {"ln_f": 0, "h.1": 1, "h.0": 2, "wte": 3, "wpe": 3}
     for part, depth in depths.items():
         found = {rate for name, rate in rates.items() if name.startswith(f"lm.transformer.{part}.")}
-        assert found == {pytest.approx(2e-3 * 0.5**depth)}, part
-    logged = [max(line.get("learning_rate", 0) for line in metrics(folder)) for folder in (runs.whole, runs.plain)]
+        assert found == {2e-3 * 0.5**depth}, part
+    logged = [[line.get("learning_rate") for line in metrics(folder)] for folder in (runs.whole, runs.plain)]
     assert logged[0] == logged[1]  # the top's
 
 
@@ -125,14 +131,83 @@ def check_frozen_embeddings(runs):
     assert tokens[0].std() == pytest.approx(0.02, rel=0.05)  # as GPT-2 begins
 
 
+def check_evaluation_is_comparable(runs):
+    """As many predictions as the script makes as it is, of which the two models think differently."""
+    lines, plain = ([line for line in metrics(folder) if "loss/eval" in line]
+                    for folder in (runs.whole, runs.plain))  # fmt: skip
+    assert [line["eval_tokens"] for line in lines] == [line["eval_tokens"] for line in plain]
+    assert [line["loss/eval"] for line in lines] != [line["loss/eval"] for line in plain]
+
+
+def check_isolated_documents(runs):
+    """The loss of the saved model on rows of several documents, computed of one document after the other."""
+    [file] = runs.whole.parent.parent.glob("short-cache/**/validation.npy")
+    model, losses, documents = AutoModelForCausalLM.from_pretrained(runs.whole), [], 0
+    for row in torch.from_numpy(np.load(file)[: FLAGS["max_eval_samples"]]).long():
+        ends = [int(end) + 1 for end in (row == model.config.eos_token_id).nonzero()]
+        for begin, end in itertools.pairwise(sorted({0, *ends, len(row)})):
+            targets, documents = row[begin + 1 : end + 1], documents + 1
+            with torch.no_grad():
+                logits = model(row[None, begin:end]).logits[0, : len(targets)]
+            losses.append(cross_entropy(logits, targets, reduction="none"))
+    assert documents > 2 * FLAGS["max_eval_samples"]
+    last = [line["loss/eval"] for line in metrics(runs.whole) if "loss/eval" in line][-1]
+    assert torch.cat(losses).double().mean() == pytest.approx(last, rel=1e-5)
+
+
+def check_metric_per_layer(runs):
+    """A norm for each of two blocks; together no more than that of all, which is clipped to 1."""
+    lines = [line for line in metrics(runs.whole) if "grad_norm" in line]
+    assert len(lines) == STEPS
+    for line in lines:
+        assert 0 < math.hypot(line["grad_norm/0"], line["grad_norm/1"]) <= min(1, line["grad_norm"]) + 1e-6
+
+
+def check_own_corpus(runs):
+    assert state(runs.whole)["extra"]["settings"]["preset"] == "topics"
+    tokenizers = [(folder / "tokenizer.json").read_text() for folder in (runs.whole, runs.plain)]
+    assert tokenizers[0] != tokenizers[1]
+
+
+def check_distillation(runs):
+    """Half of the new model's cross-entropy, and half a divergence that is smaller, are trained."""
+    with_it, without = metrics(runs.whole)[0], metrics(runs.plain)[0]
+    assert with_it["loss/train_plain"] == pytest.approx(without["loss/train_plain"])
+    assert 0.5 < with_it["loss/train"] / without["loss/train"] < 0.9
+
+
+def check_growing_sequence_length(runs):
+    """Rows of 32 tokens, in eighths of which two are taken at first, and all after 12 steps."""
+    lengths = [4 * (2 + 6 * step // 12) if step < 12 else 32 for step in range(STEPS)]
+    lines = [line for line in metrics(runs.whole) if "tokens" in line]
+    assert [line["tokens"] for line in lines] == [*itertools.accumulate(16 * length for length in lengths)]
+    assert [line["samples"] for line in lines] == [16 * (step + 1) for step in range(STEPS)]
+
+
 EDITS = {
-    "z-loss": Edit(check=check_z_loss, flags={"keytoken_alpha": 0}),
+    "z-loss": Edit(check=check_z_loss),
     "label-smoothing": Edit("train_mlm.py", check=check_label_smoothing),
-    "ema": Edit(settings={"ema_decay": 0.9}, flags={"save_steps": 1}, observes=True, check=check_ema),
+    "ema": Edit(settings={"ema_decay": 0.9}, observes=True, check=check_ema),
     "growing-batch": Edit(settings={"batch_growth_steps": 7}, check=check_growing_batch),
     "second-optimizer": Edit(check=check_second_optimizer),
     "layer-wise-learning-rates": Edit(settings={"layer_decay": 0.5}, check=check_layer_wise_learning_rates),
     "frozen-embeddings": Edit(settings={"frozen_embedding_steps": 10}, check=check_frozen_embeddings),
+    "whole-word-masking": Edit("train_mlm.py", check=check_evaluation_is_comparable),
+    "decaying-mask-rate": Edit("train_mlm.py", check=check_evaluation_is_comparable),
+    "isolated-documents": Edit(
+        flags={"dataset_name": "{workspace}/short.jsonl", "cache_dir": "{workspace}/short-cache"},
+        check=check_isolated_documents,
+    ),
+    "metric-per-layer": Edit(observes=True, check=check_metric_per_layer),
+    "own-corpus": Edit(
+        settings={"preset": "topics", "dataset_name": "python-topics"}, check=check_own_corpus
+    ),
+    "distillation": Edit(
+        flags={"tokenizer_name": "{workspace}/teacher"},
+        settings={"teacher": "{workspace}/teacher"},
+        check=check_distillation,
+    ),
+    "growing-sequence-length": Edit(settings={"grow_steps": 12}, check=check_growing_sequence_length),
 }
 
 
@@ -161,19 +236,34 @@ def forward(runs, folder: Path) -> bool:
     return bool(model(torch.arange(8)[None]).logits.isfinite().all())
 
 
+PLAIN = {}  # output folders of unedited scripts
+
+
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory):
+    """With prepared rows, a trained tokenizer, and a model that can teach."""
     folder = tmp_path_factory.mktemp("edits")
     write_corpus(folder / "corpus.jsonl")
+    lines = (folder / "corpus.jsonl").read_text().splitlines()
+    short = [json.dumps({"content": json.loads(line)["content"][:start][-40:]})
+             for line in lines for start in range(40, 800, 40)]  # fmt: skip
+    (folder / "short.jsonl").write_text("\n".join(short))
+    finish([start(PROJECT, "train_clm.py", flags(folder, Edit(), folder / "teacher"), folder / "log")],
+           folder / "log")  # fmt: skip
+    PLAIN["train_clm.py", "{}"] = folder / "teacher"
     return folder
 
 
 def flags(workspace, edit: Edit, output_dir: Path, **changes) -> dict:
-    return {
+    found = {
         **FLAGS, **(MASKED if edit.script == "train_mlm.py" else {}),
         "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
         "output_dir": output_dir, **edit.flags, **changes,
     }  # fmt: skip
+    return {
+        name: value.replace("{workspace}", str(workspace)) if isinstance(value, str) else value
+        for name, value in found.items()
+    }
 
 
 def apply(diff: Path, folder: Path) -> None:
@@ -204,25 +294,19 @@ def killed(process, folder: Path, log: Path) -> None:
     assert process.exitcode == -9 and steps_logged(folder) < STEPS
 
 
-PLAIN = {}  # output folders of unedited scripts
-
-
-@pytest.fixture(scope="module", params=sorted(EDITS))
+@pytest.fixture(scope="module", params=DIFFS, ids=lambda diff: diff.stem)
 def runs(request, workspace):
     """Output folders of one edit's runs: whole, killed and continued, of two processes; and of the script
     as it is. Two at a time."""
-    edit, folder = EDITS[request.param], workspace / request.param
+    edit, folder = EDITS[request.param.stem], workspace / request.param.stem
     code = folder / "code"
     code.mkdir(parents=True)
-    apply(PROJECT / "docs" / "edits" / f"{request.param}.diff", code)
+    apply(request.param, code)
     whole, broken, two, log = (folder / name for name in ("whole", "broken", "two", "log"))
 
-    def begin(output_dir, log=log):
-        return start(code, edit.script, flags(workspace, edit, output_dir, **edit.settings), log)
+    def begin(output_dir, log=log, **changes):
+        return start(code, edit.script, flags(workspace, edit, output_dir, **edit.settings | changes), log)
 
-    if not (workspace / "cache").exists():
-        first = begin(folder / "first")  # prepares the rows, trains the tokenizer
-        finish([first], log)
     one, other = begin(whole), begin(broken, folder / "killed")
     killed(other, broken, folder / "killed")
     finish([one, begin(broken)], log)
@@ -233,11 +317,17 @@ def runs(request, workspace):
         unedited = [start(PROJECT, edit.script, flags(workspace, edit, PLAIN[key]), log)]
     half = flags(workspace, edit, two, **edit.settings, per_device_train_batch_size=4)
     finish([*start_all(code, edit.script, half, log, processes=2), *unedited], log)
-    return SimpleNamespace(edit=edit, whole=whole, broken=broken, two=two, plain=PLAIN[key])
+
+    def again(**changes) -> Path:
+        finish([begin(folder / "again", **changes)], log)
+        return folder / "again"
+
+    return SimpleNamespace(edit=edit, whole=whole, broken=broken, two=two, plain=PLAIN[key], again=again)
 
 
 def test_it_goes_on_after_a_kill_as_if_nothing_had_happened(runs):
     assert metrics(runs.whole) == metrics(runs.broken)
+    assert state(runs.whole)["keep"] == state(runs.broken)["keep"]
     files = sorted(checkpoint(runs.whole, STEPS).glob("*.safetensors"))
     assert {"model.safetensors", "optimizer.safetensors"} <= {file.name for file in files}
     for file in [*files, runs.whole / "model.safetensors"]:
@@ -267,11 +357,24 @@ def test_transformers_loads_the_result(runs):
     assert forward(runs, runs.whole)
 
 
-@pytest.mark.parametrize("diff", sorted((PROJECT / "docs" / "edits").glob("*.diff")), ids=lambda diff: diff.stem)
+@pytest.mark.parametrize("name", ["ema", "second-optimizer"])
+def test_a_forgotten_keep_is_named(name, workspace, tmp_path):
+    apply(FOLDER / f"{name}.diff", tmp_path)
+    script = tmp_path / EDITS[name].script
+    kept = re.compile(r"(?<=means=means), .*(?=\))|^    keep \|= .*$", re.M)
+    script.write_text(kept.sub("", script.read_text()))
+    process = start(tmp_path, script.name, flags(workspace, EDITS[name], tmp_path / "run"), tmp_path / "log")
+    process.join(120)
+    message = (tmp_path / "log").read_text()
+    assert process.exitcode == 2, message
+    assert re.search(r"error: keep: update changes .*\b(ema|muon)\b.*nobody keeps it", message), message
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
 def test_it_is_short_explained_and_tested(diff):
     text, mark, hunks = diff.read_text().partition("\n--- ")
     changed = [line for line in (mark + hunks).splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert 0 < len(changed) <= LONGER.get(diff.stem, 15)
     sentence = text.split("\ndiff ")[0].strip()
-    assert sentence.endswith(".") and sentence[0].isupper() and len(sentence) > 40
+    assert sentence.endswith(".") and len(sentence) > 40
     assert diff.stem in EDITS

@@ -106,6 +106,12 @@ def test_what_cannot_be_kept_is_named_at_the_first_save(accelerator, tmp_path):
         Checkpoints(accelerator, tmp_path).save(0, model, keep, {})
 
 
+def test_the_name_of_the_model_is_taken(accelerator, tmp_path):
+    model, keep = build(accelerator)
+    with pytest.raises(ValueError, match="give yours another name"):
+        Checkpoints(accelerator, tmp_path).save(0, model, {"model": keep["average"]}, {})
+
+
 def test_a_thing_that_is_new_begins_anew_and_one_that_is_gone_is_named(accelerator, tmp_path, caplog):
     model, keep = build(accelerator)
     old = {name: thing for name, thing in keep.items() if name != "mine"}
@@ -150,11 +156,15 @@ class Counter:
         self.seen = [0, torch.zeros(2)]
 
 
-@pytest.mark.parametrize("what", ["average", "muon", "tensor", "closure", "namespace", "counter", "helper"])
+@pytest.mark.parametrize(
+    "what",
+    ["average", "muon", "tensor", "closure", "namespace", "counter", "helper", "queue", "array", "dict"],
+)
 def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
     model, keep = build(accelerator)
     forgotten = {name: keep.pop(name) for name in ("average", "muon")}
     average, muon, tensor, number, counter = *forgotten.values(), torch.zeros(2), 0, Counter()
+    queue, array, found = deque([1]), np.zeros(2), {}
     constant, table = torch.ones(3), {"a": torch.ones(2)}  # never changed: nobody has to keep them
 
     def helper():
@@ -179,11 +189,18 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
             counter.seen[1] += 1
         elif what == "helper":
             helper()
+        elif what == "queue":
+            queue.append(2)
+        elif what == "array":
+            array[0] += 1
+        elif what == "dict":
+            found["new"] = 1
         model.zero_grad()
 
     everything = {**keep, **forgotten}
     known = {"tensor": "tensor", "closure": "number", "namespace": "calls.count", "helper": "tensor",
-             "counter": r"counter.seen\[1\]"}  # fmt: skip
+             "counter": r"counter.seen\[1\]", "queue": r"queue, queue\[1\]",
+             "dict": r"found, found\['new'\]"}  # fmt: skip
     watch = Watch(update, model, keep)
     update()
     with pytest.raises(ValueError, match=f"update changes {known.get(what, what)},"):

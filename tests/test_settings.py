@@ -26,6 +26,7 @@ class Args:
     keywords: list[str] = field(default_factory=lambda: ["a", "b"])  # none: off
     name: str | None = "x"  # none: off
     push: bool = False
+    focus: float = field(default=2.0, metadata={"before": 0.0})  # what runs did before there was this field
 
 
 PRESETS = {"small": {}, "large": {"learning_rate": 0.5, "keywords": ["c"]}}
@@ -33,6 +34,7 @@ PRESETS = {"small": {}, "large": {"learning_rate": 0.5, "keywords": ["c"]}}
 
 def test_flags_win_over_the_preset_and_the_preset_over_defaults():
     assert parse_args(Args, PRESETS, []).learning_rate == 0.1
+    assert parse_args(Args, PRESETS, ["--focus", "1"]).focus == 1
     assert parse_args(Args, PRESETS, ["--preset", "large"]).learning_rate == 0.5
     args = parse_args(Args, PRESETS, ["--learning_rate", "3e-4", "--preset=large", "--push", "true"])
     assert (args.learning_rate, args.keywords, args.preset, args.push) == (3e-4, ["c"], "large", True)

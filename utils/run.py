@@ -149,8 +149,8 @@ class Run:
         )
         block = report(
             self.accelerator, model=args.model_name_or_path or args.model_type, parameters=self.parameters,
-            rows=rows, accumulation=steps.micro_batches(0),
-            block_size=args.block_size, max_steps=steps.last, tokens=steps.tokens_before(steps.last),
+            rows=rows, accumulation=steps.micro_batches(0), max_steps=steps.last,
+            block_size=steps.tokens_before(1) // steps.rows_before(1), tokens=steps.tokens_before(steps.last),
             start=self.step, memory=memory, precision=xla.xla_precision() if xla.is_xla() else None,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"

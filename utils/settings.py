@@ -1,5 +1,6 @@
 """Settings: one flat dataclass per script <-> command line <-> args.json; and all that is wrong with them."""
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -23,6 +24,18 @@ from utils.display.trackers import check_trackers
 from utils.state.checkpoint import newest_settings
 
 Args = TypeVar("Args")
+
+
+class _Parser(HfArgumentParser):
+    """A field's metadata are ours: transformers' parser would hand them to argparse."""
+
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        field = copy.copy(field)
+        field.metadata = {}
+        HfArgumentParser._parse_dataclass_field(parser, field)
+
+
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
 # The batch may be divided otherwise; the rows per step are compared instead.
 MAY_CHANGE = set(
@@ -54,7 +67,7 @@ def parse_args(
     not parse.
     """
     argv = sys.argv[1:] if argv is None else argv
-    parser = HfArgumentParser(args_class, allow_abbrev=False)
+    parser = _Parser(args_class, allow_abbrev=False)
     parser.error = lambda message: _raise(f"{message}\n`--help` lists every setting.")
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.+)$", inspect.getsource(args_class), re.M))
     for action in parser._actions:  # argparse formats help with %, so a literal one is doubled

@@ -57,7 +57,7 @@ class Steps:
         return self.rows_before(step) / self.rows if self.rows else None
 
     def every(self, steps: int) -> int:
-        """`steps`, or an epoch's where that is 0."""
+        """`steps`, or where that is 0 those of an epoch, at the batch of the first step."""
         return steps or self.per_epoch
 
     def count(self, steps: float) -> int:

@@ -73,8 +73,8 @@ def train_ours(lm, rows, args, bf16, clock):
     from utils.steps import Steps
 
     settings = argparse.Namespace(
-        dataset_name="zipf", block_size=T, per_device_train_batch_size=args.batch_size, max_train_steps=args.steps,
-        gradient_accumulation_steps=1, seed=0,
+        dataset_name="zipf", block_size=T, per_device_train_batch_size=args.batch_size, seed=0,
+        gradient_accumulation_steps=1, max_train_steps=args.steps,
     )  # fmt: skip
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
     trust_row_positions()

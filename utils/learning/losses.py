@@ -47,8 +47,8 @@ class ModelLoss(nn.Module):
     """What both losses share: a transformers model, what it is given, and the two parts it is run in.
 
     token_loss: None for cross-entropy, or a function (logits [C, V] float32, targets [C]) -> losses [C] that
-    is trained instead. It sees predicted tokens only, a chunk at a time, must be differentiable in the
-    logits, and trains nothing else. In eval mode both modules give cross-entropy in any case.
+    is trained instead. It sees predicted tokens only, a chunk at a time and in order, must be differentiable
+    in the logits, and trains nothing else. In eval mode both modules give cross-entropy in any case.
     """
 
     options = {}  # of every call of the model

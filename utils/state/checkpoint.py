@@ -121,6 +121,8 @@ class Checkpoints:
     def _collect(self, model, keep) -> tuple[dict, dict]:
         """({name: tree}, {name: {path: tensor}}) of the model and all that is kept; on all processes."""
         training_state.reshard(model)
+        if "model" in keep:
+            raise ValueError("keep: the model is kept as `model`; give yours another name")
         trees, tensors = {}, {}
         for name, thing in {"model": model, **keep}.items():
             trees[name], tensors[name] = training_state.freeze(thing, model)

@@ -22,6 +22,8 @@ def safetensors_chunks(tensors: dict):
     safetensors' own save_file cannot tell a checksum of what it writes. Wide types go first, which aligns
     every tensor. https://huggingface.co/docs/safetensors/index#format
     """
+    if other := {str(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}:
+        raise ValueError(f"keep: tensors of {', '.join(sorted(other))} cannot be kept")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header, end = {}, 0
     for name, tensor in ordered:

@@ -6,7 +6,9 @@ A run that fails at its last line, over a missing folder or a typo, has cost day
 import contextlib
 import shutil
 import types
+from collections import deque
 
+import numpy as np
 import torch
 
 from utils.state.checkpoint import Checkpoints
@@ -71,7 +73,7 @@ class Watch:
     def check(self) -> None:
         """ValueError that names what has changed since."""
         now = self._look()
-        changed = [name for name, state in self.before.items() if now.get(name) != state]
+        changed = [name for name in now if self.before.get(name) != now[name]]
         if changed:
             names = ", ".join(changed)
             first = changed[0].split(".")[0].split("[")[0]
@@ -93,9 +95,12 @@ class Watch:
             return
         if isinstance(value, PLAIN):
             found[name] = repr(value)
-        elif torch.is_tensor(value):
-            found[name] = digest({}, {"": value.detach()})
-        elif isinstance(value, list | tuple | dict):
+        elif isinstance(value, torch.Tensor | np.ndarray):
+            found[name] = digest({}, {"": torch.as_tensor(value).detach()})
+        elif isinstance(value, set | frozenset):
+            found[name] = str(sorted(map(repr, value)))
+        elif isinstance(value, list | tuple | deque | dict):
+            found[name] = f"{len(value)} items"
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
                 self._add(found, f"{name}[{key!r}]", item, depth + 1)

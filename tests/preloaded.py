@@ -1,0 +1,27 @@
+"""What the process that tests/forked.py forks runs from has imported, and never runs: no thread, no state."""
+
+import io
+from pathlib import Path
+
+import matplotlib.pyplot
+import torch
+import torch.distributed.run  # noqa: F401
+import torch.optim.swa_utils  # noqa: F401
+from transformers import conversion_mapping
+from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+from transformers.models.modernbert import modeling_modernbert  # noqa: F401
+from transformers.models.roberta import modeling_roberta  # noqa: F401
+
+# For the libraries that they bring: a run imports its own.
+import data.masking
+import data.pairs
+import data.rows  # noqa: F401
+import utils.run  # noqa: F401
+
+torch.set_num_threads(1)
+conversion_mapping.get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand regular expressions
+matplotlib.pyplot.figure().savefig(io.BytesIO())  # finds the fonts
+matplotlib.pyplot.close()
+
+threads = Path("/proc/self/task")
+assert not threads.exists() or len([*threads.iterdir()]) == 1, "a fork would not have the other threads"
