@@ -79,7 +79,7 @@ class TrainArgs:
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
-    num_warmup_steps: float = 100  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 0.036  # steps; below 1: a share of all steps
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 2800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -90,6 +90,7 @@ class TrainArgs:
 
     # When to log, evaluate, save
     logging_steps: int = 25  # steps
+    eval_at_start: bool = True  # evaluate before the first step, too
     eval_steps: int = 700  # steps; 0: once per epoch
     save_steps: int = 700  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
@@ -117,7 +118,9 @@ PRESETS = {
     "codeparrot": dict(  # the Hugging Face course's model: 124 M parameters, Python for data science
         dataset_name="huggingface-course/codeparrot-ds-train", keywords=[],
         eval_dataset_name=["huggingface-course/codeparrot-ds-valid"], max_eval_samples=0,
-        tokenizer_name="huggingface-course/code-search-net-tokenizer", config_overrides="",
+        tokenizer_name="huggingface-course/code-search-net-tokenizer",
+        config_overrides="n_positions=1024",  # GPT-2's; rows of block_size 128 train the first 128
+        keytokens=["plt", "pd", "sk", "fit", "predict"], lr_scheduler_type="linear",
         per_device_train_batch_size=32, gradient_accumulation_steps=8, learning_rate=5e-4, adam_beta2=0.999,
         num_warmup_steps=1000, max_train_steps=0, logging_steps=50, eval_steps=5000, save_steps=5000,
         output_dir="runs/codeparrot",
@@ -208,10 +211,10 @@ def main(args: TrainArgs | None = None) -> None:
             sync()
 
     def evaluate(batch: dict) -> dict:
-        """{name: (sum, count)}; padding rows count as nothing."""
+        """{name: (sums, counts)}, each [B], or 0-d; padding rows count as nothing."""
         _, row_losses = model(batch)  # [B], each the mean over T - 1 predictions
         rows, predicted = (batch["row"] >= 0).float(), batch["input_ids"].shape[1] - 1
-        return {"loss/eval": ((row_losses * rows).sum() * predicted, rows.sum() * predicted)}
+        return {"loss/eval": (row_losses * rows * predicted, rows * predicted)}
 
     # ---- The loop
     if args.eval_only:
@@ -222,11 +225,12 @@ def main(args: TrainArgs | None = None) -> None:
         return
     for micro_batches in data.batches(steps, run.step):
         run.seed_step()
+        learning_rate = schedule.get_last_lr()[0]  # of this step; update goes on to the next one's
         update(micro_batches)
         run.next_step()
         if run.due(args.logging_steps):
             losses = means.read(grad_norm=guard.norm)  # here alone the loop waits for the device
-            run.log({**losses, "learning_rate": schedule.get_last_lr()[0]}, skipped=guard.read())
+            run.log({**losses, "learning_rate": learning_rate}, skipped=guard.read())
             if guard.consecutive > args.max_skipped_updates:
                 run.give_up(guard.consecutive)
                 break

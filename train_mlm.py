@@ -65,6 +65,7 @@ class TrainArgs:
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
     mlm_probability: float = 0.15  # share of the tokens that are predicted
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
+    pair_label_is_next: int = 0  # of pairs prepared elsewhere: the label that means B follows A
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
@@ -79,7 +80,7 @@ class TrainArgs:
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
-    num_warmup_steps: float = 200  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 0.0334  # steps; below 1: a share of all steps
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 6000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -88,6 +89,7 @@ class TrainArgs:
 
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
+    eval_at_start: bool = True  # evaluate before the first step, too
     eval_steps: int = 1000  # steps; 0: once per epoch
     save_steps: int = 1000  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
@@ -113,20 +115,23 @@ class TrainArgs:
 PRESETS = {
     "laptop": {},  # the defaults above: minutes on two cores, no network
     "wikitext-roberta": dict(  # the Keras TPU example of Hugging Face: RoBERTa base on WikiText-103
-        dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-v1", block_size=512,
-        model_type="roberta", config_overrides="", vocab_size=10048, per_device_train_batch_size=16,
+        dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", block_size=512,
+        model_type="roberta", config_overrides="", vocab_size=25_000, per_device_train_batch_size=16,
         per_device_eval_batch_size=16, learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999,
-        lr_scheduler_type="linear", num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0,
-        eval_steps=0, save_steps=0, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
+        max_grad_norm=0, lr_scheduler_type="linear", num_warmup_steps=0.05, num_train_epochs=10,
+        max_train_steps=0, eval_steps=0, save_steps=0, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
         output_dir="runs/wikitext-roberta",
     ),
     "wikitext-bert-nsp": dict(  # the AMD example: BERT base with next-sentence prediction on WikiText-103
+        # The article makes 200 to 400 epochs of the validation split's 3,000 pairs, and evaluates on the same
+        # ones after each. One epoch of the train split is about as many pairs: evaluated by steps.
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", next_sentence=True,
-        model_type="bert", config_overrides="", tokenizer_name="google-bert/bert-base-cased",
-        per_device_train_batch_size=8, per_device_eval_batch_size=8, learning_rate=5e-5, weight_decay=0.01,
-        adam_beta2=0.999, lr_scheduler_type="linear", num_warmup_steps=0.05, num_train_epochs=1,
-        max_train_steps=0, eval_steps=5000, save_steps=5000, max_eval_samples=0, logging_steps=50,
-        prompts=ENGLISH, output_dir="runs/wikitext-bert-nsp",
+        model_type="bert", tokenizer_name="google-bert/bert-base-cased",
+        config_overrides="max_position_embeddings=512",  # BERT's; rows of block_size 128 train the first 128
+        per_device_train_batch_size=8, per_device_eval_batch_size=8, learning_rate=5e-5,
+        weight_decay=0, adam_beta2=0.999, num_warmup_steps=0, lr_scheduler_type="linear",  # plain Adam
+        num_train_epochs=1, max_train_steps=0, eval_steps=5000, save_steps=5000, max_eval_samples=0,
+        logging_steps=50, prompts=ENGLISH, output_dir="runs/wikitext-bert-nsp",
     ),
 }
 
@@ -137,6 +142,8 @@ def check_args(args: TrainArgs) -> list[str]:
     special = 3 if args.next_sentence else 2  # [CLS] A [SEP] B [SEP], or <s> row </s>
     if args.block_size <= special:
         problems.append(f"block_size: {special} are special tokens, must be more than {args.block_size}.")
+    if args.pair_label_is_next not in (0, 1):
+        problems.append(f"pair_label_is_next: must be 0 or 1, is {args.pair_label_is_next}.")
     if args.streaming and args.next_sentence:
         problems.append("streaming: sentence pairs are prepared first, set only one of it and next_sentence.")
     return problems
@@ -215,14 +222,13 @@ def main(args: TrainArgs | None = None) -> None:
             sync()
 
     def evaluate(batch: dict) -> dict:
-        """{name: (sum, count)}; padding rows have nothing to predict."""
-        sums = model(batch)
-        tokens = sums["mlm_tokens"]
-        totals = {"loss/mlm": (sums["mlm_loss_sum"], tokens), "accuracy": (sums["mlm_correct"], tokens)}
+        """{name: (sums, counts)}, each [B], or 0-d; padding rows have nothing to predict."""
+        sums, tokens = model(batch), (batch["slot_labels"] != -100).sum(1)  # [B]
+        totals = {"loss/mlm": (sums["mlm_row_losses"], tokens)}
+        totals["accuracy"] = sums["mlm_correct"], sums["mlm_tokens"]
         if args.next_sentence:
-            pairs = sums["nsp_rows"]
-            totals["loss/nsp"] = sums["nsp_loss_sum"], pairs
-            totals["nsp_accuracy"] = sums["nsp_correct"], pairs
+            totals["loss/nsp"] = sums["nsp_row_losses"], batch["next_sentence_label"] != -100
+            totals["nsp_accuracy"] = sums["nsp_correct"], sums["nsp_rows"]
         return totals
 
     # ---- The loop
@@ -234,11 +240,12 @@ def main(args: TrainArgs | None = None) -> None:
         return
     for micro_batches in data.batches(steps, run.step):
         run.seed_step()
+        learning_rate = schedule.get_last_lr()[0]  # of this step; update goes on to the next one's
         update(micro_batches)
         run.next_step()
         if run.due(args.logging_steps):
             losses = means.read(grad_norm=guard.norm)  # here alone the loop waits for the device
-            run.log({**losses, "learning_rate": schedule.get_last_lr()[0]}, skipped=guard.read())
+            run.log({**losses, "learning_rate": learning_rate}, skipped=guard.read())
             if guard.consecutive > args.max_skipped_updates:
                 run.give_up(guard.consecutive)
                 break

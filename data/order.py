@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 ROUNDS = 6  # four suffice for pseudo-randomness (Luby and Rackoff, 1988); two more cost nothing here
 CHUNK = 4096  # positions computed at once
+EVALUATION = 2**64 - 1  # the epoch whose permutation draws evaluation rows: training never comes to it
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -64,11 +65,20 @@ class SampleOrder(Sampler):
                 position += 1
 
 
-def evaluation_order(n_rows: int, multiple: int) -> list[tuple[int, int, int]]:
-    """(position, epoch, row) of every row once, in order, then of padding, to be counted as nothing, up to a
-    multiple of `multiple`: position and row -1."""
-    padding = -n_rows % multiple
-    return [(row, 0, row) for row in range(n_rows)] + [(-1, 0, -1)] * padding
+def evaluation_rows(n_rows: int, most: int, seed: int) -> list[int]:
+    """All rows, or where they are more than `most` (0: no limit) so many drawn by the seed, in the order of
+    the file. A smaller sample is part of a larger one.
+
+    Drawn, because neighbours are of one document: the first 512 rows may be a handful of long ones."""
+    if not 0 < most < n_rows:
+        return list(range(n_rows))
+    return sorted(permuted(np.arange(most), n_rows, seed, EVALUATION).tolist())
+
+
+def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int]]:
+    """(position, epoch, row) of these rows, then of padding, to be counted as nothing, up to a multiple of
+    `multiple`: position and row -1. A row's position is the row, so its mask is the same in any sample."""
+    return [(row, 0, row) for row in rows] + [(-1, 0, -1)] * (-len(rows) % multiple)
 
 
 def keep_batch(batch: dict) -> dict:

@@ -27,6 +27,7 @@ from data.tokenizer import TRAINING_BYTES, load_tokenizer, sample_texts, split_t
 
 SPLITS = ("train", "validation")
 FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
+TOKENIZER_FORMAT = 3  # the same of trained tokenizers
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
 
 
@@ -296,8 +297,8 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
 def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
                       max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True):
     """A tokenizer trained on a sample of at most max_bytes of the corpus, or the same one from the cache."""
-    settings = [FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(corpus.keywords)), vocab_size,
-                algorithm, model_type, max_bytes, seed]
+    settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(corpus.keywords)),
+                vocab_size, algorithm, model_type, max_bytes, seed]
 
     def build(folder):
         counts = Accounting()

@@ -196,11 +196,13 @@ def holds_pairs(corpus: Corpus) -> bool:
 
 
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
-                  eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True) -> PreparedRows:
+                  eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True,
+                  label_is_next: int = 0) -> PreparedRows:
     """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows.
 
     A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
-    checked; without eval_corpus the last validation_fraction of them is held out. Raises ValueError where the
+    checked; without eval_corpus the last validation_fraction of them is held out. label_is_next: their label
+    that means that B follows A; it becomes 0, as in transformers. Raises ValueError where the
     text gives no pairs or prepared ones are not right."""
     fraction = None if eval_corpus else validation_fraction
     names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]
@@ -211,9 +213,12 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
         "block_size": block_size,
         "seed": seed,
     }
+    if label_is_next and holds_pairs(corpus):
+        settings["label_is_next"] = label_is_next
 
     def write(folder: Path) -> dict[str, dict]:
-        splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed) for name in names}
+        splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed, label_is_next)
+                  for name in names}
         _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed, progress)
         if eval_corpus is not None:
             _read(eval_corpus, splits["validation"], None, 0, seed, progress)
@@ -249,7 +254,8 @@ def _read(corpus, file, held_out, fraction, seed, progress):
 class _PairFile:
     """The pairs of one split on their way to the disk, and the account of them."""
 
-    def __init__(self, path, tokenizer, block_size, seed):
+    def __init__(self, path, tokenizer, block_size, seed, label_is_next):
+        self.label_is_next, self.prepared = label_is_next, False
         self.dtype, self.block_size, self.tokenizer = token_dtype(tokenizer), block_size, tokenizer
         self.rows, self.spans = RowFile(path, block_size, self.dtype), RowFile(spans_of(path), 3, np.int32)
         self.builder, self.counts = PairBuilder(block_size - 3, seed), Accounting()
@@ -285,7 +291,7 @@ class _PairFile:
         ids, types, mask, label = (pair[column] for column in COLUMNS)
         problem = ""
         if label not in (0, 1):
-            problem = f"next_sentence_label is {label}, must be 0 (B follows A) or 1 (B is random)"
+            problem = f"next_sentence_label is {label}, must be 0 or 1"
         elif not len(ids) == len(types) == len(mask):
             problem = f"{len(ids)} input_ids, {len(types)} token_type_ids, {len(mask)} attention_mask"
         elif len(ids) > self.block_size:
@@ -302,7 +308,8 @@ class _PairFile:
         end = sum(mask)
         self.counts.read, self.counts.kept = self.counts.read + 1, self.counts.kept + 1
         self.counts.tokens += end
-        self.write(ids[:end], end - sum(types[:end]), label)
+        self.prepared = True
+        self.write(ids[:end], end - sum(types[:end]), label ^ self.label_is_next)
 
     def write(self, ids: list[int], end_of_a: int, label: int):
         row = np.full((1, self.block_size), self.tokenizer.pad_token_id, self.dtype)
@@ -339,7 +346,8 @@ class _PairFile:
 
     def report(self) -> str:
         n, builder = max(self.counts.rows, 1), self.builder
-        return (
+        meaning = f"  pairs prepared elsewhere: label {self.label_is_next} is taken for B follows A"
+        return (f"{meaning}\n" if self.prepared else "") + (
             f"  label 0, B follows A: {self.labels[0] / n:.1%}; label 1, B from another document: "
             f"{self.labels[1] / n:.1%}; padding: {self.padding / n / self.block_size:.1%} of the tokens\n"
             f"  dropped tokens: {builder.unpaired:,} of sentences left alone ({builder.single_sentence:,} "

@@ -20,7 +20,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
 from data.cache import build_once
-from data.order import SampleOrder, evaluation_order, keep_batch
+from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
 from data.packing import PackedRows, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
@@ -46,6 +46,7 @@ class Recipe:
     block_size: int = 128
     special: int = 0  # tokens that collate adds to a row: rows hold so many fewer than block_size
     next_sentence: bool = False  # rows are sentence pairs
+    pair_label_is_next: int = 0  # of prepared ones: the label that means B follows A
     streaming: bool = False
     cache_dir: str = "cache"
     seed: int = 42
@@ -158,7 +159,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
                                       algorithm=recipe.algorithm, model_type=recipe.model_type)
-    make = functools.partial(prepare_pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
+    pairs = functools.partial(prepare_pairs, label_is_next=recipe.pair_label_is_next)
+    make = functools.partial(pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
                              block_size=row_size, seed=recipe.seed, cache_dir=cache_dir)
     stream = functools.partial(TextSource, tokenizer=tokenizer, block_size=row_size,
                                validation_fraction=0.0 if opened else recipe.validation_fraction,
@@ -191,7 +193,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
 
 
 def _set_aside(recipe: Recipe, source: TextSource) -> EvalRows:
-    """The first max_eval_samples rows of a stream, kept in the cache."""
+    """The first max_eval_samples rows of a stream, kept in the cache: of its first held-out documents, as a
+    draw from all of them would have to read all of it before the first step."""
     most = recipe.max_eval_samples
 
     def build(folder: Path) -> None:
@@ -279,12 +282,12 @@ class Data:
             dispatch_batches=False, non_blocking=pinned)
 
     def evaluation(self, name: str = ""):
-        """Every row of an evaluation set once, max_eval_samples at most if that is not 0, then rows marked -1
-        up to whole batches."""
+        """Every row of an evaluation set once, or max_eval_samples drawn ones if it has more and that is not
+        0, then rows marked -1 up to whole batches."""
         if name not in self.evaluations:
             rows, batch_size = self.evals[name].rows, self.recipe.per_device_eval_batch_size
-            n = min(len(rows), self.recipe.max_eval_samples or len(rows))
-            order = evaluation_order(n, batch_size * self.accelerator.num_processes)
+            drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
+            order = evaluation_order(drawn, batch_size * self.accelerator.num_processes)
             collate = self.evaluation_collate or self.collate
             self.evaluations[name] = self._packed_loader(rows, batch_size, order, collate)
         return self.evaluations[name]

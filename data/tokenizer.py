@@ -1,7 +1,7 @@
 """Load a tokenizer, or train one: byte-level BPE, Unigram or WordPiece.
 
     python -m data.tokenizer --output_dir my-tokenizer                       # BPE on the installed Python
-    python -m data.tokenizer --algorithm unigram --vocab_size 32000 --dataset_name Salesforce/wikitext \\
+    python -m data.tokenizer --algorithm unigram --vocab_size 25000 --dataset_name Salesforce/wikitext \\
         --dataset_config_name wikitext-103-raw-v1 --output_dir my-tokenizer  # the Keras TPU example's
 """
 
@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import heapq
 import itertools
+import json
 import os
 import re
 import shlex
@@ -20,6 +21,7 @@ from functools import partial
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -70,8 +72,9 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
                     progress=False) -> PreTrainedTokenizerFast:
     """A tokenizer trained on texts, with the special tokens of the model's family.
 
-    bpe: byte-level, GPT-2's, round-trips any text. unigram: as in transformers' Keras TPU example. wordpiece:
-    BERT's, cased. A warning names the size reached where it is not vocab_size. Raises ValueError."""
+    bpe: byte-level, GPT-2's, round-trips any text. unigram: as in transformers' Keras TPU example, mask token
+    [MASK] included; the end of a line is no part of a word. wordpiece: BERT's, cased. A warning names the
+    size reached where it is not vocab_size. Raises ValueError."""
     if algorithm not in USUAL_ALGORITHM:
         raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_ALGORITHM)}")
     if model_type not in CONFIG_MAPPING:
@@ -79,6 +82,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
         special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
+    if algorithm == "unigram" and "mask_token" in special:
+        special["mask_token"] = "[MASK]"  # so is it written in that example's prompts, for a RoBERTa
     if algorithm != "wordpiece" and "mask_token" in special:
         # A word begins with its space there: the mask of a whole word takes the space before it too.
         special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
@@ -96,7 +101,9 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         backend = Tokenizer(models.Unigram())
         quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
         backend.normalizer = normalizers.Sequence(quotes)
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")
+        words = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
         backend.decoder = decoders.Metaspace(prepend_scheme="first")
         trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
     else:
@@ -105,11 +112,16 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.decoder = decoders.WordPiece()
         trainer = trainers.WordPieceTrainer(**common)
+    pieces = (piece for text in texts for piece in split_text(text))
+    if algorithm == "unigram":  # its trainer thinks only of what two words share: here the blank line
+        pieces = itertools.chain(["\n\n\n"], pieces)
     try:
-        backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer=trainer)
+        backend.train_from_iterator(pieces, trainer=trainer)
     except Exception as error:  # the library raises bare Exceptions, as where Unigram finds too little
         raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
                          "lower vocab_size or take more text") from error
+    if algorithm == "unigram":
+        backend.model = _in_order(backend, len(names))
     if "cls_token" in special:
         first, last = special["cls_token"], special["sep_token"]
         second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"
@@ -127,6 +139,23 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "
               f"{len(tokenizer):,}; models are built for the number reached", file=sys.stderr, flush=True)
     return tokenizer
+
+
+def _in_order(backend: Tokenizer, n_special: int) -> models.Unigram:
+    """The trained model with ids in one order: by score, then by text.
+
+    The library gives equal scores, and those of the characters that it adds at the end (the lowest score and
+    0.0001 more for each), in the order of a hash map, another one in each process; sums differ by 1e-10."""
+    trained = json.loads(backend.to_str())["model"]
+    special, pieces = trained["vocab"][:n_special], trained["vocab"][n_special:]
+    lowest = min(score for _, score in pieces)
+    scores = {}
+    for piece, score in pieces:
+        steps = (score - lowest) / 1e-4
+        added = len(piece) == 1 and steps < len(pieces) and abs(steps - round(steps)) < 1e-4
+        scores[piece] = round(lowest if added else score, 4)
+    ordered = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+    return models.Unigram([*map(tuple, special), *ordered], trained["unk_id"], trained["byte_fallback"])
 
 
 def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:

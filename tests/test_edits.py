@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
+from data.order import evaluation_rows
 from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 
@@ -34,6 +35,7 @@ LONGER = {"distillation": 25, "growing-sequence-length": 25}  # others: 15 chang
 FLAGS = {
     **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
     "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "max_eval_samples": 20,
+    "eval_at_start": False,
 }  # fmt: skip
 MASKED = {
     "model_type": "roberta", "prompts": ["The [MASK] of a list."],
@@ -143,7 +145,8 @@ def check_isolated_documents(runs):
     """The loss of the saved model on rows of several documents, computed of one document after the other."""
     [file] = runs.whole.parent.parent.glob("short-cache/**/validation.npy")
     model, losses, documents = AutoModelForCausalLM.from_pretrained(runs.whole), [], 0
-    for row in torch.from_numpy(np.load(file)[: FLAGS["max_eval_samples"]]).long():
+    rows = np.load(file)
+    for row in torch.from_numpy(rows[evaluation_rows(len(rows), FLAGS["max_eval_samples"], 42)]).long():
         ends = [int(end) + 1 for end in (row == model.config.eos_token_id).nonzero()]
         for begin, end in itertools.pairwise(sorted({0, *ends, len(row)})):
             targets, documents = row[begin + 1 : end + 1], documents + 1
@@ -343,7 +346,8 @@ def test_two_processes_train_like_one(runs):
         assert a.keys() == b.keys()
         for key in a:
             if key.startswith("loss/"):
-                assert a[key] == pytest.approx(b[key], rel=1e-5), (key, a, b)
+                rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
+                assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
 
 
 def test_it_does_what_it_says(runs):

@@ -33,7 +33,8 @@ def assert_same_run(a, b):
     for x, y in zip(metrics(a), metrics(b), strict=True):
         assert x.keys() == y.keys()
         for key in x:
-            assert x[key] == pytest.approx(y[key], rel=2e-5), (x, y)
+            rel = 2e-4 if "stderr" in key else 2e-5  # a small difference of large numbers
+            assert x[key] == pytest.approx(y[key], rel=rel), (x, y)
 
 
 @pytest.fixture(scope="module")

@@ -314,6 +314,7 @@ for _ in bar(range(3), "evaluating"):
     pass
 progress.update(40, {"loss/eval/a": 0.25, "loss/eval/b": None, "perplexity/a": 1.284, "perplexity/b": 6e4})
 progress.update(40, {"loss/eval": 0.5, "perplexity": 1.6487})
+progress.update(40, {"loss/eval": 0.5, "loss/eval_stderr": 0.01234, "perplexity": 1.6487})
 progress.write("a completion")
 progress.close()
 """
@@ -325,8 +326,9 @@ def test_without_a_terminal_there_is_a_plain_line_per_log_interval():
     lines = result.stdout.splitlines()
     assert lines[0] == "step 10/40  loss 0.1000  tok/s 12,346  left 1 h 1 min  hub ok"
     assert lines[4] == "step 40/40  eval loss a 0.2500, b -  perplexity a 1.28, b 60,000.00"
-    assert lines[5:] == ["step 40/40  eval loss 0.5000  perplexity 1.65", "a completion"]
-    assert len(lines) == 7 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
+    assert lines[5] == "step 40/40  eval loss 0.5000  perplexity 1.65"
+    assert lines[6:] == ["step 40/40  eval loss 0.5000 ± 0.0123  perplexity 1.65", "a completion"]
+    assert len(lines) == 8 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.stdout)
 
 
 def test_on_a_terminal_there_is_one_bar_with_the_numbers():

@@ -37,6 +37,7 @@ def test_a_causal_model_takes_vocabulary_ids_and_positions_from_the_tokenizer_an
         None,
     )
     assert model.generation_config.eos_token_id == 1
+    assert model.generation_config.max_length == 24  # pipelines ask for 256 new tokens otherwise
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert config._attn_implementation == "sdpa"
 

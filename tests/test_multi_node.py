@@ -96,7 +96,8 @@ def test_two_machines_train_like_one_process(machines, workspace):
     for a, b in zip(metrics(one["output_dir"]), metrics(flags["output_dir"]), strict=True):
         assert a.keys() == b.keys()
         for key in a:
-            assert a[key] == pytest.approx(b[key], rel=1e-5), (a, b)
+            rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
+            assert a[key] == pytest.approx(b[key], rel=rel), (a, b)
     assert (workspace / "two" / "model.safetensors").exists()
 
 

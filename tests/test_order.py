@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.order import SampleOrder, evaluation_order, permuted
+from data.order import SampleOrder, evaluation_order, evaluation_rows, permuted
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 4097])
@@ -49,6 +49,24 @@ def test_ten_billion_rows_need_no_memory():
 
 
 def test_evaluation_sees_every_row_once_and_pads_with_nothing():
-    order = evaluation_order(10, 4)
-    assert [row for _, _, row in order] == [position for position, _, _ in order] == [*range(10), -1, -1]
-    assert len(evaluation_order(8, 4)) == 8
+    order = evaluation_order([*range(9), 12], 4)
+    assert [row for _, _, row in order] == [position for position, _, _ in order] == [*range(9), 12, -1, -1]
+    assert {epoch for _, epoch, _ in order} == {0} and len(evaluation_order([*range(8)], 4)) == 8
+
+
+def test_evaluation_rows_are_drawn_by_the_seed_and_smaller_samples_are_part_of_larger_ones():
+    drawn = evaluation_rows(1000, 100, seed=3)
+    assert len(set(drawn)) == 100 and drawn == sorted(drawn) and 0 <= drawn[0] and drawn[-1] < 1000
+    assert set(evaluation_rows(1000, 40, seed=3)) < set(drawn) == set(evaluation_rows(1000, 100, seed=3))
+    assert 0 < len(set(drawn) & set(evaluation_rows(1000, 100, seed=4))) < 30  # 10 are expected
+    first = {row for _, _, row in SampleOrder(1000, seed=3, start=0, stop=100)}  # of training
+    assert len(first & set(drawn)) < 30
+    for most in (0, 1000, 1001):
+        assert evaluation_rows(1000, most, seed=3) == list(range(1000))
+
+
+def test_every_row_is_as_likely_to_be_evaluated():
+    counts = np.zeros(64)
+    for seed in range(2000):
+        counts[evaluation_rows(64, 16, seed)] += 1
+    assert abs(counts - 500).max() < 5 * (2000 * 0.25 * 0.75) ** 0.5

@@ -1,5 +1,6 @@
 """data/pairs.py: sentences, pairs of both labels, rows on disk, pairs prepared elsewhere."""
 
+import functools
 import json
 import random
 import statistics
@@ -202,6 +203,25 @@ def test_prepared_pairs_train_as_they_are(tmp_path, tokenizer):
         batch = part.__getitems__([(row, 0, row) for row in range(len(part))])
         for column, values in rows.items():
             assert batch[column].tolist() == values[first : first + len(part)], column
+
+
+@pytest.mark.parametrize("label_is_next", [0, 1])
+def test_what_the_labels_of_prepared_pairs_mean_is_settable_and_said(
+    tmp_path, tokenizer, capsys, label_is_next
+):
+    """In transformers label 0 is B follows A; of pairs where it is 1, labels are turned over."""
+    rows = prepared_elsewhere(tokenizer)
+    rows["next_sentence_label"] = [int(i % 3 > 0) for i in range(50)]  # two thirds are 1
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
+    make = functools.partial(prepare_pairs, load(tmp_path / "pairs"), tokenizer, block_size=32,
+                             validation_fraction=None, cache_dir=tmp_path / "cache")  # fmt: skip
+    pairs = make(label_is_next=label_is_next)
+    labels = pairs.train.__getitems__([(row, 0, row) for row in range(50)])["next_sentence_label"].tolist()
+    assert labels == [label ^ label_is_next for label in rows["next_sentence_label"]]
+    said = capsys.readouterr().out
+    assert f"label {label_is_next} is taken for B follows A" in said
+    assert f"label 0, B follows A: {66 if label_is_next else 34:.1f}%" in said
+    assert (make(label_is_next=1 - label_is_next).folder == pairs.folder) is False
 
 
 @pytest.mark.parametrize(

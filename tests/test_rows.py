@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from data.masking import MaskTokens
+from data.order import evaluation_rows
 from data.packing import PackedRows
 from data.rows import Data, Recipe, open_sources, prepare, short_names
 from data.tokenizer import train_tokenizer
@@ -143,6 +144,7 @@ import json, sys
 sys.path.insert(0, {project!r})
 from pathlib import Path
 from accelerate import Accelerator
+from data.order import evaluation_rows
 from data.rows import open_sources, prepare
 from tests import test_rows
 
@@ -183,13 +185,29 @@ def test_two_processes_see_together_what_one_sees(folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_takes_every_row_once_and_marks_its_padding(folder, kind):
-    data = opened(recipe(folder, kind))
-    n = min(len(data.evals[""].rows), 10)
+def test_evaluation_takes_every_row_of_the_sample_once_and_marks_its_padding(folder, kind):
+    most = 0 if kind == "stream of text" else 5  # of text that is streamed there are no more than it takes
+    data = opened(recipe(folder, kind, max_eval_samples=most or 10))
+    rows = data.evals[""].rows.rows
+    drawn = evaluation_rows(len(rows), most, seed=3)
+    assert most == 0 or len(drawn) == 5 < len(rows)
     batches = lists(data.evaluation(""))
-    assert joined(batches, "row") == joined(batches, "position") == [*range(n)] + [-1] * (-n % 4)
-    assert joined(batches, "input_ids")[:n] == data.evals[""].rows.rows[:n].tolist()
+    assert joined(batches, "row") == joined(batches, "position") == drawn + [-1] * (-len(drawn) % 4)
+    assert joined(batches, "input_ids")[: len(drawn)] == rows[drawn].tolist()
     assert lists(data.evaluation("")) == batches and data.evaluation("") is data.evaluation("")
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs", "shards"])
+def test_a_row_has_the_same_evaluation_mask_in_any_sample(folder, kind):
+    def masked(**changes) -> dict[int, dict]:
+        data = opened(recipe(folder, kind, **changes))
+        data.collate = MaskTokens(data.tokenizer, 0.15, seed=1)
+        return {batch["row"][i]: {name: batch[name][i] for name in batch}
+                for batch in lists(data.evaluation("")) for i in range(len(batch["row"]))}  # fmt: skip
+
+    whole, sample = masked(max_eval_samples=0), masked(max_eval_samples=6, per_device_eval_batch_size=3)
+    assert len(sample) == 6 < len(whole) - 1
+    assert all(whole[row] == found for row, found in sample.items())
 
 
 def test_an_incomplete_step_is_not_handed_out(folder):

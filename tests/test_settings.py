@@ -2,13 +2,18 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+import train_clm
+import train_mlm
+from tests.runs import PROJECT
 from utils.entry import user_mistakes
 from utils.settings import (
+    ELSEWHERE,
     changed_settings,
     code_version,
     number_problems,
@@ -61,6 +66,26 @@ def test_mistakes_are_named(argv, words):
         parse_args(Args, PRESETS, argv)
     for word in words:
         assert word in str(error.value)
+
+
+def test_names_of_other_scripts_say_what_does_it_here():
+    """Every name of the table is told as such; what it points to is a setting, a launcher's flag, a file."""
+    for script in (train_clm, train_mlm):
+        for name, there in ELSEWHERE.items():
+            assert not hasattr(script.TrainArgs(), name)
+            with pytest.raises(ValueError) as error:
+                parse_args(script.TrainArgs, script.PRESETS, [f"--{name}", "3"])
+            said = str(error.value).splitlines()
+            assert said == [f"--{name}: no such setting; instead: {there}", "`--help` lists every setting."]
+            for flag in re.findall(r"--(\w+)", there):
+                launcher = flag in ("mixed_precision", "dynamo_backend", "config_file")
+                assert launcher or hasattr(script.TrainArgs(), flag), flag
+            for file in re.findall(r"accelerate_configs/\w+\.yaml", there):
+                assert (PROJECT / file).exists()
+    with pytest.raises(ValueError, match="--fp16: .*mixed_precision in accelerate_configs"):
+        parse_args(Args, PRESETS, ["--fp16"])
+    with pytest.raises(ValueError, match="(?s)--warmup-steps=5: .*--lost=1: .*stray: "):
+        parse_args(Args, PRESETS, ["--warmup-steps=5", "--lost=1", "stray"])
 
 
 def test_help_is_the_comment_of_each_setting(capsys):

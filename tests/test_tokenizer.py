@@ -42,7 +42,7 @@ def trained(english):
 
 @pytest.mark.parametrize("family", FAMILIES, ids="-".join)
 def test_special_ids_are_those_of_the_model_family_also_after_saving(trained, family, tmp_path):
-    tokenizer, (_, model_type) = trained[family], family
+    tokenizer, (algorithm, model_type) = trained[family], family
     tokenizer.save_pretrained(tmp_path)
     config = AutoConfig.for_model(model_type)
     text, pair = "The first sentence .", "and a second"
@@ -58,7 +58,8 @@ def test_special_ids_are_those_of_the_model_family_also_after_saving(trained, fa
         return
     assert loaded.pad_token_id == config.pad_token_id
     if model_type == "roberta":
-        assert loaded.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>", "<mask>"]) == [0, 1, 2, 3, 4]
+        mask = "[MASK]" if algorithm == "unigram" else "<mask>"  # as in the Keras example
+        assert loaded.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>", mask]) == [0, 1, 2, 3, 4]
         assert (loaded.bos_token_id, loaded.eos_token_id) == (config.bos_token_id, config.eos_token_id)
     a, b = (loaded(part, add_special_tokens=False)["input_ids"] for part in (text, pair))
     cls, sep = loaded.cls_token_id, loaded.sep_token_id
@@ -89,6 +90,31 @@ def test_byte_level_bpe_round_trips_arbitrary_text(trained):
     hard = ["", " ", "\0\r\n\t \u00a0\u3000", "do n't , can 't .", "  two  spaces ", "e\u0301 \ufeff\ufffd"]
     for text in hard + ["".join(draw.choices(letters, k=200)) for _ in range(50)]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_unigram_cuts_at_the_ends_of_lines_and_loses_nothing(trained, english):
+    """Documents join their paragraphs with blank lines; sentencepiece never sees a line's end."""
+    for family in (("unigram", "roberta"), ("unigram", "bert")):
+        tokenizer = trained[family]
+        glued = [token for token in tokenizer.get_vocab() if "\n" in token and token.strip("\n\u2581")]
+        assert not glued and "\n" in tokenizer.get_vocab()
+        for text in ["a\n\n b", "\n\nIt is\n", "a  b\n   c\n\n\nd ", *english[:50]]:
+            text = text.replace("``", '"').replace("''", '"').lstrip(" ")  # the normalizer's
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if tokenizer.unk_token_id not in ids:
+                assert tokenizer.decode(ids) == text
+
+
+def test_unigram_gives_the_same_ids_in_every_process(tmp_path):
+    """Its library orders equal scores as a hash map does, which starts elsewhere in each process."""
+    code = ("import sys, itertools, hashlib; from data.tokenizer import train_tokenizer\n"
+            "from data.sources.corpus import Source, load_corpus\n"
+            "texts = [row['text'] for row in itertools.islice(load_corpus(Source('installed-docs')), 60)]\n"
+            "made = train_tokenizer(texts, 'unigram', 800, 'roberta').backend_tokenizer.to_str()\n"
+            "print(hashlib.md5(made.encode()).hexdigest())")
+    made = {subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True,
+                           check=True).stdout for _ in range(3)}
+    assert len(made) == 1
 
 
 def test_the_vocabulary_that_was_reached_is_reported(english, capsys):

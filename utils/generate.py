@@ -9,7 +9,7 @@ import argparse
 from transformers import AutoConfig, pipeline
 
 from utils.display.progress import quiet_libraries
-from utils.display.samples import DECODING
+from utils.display.samples import DECODING, MASK
 from utils.entry import user_mistakes
 
 
@@ -37,6 +37,7 @@ def answers(model: str, prompt: str, max_new_tokens: int, temperature: float) ->
         ) from None
     causal = any(name in config.architectures[0] for name in ("CausalLM", "LMHead"))
     pipe = pipeline("text-generation" if causal else "fill-mask", model=model)
+    prompt = prompt if causal else prompt.replace(MASK, pipe.tokenizer.mask_token)
     limit = min(pipe.tokenizer.model_max_length, config.max_position_embeddings)
     room = limit - len(pipe.tokenizer(prompt)["input_ids"])
     if room < causal:
@@ -45,8 +46,9 @@ def answers(model: str, prompt: str, max_new_tokens: int, temperature: float) ->
         sampling = {"do_sample": True, "temperature": temperature} if temperature else DECODING
         return [pipe(prompt, max_new_tokens=min(max_new_tokens, room), **sampling)[0]["generated_text"]]
     if prompt.count(pipe.tokenizer.mask_token) != 1:
-        raise ValueError(f"--prompt: write {pipe.tokenizer.mask_token} once, where the word is missing")
-    return [f"{answer['score']:6.1%}  {answer['sequence']}" for answer in pipe(prompt)]
+        raise ValueError(f"--prompt: write {MASK} once, where the word is missing")
+    found = [(answer["score"], answer["sequence"].replace("\n", "\\n")) for answer in pipe(prompt)]
+    return [f"{score:6.1%}  {text}" for score, text in found]  # a line each
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ class Run:
         self.is_main = accelerator.is_main_process
         live_until_exit(self)  # with the accelerator, and the model in it
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
-        self.repo_id = self.pusher = self.failure = self.watch = None
+        self.repo_id = self.pusher = self.failure = None
         if args.push_to_hub and self.is_main and not args.eval_only:
             self.repo_id = check_hub(self.name, args.hub_private_repo, args.push_checkpoints)
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
@@ -69,7 +69,7 @@ class Run:
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
         """Begin, or continue where the newest checkpoint is. False: nothing is left to do.
 
-        update(micro_batches) makes one step of the script's; evaluate(batch) gives {name: (sum, count)};
+        update(micro_batches) makes one step of the script's; evaluate(batch) gives {name: (sums, counts)};
         keep: {name: what has state_dict and load_state_dict} beside the model is saved, put back, rehearsed.
         ValueError where the checkpoint does not fit, and where update changes what nobody keeps.
         """
@@ -102,9 +102,11 @@ class Run:
         self._open_log(saved)
         accelerator.print(self._report(disk))
         self._tell_changes(saved)
-        self.watch = Watch(update, model, keep, known=(data, steps, args))
+        self.watch, self.first_step = Watch(update, model, keep, known=(data, steps, args)), True
         if args.preflight and not saved:
             self._rehearse(update)
+        if args.eval_at_start and not saved:
+            self.state["evaluation_due"] = True  # the origin of the curves
         return self._evaluation_caught_up()
 
     def _check_saved(self, saved: dict) -> None:
@@ -175,11 +177,12 @@ class Run:
             self.task.samples(accelerator, self.model, data.tokenizer, self.args.prompts, quick=True)
 
     def _evaluation_caught_up(self) -> bool:
-        """An evaluation that a stop signal had interrupted comes first. False: nothing is left after it."""
+        """The evaluation at the start, or one that a stop signal had interrupted, comes first. False: nothing
+        is left after it."""
         if not self.state["evaluation_due"]:
             return True
         self.evaluate()
-        if self.state["evaluation_due"]:  # and another signal: all is saved
+        if self.state["evaluation_due"]:  # and another signal: all is saved, or not yet begun
             raise SystemExit(exit_status(self.stopping))
         if self.step < self.steps.last:
             return True
@@ -206,9 +209,9 @@ class Run:
     def next_step(self) -> None:
         """One more step is done: counted, shown, and all processes agree about stopping."""
         self.state["step"] += 1
-        if self.watch:
+        if self.first_step:
             self.watch.check()
-            self.watch = None
+            self.first_step = False
         self.progress.update(self.step)
         self.stop.agreed()
 
@@ -246,6 +249,8 @@ class Run:
     def save(self) -> None:
         """A checkpoint to continue from, the model for from_pretrained, and their push."""
         tokenizer = self.data.tokenizer
+        if told := self.watch.changed():  # only now, or the first step would have ended the run
+            self.progress.write(f"warning: {told}")
         with self.throughput.aside("save"):
             self.state["seconds"] = self.throughput.seconds
             export_model(self.accelerator, self.model, tokenizer, self.args.output_dir)
@@ -308,7 +313,7 @@ class Run:
         generate = ["python", "-m", "utils.generate", folder, "--prompt", self._prompt(self.task.prompt)]
         commands = {
             self.task.label: shlex.join(generate),
-            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true",
+            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true --max_eval_samples 0",
             "publish": shlex.join(["hf", "upload", self.name, folder, ".", "--exclude", "checkpoints/*"]),
         }
         return summarize(folder, f"{args.model_type} on {args.dataset_name}", results, commands)
@@ -353,7 +358,8 @@ class Run:
     def _push(self) -> None:
         if self.pusher:
             results = self.state["eval"].items()
-            self.pusher.push(self.step, {k: v for k, v in results if k.startswith(self.task.headline)})
+            told = {k: v for k, v in results if k.startswith(self.task.headline) and "_stderr" not in k}
+            self.pusher.push(self.step, told)
 
     def _log_pushes(self) -> None:
         for event in self.pusher.poll() if self.pusher else []:

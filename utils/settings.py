@@ -40,8 +40,8 @@ class _Parser(HfArgumentParser):
 # The batch may be divided otherwise; the rows per step are compared instead.
 MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
-    "save_steps save_total_limit background_save prompts report_to log_level push_to_hub hub_model_id "
-    "hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
+    "eval_at_start save_steps save_total_limit background_save prompts report_to log_level push_to_hub "
+    "hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
     "per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
 )
 POSITIVE = set(
@@ -55,6 +55,59 @@ NOT_NEGATIVE = set(
 )
 BELOW_ONE = ("validation_fraction", "adam_beta2", "mlm_probability")
 
+# What other scripts call a setting, or have a setting for, and what does it here.
+_PRECISION = "the launcher's: mixed_precision in accelerate_configs/*.yaml, or `accelerate launch "
+_WARMUP = "--num_warmup_steps; below 1 it is a share of all steps."
+_OPTIMIZER = "build_optimizer in the script's main makes the optimizer: change it there."
+_ALWAYS = "leave it out: the script trains and evaluates; --eval_only true only evaluates."
+_WORKERS = "leave it out: rows come from memory-mapped files, ready to use."
+ELSEWHERE = {
+    "fp16": _PRECISION + "--mixed_precision fp16`.",
+    "bf16": _PRECISION + "--mixed_precision bf16`.",
+    "mixed_precision": _PRECISION + "--mixed_precision bf16`.",
+    "torch_compile": "the launcher's: dynamo_backend in accelerate_configs/*.yaml, or `accelerate launch "
+    "--dynamo_backend inductor`.",
+    "fsdp": "the launcher's: accelerate_configs/fsdp.yaml.",
+    "deepspeed": "not supported; accelerate_configs/fsdp.yaml divides a model over devices.",
+    "gradient_checkpointing": "fsdp_activation_checkpointing in accelerate_configs/fsdp.yaml; else a "
+    "smaller --per_device_train_batch_size with more --gradient_accumulation_steps.",
+    "no_cuda": "the launcher's: accelerate_configs/cpu.yaml.",
+    "use_cpu": "the launcher's: accelerate_configs/cpu.yaml.",
+    "local_rank": "the launcher's: `accelerate launch --config_file accelerate_configs/multi_gpu.yaml`.",
+    "warmup_steps": _WARMUP,
+    "warmup_ratio": _WARMUP,
+    "max_steps": "--max_train_steps.",
+    "epochs": "--num_train_epochs, with --max_train_steps 0.",
+    "num_epochs": "--num_train_epochs, with --max_train_steps 0.",
+    "max_seq_length": "--block_size.",
+    "max_length": "--block_size.",
+    "lr": "--learning_rate.",
+    "batch_size": "--per_device_train_batch_size.",
+    "train_batch_size": "--per_device_train_batch_size.",
+    "eval_batch_size": "--per_device_eval_batch_size.",
+    "per_gpu_train_batch_size": "--per_device_train_batch_size.",
+    "per_gpu_eval_batch_size": "--per_device_eval_batch_size.",
+    "eval_strategy": "--eval_steps; 0: once per epoch.",
+    "evaluation_strategy": "--eval_steps; 0: once per epoch.",
+    "save_strategy": "--save_steps; 0: once per epoch.",
+    "checkpointing_steps": "--save_steps; 0: once per epoch.",
+    "logging_strategy": "--logging_steps.",
+    "logging_dir": "--output_dir: trackers write there; --report_to names them.",
+    "with_tracking": "--report_to names the tracker.",
+    "overwrite_output_dir": "--resume_from_checkpoint none begins anew.",
+    "do_train": _ALWAYS,
+    "do_eval": _ALWAYS,
+    "train_file": "--dataset_name takes files and folders, too.",
+    "validation_file": "--eval_dataset_name takes files and folders, too.",
+    "num_workers": _WORKERS,
+    "dataloader_num_workers": _WORKERS,
+    "preprocessing_num_workers": "leave it out: text is tokenized on all cores (RAYON_NUM_THREADS).",
+    "optim": _OPTIMIZER,
+    "adam_beta1": _OPTIMIZER,
+    "adam_epsilon": _OPTIMIZER,
+    "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
+}
+
 
 def parse_args(
     args_class: type[Args], presets: dict[str, dict[str, Any]], argv: list[str] | None = None
@@ -63,8 +116,8 @@ def parse_args(
     it.
 
     `none` switches an optional setting off and empties a list. The trailing comment of a field is its help
-    text. Raises ValueError naming every unknown flag, with its nearest match, and the first value that does
-    not parse.
+    text. Raises ValueError naming every unknown flag, with what does it here or its nearest match, and the
+    first value that does not parse.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = _Parser(args_class, allow_abbrev=False)
@@ -82,10 +135,15 @@ def parse_args(
     )
     if unknown:
         flags = [option for action in parser._actions for option in action.option_strings]
-        lines = []
+        lines, before = [], ""
         for word in unknown:
-            near = difflib.get_close_matches(word.split("=")[0], flags, n=1)
-            lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
+            flag = word.split("=")[0]
+            near = difflib.get_close_matches(flag, flags, n=1)
+            if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_")):
+                lines.append(f"{word}: no such setting; instead: {there}")
+            elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag
+                lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
+            before = word if word.startswith("-") else before
         raise ValueError("\n".join(lines) + "\n`--help` lists every setting.")
     for name, kind in get_type_hints(args_class).items():  # not fields(): the parser rewrites their types
         value = getattr(args, name)
@@ -122,10 +180,11 @@ def common_problems(args: Any) -> list[str]:
             problems.append(str(error))
     if not args.max_train_steps and not args.num_train_epochs:
         problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
-    if args.max_train_steps and args.num_warmup_steps > args.max_train_steps:
+    warmup = getattr(args, "num_warmup_steps", 0)  # an edit with another schedule may have none
+    if args.max_train_steps and warmup > args.max_train_steps:
         problems.append(
-            f"num_warmup_steps: {args.num_warmup_steps:g} are more than max_train_steps, "
-            f"{args.max_train_steps}."
+            f"num_warmup_steps: {warmup:g} are more than max_train_steps, "
+            f"{args.max_train_steps}; give a share of them, such as 0.05."
         )
     if args.streaming and not (args.max_train_steps and args.max_eval_samples):
         problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")

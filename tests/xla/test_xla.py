@@ -76,7 +76,8 @@ def assert_same_run(a: Path, b: Path, rel: float):
     for x, y in zip(metrics(a), metrics(b), strict=True):
         assert x.keys() == y.keys()
         for key in x:
-            assert x[key] == pytest.approx(y[key], rel=rel), (x, y)
+            within = 10 * rel if "stderr" in key else rel  # a small difference of large numbers
+            assert x[key] == pytest.approx(y[key], rel=within), (x, y)
 
 
 @both_scripts

@@ -229,7 +229,7 @@ def _positions(lines: list[dict], steps: np.ndarray, x: str) -> np.ndarray:
     if x == "step":
         return steps
     known = [(line["step"], line[x]) for line in lines if line.get(x) is not None and "step" in line]
-    return np.interp(steps, *np.array(known, float).T) if known else np.full(len(steps), np.nan)
+    return np.interp(steps, *np.array([(0, 0), *known], float).T) if known else np.full(len(steps), np.nan)
 
 
 def _smooth(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -58,6 +58,8 @@ class Progress:
                 "tok/s": numbers(record, "tokens_per_second", ",.0f"),
             }
             new = {name: text for name, text in new.items() if text}
+            if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
+                new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
             if record.get("mfu") is not None:
                 new["mfu"] = f"{record['mfu']:.1%}"
             if record.get("skipped_updates"):

@@ -2,12 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
 from utils.xla import sync
 
-Totals = dict[str, tuple[float, float]]  # name: (sum, count)
+
+class Total(NamedTuple):
+    sum: float
+    count: float
+    row_sums: torch.Tensor | None = None  # float64 [rows], what `sum` adds up; None where only that is known
+    row_counts: torch.Tensor | None = None  # 0 of padding
+
+
+Totals = dict[str, Total]
 
 
 @torch.no_grad()
@@ -18,27 +27,48 @@ def sums_over_dataset(
     evaluate: Callable[[dict], dict[str, tuple[torch.Tensor, torch.Tensor]]],
     stopped: Callable[[], int] = lambda: 0,
 ) -> Totals | None:
-    """Adds up what `evaluate(batch)` gives, {name: (sum, count)} of 0-d tensors, over all batches and
-    processes: float32 on the device, float64 at the end.
+    """Adds up what `evaluate(batch)` gives, {name: (sums, counts)}, both [B] or both 0-d, over all batches
+    and processes: in float64, at the end. Until then four bytes per number stay on the device.
 
     Padding rows (row == -1) must count as nothing in it; then every sample counts once for any batch size and
     any number of processes. Nothing is read by the host before the end. None if `stopped()` ended it early.
     """
     model.eval()
-    sums = []
+    values = []
     for batch in batches:
         found = evaluate(batch)
-        sums.append(torch.stack([value.detach().float() for pair in found.values() for value in pair]))
+        parts = [value.detach().float().reshape(-1) for pair in found.values() for value in pair]
+        values.append(torch.cat(parts))
         sync()  # the last batch's graph is that of all others
         if stopped():
             break
     else:
-        totals = accelerator.gather(torch.stack(sums))  # [batches x processes, 2 x names]
+        values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]
         model.train()
-        totals = totals.cpu().double().sum(0).tolist()
-        return {name: (totals[2 * i], totals[2 * i + 1]) for i, name in enumerate(found)}
+        columns = iter(values.cpu().double().split([len(part) for part in parts], dim=1))
+        totals = {}
+        for name, pair in found.items():
+            sums, counts = next(columns).flatten(), next(columns).flatten()
+            rows = (sums, counts) if all(value.ndim for value in pair) else ()
+            totals[name] = Total(sums.sum().item(), counts.sum().item(), *rows)
+        return totals
     model.train()
     return None
+
+
+def standard_error(*totals: Total) -> float | None:
+    """Of the sum of these totals' means, were the rows drawn again from text like theirs; None where they are
+    not known one by one, or are fewer than two.
+
+    A mean is a quotient of sums over rows, so each row counts with what it moves it by (ratio estimator:
+    Cochran, "Sampling Techniques", 1977, chapter 6). Without the correction for a finite set: rows drawn from
+    few others estimate the mean of that set better than it says.
+    """
+    if any(total.row_sums is None or not total.count for total in totals):
+        return None
+    rows = int((sum(total.row_counts for total in totals) > 0).sum())
+    moves = sum((t.row_sums - t.sum / t.count * t.row_counts) / t.count for t in totals)  # 0 of padding
+    return math.sqrt(rows / (rows - 1) * moves.square().sum()) if rows > 1 else None
 
 
 def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, float | None]:
@@ -46,10 +76,11 @@ def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, floa
     bytes_per_token: UTF-8 bytes of the text over its tokens. bits_per_byte compares models with different
     tokenizers (Gao et al., "The Pile", 2020, section 3.1).
     """
-    loss_sum, tokens = totals["loss/eval"]
-    loss = loss_sum / tokens
+    total = Total(*totals["loss/eval"])
+    loss, tokens = total.sum / total.count, total.count
     metrics = {
         "loss/eval": loss,
+        **_errors(total),
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         "bits_per_byte": loss / math.log(2) / bytes_per_token,
         "eval_tokens": int(tokens),
@@ -61,21 +92,29 @@ def masked_metrics(totals: Totals) -> dict[str, float | None]:
     """totals: "loss/mlm" and "accuracy" over predicted tokens, with pairs "loss/nsp" and "nsp_accuracy" over
     rows, and any others, told as their means. loss/eval is what is trained: both losses, if two.
     """
-    (loss_sum, tokens), (correct, _) = totals["loss/mlm"], totals["accuracy"]
-    mlm = loss_sum / max(tokens, 1)
+    total, correct = Total(*totals["loss/mlm"]), totals["accuracy"][0]
+    tokens = total.count
+    mlm = total.sum / max(tokens, 1)
     metrics = {
-        "loss/eval": mlm, "perplexity": math.exp(min(mlm, 700)), "accuracy": correct / max(tokens, 1),
-        "eval_tokens": int(tokens), "loss/mlm": mlm,
+        "loss/eval": mlm, **_errors(total), "perplexity": math.exp(min(mlm, 700)),
+        "accuracy": correct / max(tokens, 1), "eval_tokens": int(tokens), "loss/mlm": mlm,
     }  # fmt: skip
     pairs = {name: totals.get(name, (0.0, 0.0)) for name in ("loss/nsp", "nsp_accuracy")}
     if pairs["loss/nsp"][1]:
         means = _means(pairs)
-        metrics |= {"loss/eval": mlm + means["loss/nsp"]} | means
+        metrics |= {"loss/eval": mlm + means["loss/nsp"]} | means | _errors(total, Total(*pairs["loss/nsp"]))
     return metrics | _means(totals, known={"loss/mlm", "accuracy", *pairs})
+
+
+def _errors(*totals):
+    error = standard_error(*totals)
+    return {} if error is None else {"loss/eval_stderr": error}
 
 
 def _means(totals, known=()):
     """Means of the names beside the known ones; None of nothing."""
     return {
-        name: total / count if count else None for name, (total, count) in totals.items() if name not in known
+        name: total / count if count else None
+        for name, (total, count, *_) in totals.items()
+        if name not in known
     }

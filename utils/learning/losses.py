@@ -191,7 +191,8 @@ class MaskedLMLoss(ModelLoss):
 
         Returns sums as 0-d tensors, to be divided once by the caller: mlm_loss_sum (with gradient; in
         training of token_loss, if there is one), mlm_correct, mlm_tokens, and with next_sentence_label
-        nsp_loss_sum (with gradient), nsp_correct, nsp_rows.
+        nsp_loss_sum (with gradient), nsp_correct, nsp_rows. And of each row, detached, its summed
+        cross-entropy: mlm_row_losses, nsp_row_losses [B].
         """
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
         token_loss = self.token_loss if self.training else None
@@ -200,19 +201,21 @@ class MaskedLMLoss(ModelLoss):
             out = self._run(self.lm.base_model, batch)
             weight, bias = self._projection()
             hidden = self._transform(_gather_slots(out.last_hidden_state, slots))
-            loss_sum, _, correct = linear_cross_entropy(
+            loss_sum, losses, correct = linear_cross_entropy(
                 hidden, weight, labels, torch.ones_like(labels, dtype=torch.float32), bias,
                 self.chunk_softmax, with_correct=True, token_loss=token_loss,
             )  # fmt: skip
         else:
             out = self._run(self.lm, batch)
             logits = _gather_slots(_logits(out), slots).float()
-            loss_sum = F.cross_entropy(logits, labels, reduction="sum")
+            losses = F.cross_entropy(logits, labels, reduction="none")
+            loss_sum = losses.sum()
             if token_loss is not None:
                 loss_sum = replaced_losses(token_loss, logits, labels).sum()
             correct = (logits.argmax(1) == labels) & (labels != IGNORED)
         sums = {
-            "mlm_loss_sum": loss_sum, "mlm_correct": correct.sum(), "mlm_tokens": (labels != IGNORED).sum()
+            "mlm_loss_sum": loss_sum, "mlm_correct": correct.sum(), "mlm_tokens": (labels != IGNORED).sum(),
+            "mlm_row_losses": losses.detach().view(slots.shape).sum(1),
         }  # fmt: skip
         if next_sentence_label is not None:
             if self.splits_head:
@@ -220,7 +223,8 @@ class MaskedLMLoss(ModelLoss):
             else:
                 scores = out.seq_relationship_logits.float()
             counted = next_sentence_label != IGNORED
-            sums["nsp_loss_sum"] = F.cross_entropy(scores, next_sentence_label, reduction="sum")
+            losses = F.cross_entropy(scores, next_sentence_label, reduction="none")
+            sums["nsp_loss_sum"], sums["nsp_row_losses"] = losses.sum(), losses.detach()
             sums["nsp_correct"] = ((scores.argmax(1) == next_sentence_label) & counted).sum()
             sums["nsp_rows"] = counted.sum()
         return sums

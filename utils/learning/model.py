@@ -45,6 +45,9 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         model.train()  # it comes without dropout
     else:
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32)
+    if kind == "causal" and not model.generation_config.max_length:
+        # Saved with it: otherwise pipeline() asks for 256 new tokens, more than there are positions.
+        model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
     return model
 

@@ -205,7 +205,9 @@ class Means:
         return values.cpu().view(-1, len(self._sums) + len(others)).tolist()
 
     def load_state_dict(self, rows):
-        """rows: of any number of processes; each takes its share."""
+        """rows: of any number of processes; each takes its share. ValueError where they are of others."""
+        if any(len(row) != len(self._sums) for row in rows):
+            raise ValueError(f"{len(rows[0]) - 1} losses there, {len(self.names)} now")
         self._start()
         if mine := rows[self.accelerator.process_index :: self.accelerator.num_processes]:
             self._sums = torch.tensor(mine).sum(0).to(self.accelerator.device)

@@ -83,6 +83,7 @@ class Checkpoints:
             "processes": accelerator.num_processes,
             "extra": extra,
             "keep": trees,
+            "classes": {name: training_state.class_name(thing) for name, thing in keep.items()},
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": training_state.gather_random_states(accelerator),
         }
@@ -239,6 +240,10 @@ class Checkpoints:
         training_state.reshard(model)
         things = {"model": model, **keep}
         for name, tree in state["keep"].items():
+            was, now = state["classes"].get(name), training_state.class_name(things.get(name))
+            if name in keep and was != now:
+                another = training_state.ANOTHER
+                raise ValueError(f"keep: {name} is a {was} in {folder}, and a {now} now; {another}")
             if name in things:
                 tree = training_state.tree_of_process(tree, index)
                 training_state.restore(folder, name, things[name], tree, model)

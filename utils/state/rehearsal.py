@@ -4,17 +4,24 @@ A run that fails at its last line, over a missing folder or a typo, has cost day
 """
 
 import contextlib
+import random
 import shutil
+import sys
 import types
 from collections import deque
 
 import numpy as np
 import torch
+import xxhash
+from torch.distributed.tensor import DTensor
 
 from utils.state.checkpoint import Checkpoints
-from utils.state.training_state import digest, freeze, reshard
+from utils.state.training_state import digest, freeze, is_optimizer, reshard
 
 PLAIN = (int, float, str, bool, type(None))
+# Attributes that torch itself gives to modules and optimizers: saved as such, or of the moment.
+BY_TORCH = {*vars(torch.nn.Module()), *vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))}
+BY_TORCH |= {"found_inf", "grad_scale", "step", "_opt_called", "_step_count"}
 
 
 @contextlib.contextmanager
@@ -39,6 +46,7 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     watch.check()
     checkpoints.reserve(model, keep)  # before the optimizer's state is gone again
     rehearsed.load("auto", model, keep)
+    watch.check_restored()
     after = _digests(model, keep)
     if different := [name for name in before if before[name] != after[name]]:
         raise RuntimeError(
@@ -56,60 +64,129 @@ def _digests(model, keep: dict) -> dict[str, str]:
 
 
 class Watch:
-    """Notices what a function changes and nobody keeps: objects with a state_dict, tensors, counters.
+    """Notices what a function changes and nobody keeps: objects with a state_dict, tensors, counters,
+    generators of random numbers; and what is kept and not put back: attributes of classes of the user's own.
 
     It looks at what the function closes over or names in its script, at the functions of the script that it
-    calls, and inside plain objects and containers. Made before the function runs; `check` comes after.
+    calls, and inside containers and objects that no library has made. Nothing of a device is read: a tensor
+    counts its changes. Made before the function runs.
     """
 
     def __init__(self, function, model, keep: dict, known=()):
-        self.model, self.function = model, function
-        mine = {id(thing) for thing in (model, *model.modules(), *keep.values(), *known)}
-        mine |= {id(thing.optimizer) for thing in keep.values() if hasattr(thing, "optimizer")}
-        mine |= {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self.known = mine
-        self.before = self._look()
+        self.function, self.model = function, model
+        self.kept = {"model": model, **keep}
+        mine = [*known, *self.kept.values(), *model.modules(), *model.parameters(), *model.buffers()]
+        mine += [thing.optimizer for thing in keep.values() if hasattr(thing, "optimizer")]
+        self.known = {id(thing) for thing in mine}
+        self.before, self.inside = self._look(), self._look_inside()
+
+    def changed(self) -> str:
+        """What has changed since and nobody keeps, as a sentence; "" for nothing."""
+        now = self._look()
+        names = _roots(name for name in now if self.before.get(name) != now[name])
+        if not names:
+            return ""
+        first = names[0].split(".")[0]
+        return (
+            f"keep: {self.function.__name__} changes {_listed(names)}, and nobody keeps it: a resumed run "
+            f"would begin it anew. Hand it over, keep=dict(..., {first}={first}), as an object with "
+            "state_dict and load_state_dict, or let its name begin with _ where a resume may forget it."
+        )
 
     def check(self) -> None:
-        """ValueError that names what has changed since."""
-        now = self._look()
-        changed = [name for name in now if self.before.get(name) != now[name]]
-        if changed:
-            names = ", ".join(changed)
-            first = changed[0].split(".")[0].split("[")[0]
+        """ValueError of `changed`."""
+        if told := self.changed():
+            raise ValueError(told)
+
+    def check_restored(self) -> None:
+        """ValueError where something kept was put back and an attribute of it is not as it was."""
+        now = self._look_inside()
+        if names := _roots(name for name in self.inside if self.inside[name] != now.get(name)):
             raise ValueError(
-                f"keep: {self.function.__name__} changes {names}, and nobody keeps it: a resumed run would "
-                f"begin it anew. Hand it over, keep=dict(..., {first}={first}); it needs state_dict and "
-                "load_state_dict."
+                f"keep: {self.function.__name__} changes {_listed(names)}, and load_state_dict does not put "
+                "it back: let state_dict hold it (of a module: as a persistent buffer), or a resume differs."
             )
 
     def _look(self) -> dict:
         found = {}
         for name, value in closed_over(self.function).items():
-            self._add(found, name, value, depth=0)
+            self._add(found, name, value)
         return found
 
-    def _add(self, found: dict, name: str, value, depth: int) -> None:
+    def _look_inside(self) -> dict:
+        """Attributes of kept things and modules whose classes are the user's own: values, not versions."""
+        found = {}
+        for name, thing in self.kept.items():
+            thing = getattr(thing, "optimizer", thing) if is_optimizer(thing) else thing
+            parts = thing.modules() if isinstance(thing, torch.nn.Module) else [thing]
+            for part in (part for part in parts if not _of_a_library(part)):
+                values = dict(vars(part)) if hasattr(part, "__dict__") else {}
+                stored = values.pop("_non_persistent_buffers_set", set())
+                values |= {key: values.get("_buffers", {}).get(key) for key in stored}
+                for key, value in values.items():
+                    if key not in BY_TORCH:
+                        self._add(found, f"{name}.{key}", value, 1, read=True)
+        return found
+
+    def _add(self, found: dict, name: str, value, depth: int = 0, read: bool = False) -> None:
         value = getattr(value, "__self__", value) if isinstance(value, types.MethodType) else value
-        if id(value) in self.known or depth > 3:
+        if id(value) in self.known and not read or depth > 3:
             return
         if isinstance(value, PLAIN):
             found[name] = repr(value)
-        elif isinstance(value, torch.Tensor | np.ndarray):
-            found[name] = digest({}, {"": torch.as_tensor(value).detach()})
+        elif isinstance(value, torch.Tensor):
+            found[name] = digest({}, {"": value.detach()}) if read else _version(value)
+        elif isinstance(value, np.ndarray):
+            found[name] = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).view(np.uint8).data)
+        elif isinstance(value, torch.Generator):
+            found[name] = bytes(value.get_state().numpy()).hex()
+        elif isinstance(value, random.Random):
+            found[name] = repr(value.getstate())
+        elif isinstance(value, np.random.Generator):
+            found[name] = repr(value.bit_generator.state)
         elif isinstance(value, set | frozenset):
             found[name] = str(sorted(map(repr, value)))
         elif isinstance(value, list | tuple | deque | dict):
             found[name] = f"{len(value)} items"
             items = value.items() if isinstance(value, dict) else enumerate(value)
             for key, item in items:
-                self._add(found, f"{name}[{key!r}]", item, depth + 1)
+                self._add(found, f"{name}[{key!r}]", item, depth + 1, read)
         elif hasattr(value, "state_dict") and not isinstance(value, type):
             with contextlib.suppress(TypeError, ValueError):  # it holds what cannot be compared, nor be kept
-                found[name] = digest(*freeze(value, self.model))
-        elif isinstance(value, types.SimpleNamespace) or type(value).__module__ == self.function.__module__:
+                tree, tensors = freeze(value, self.model)
+                versions = [_version(tensor) for tensor in tensors.values()]
+                found[name] = digest(tree, tensors) if read else repr((tree, versions))
+        elif isinstance(value, types.SimpleNamespace) or not _of_a_library(value):
             for key, item in vars(value).items() if hasattr(value, "__dict__") else ():
-                self._add(found, f"{name}.{key}", item, depth + 1)
+                self._add(found, f"{name}.{key}", item, depth + 1, read)
+
+
+def _version(tensor) -> tuple:
+    """What differs when a tensor has changed or is another one; nothing of it is read."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    try:
+        return local.data_ptr(), local._version
+    except RuntimeError:  # XLA has no address, inference tensors count nothing
+        return (id(tensor),)
+
+
+def _of_a_library(value) -> bool:
+    """Whether the class of an object comes with Python, from a package, or from this project."""
+    module = type(value).__module__
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    package = module.split(".")[0]
+    installed = "site-packages" in file or "dist-packages" in file
+    python = package in sys.stdlib_module_names and package != "__main__"
+    return installed or python or package in ("data", "utils")
+
+
+def _roots(names) -> list[str]:
+    """Without what stands in brackets, each once."""
+    return list(dict.fromkeys(name.split("[")[0] for name in names))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def closed_over(function, seen=None) -> dict:
@@ -130,4 +207,5 @@ def closed_over(function, seen=None) -> dict:
         if ours and value not in seen:
             seen.add(value)
             values = closed_over(value, seen) | values
-    return {name: value for name, value in values.items() if not isinstance(value, types.ModuleType | type)}
+    kinds = types.ModuleType | type
+    return {name: value for name, value in values.items() if name[0] != "_" and not isinstance(value, kinds)}

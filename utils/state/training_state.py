@@ -20,6 +20,7 @@ from utils.state.files import read_shards, safetensors_chunks
 BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes, which matters on XLA
 # What belongs to the device in an optimizer group stays as this run has it.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
+ANOTHER = "keep it under another name to begin it anew"
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and recomputation add to a name
 
 
@@ -55,10 +56,13 @@ def reshard(model) -> None:
 def freeze(thing, model) -> tuple[dict, dict]:
     """(tree, {path: tensor}) of a model, an optimizer, or anything else with state_dict; nothing is copied.
 
-    Optimizers are told by the names of their parameters. ValueError for what is neither tensor nor JSON.
+    Optimizers are told by the names of their parameters. ValueError for what is neither tensor nor JSON, and
+    for what has no state.
     """
     if thing is model:
         return _encode(named_tensors(model))
+    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        raise ValueError(f"keep: a {type(thing).__name__} has no state_dict and load_state_dict")
     optimizer = _bare_optimizer(thing)
     if optimizer is None:
         return _encode(thing.state_dict())
@@ -69,6 +73,7 @@ def freeze(thing, model) -> tuple[dict, dict]:
         for group in optimizer.param_groups
     ]
     state = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
+    state |= {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
     tree, tensors = _encode(state)
     return {"groups": _encode(groups)[0], "state": tree}, tensors
 
@@ -98,15 +103,24 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     if thing is model:
         return
     if optimizer is None:
-        thing.load_state_dict(_decode(tree, targets))
+        try:
+            thing.load_state_dict(_decode(tree, targets))
+        except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
+            reason = f"{type(error).__name__}: {error}; {ANOTHER}"
+            raise ValueError(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
         return
     groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
     numbers = {}
     for group, saved in zip(groups, tree["groups"], strict=True):
         numbers |= dict(zip(saved["params"], group["params"], strict=True))
         group.update({key: _decode(value, {}) for key, value in saved.items() if key not in NOT_RESTORED})
-    state = {numbers[name]: value for name, value in _decode(tree["state"], targets).items()}
+    state = {numbers.get(name, name): value for name, value in _decode(tree["state"], targets).items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def class_name(thing) -> str:
+    """Of a kept thing, without accelerate's wrapper."""
+    return type(_bare_optimizer(thing) or thing).__name__
 
 
 def is_optimizer(thing) -> bool:

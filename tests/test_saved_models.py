@@ -1,0 +1,111 @@
+"""What a short run of each script leaves, used as the card, the summary and the sources' own lines say."""
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoTokenizer, pipeline
+
+from tests.runs import PROJECT, arguments, environment, metrics, write_corpus
+from train_clm import PROMPTS
+
+ROBERTA = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64"
+KINDS = {
+    "clm": ("train_clm.py", {}), "mlm": ("train_mlm.py", {}),
+    "roberta": ("train_mlm.py", {"model_type": "roberta", "config_overrides": ROBERTA}),
+}  # fmt: skip
+DATA = "# create some data\nx = np.random.randn(100)\ny = np.random.randn(100)\n\n"
+COURSE = [  # prompts of chapter 7.6
+    DATA + "# create scatter plot with x, y\n",
+    DATA + "# create dataframe from x and y\n",
+    "# dataframe with profession, income and name\n"
+    "df = pd.DataFrame({'profession': x, 'income':y, 'name': z})\n\n"
+    "# calculate the mean income per profession\n",
+    "# import random forest regressor from scikit-learn\nfrom sklearn.ensemble import RandomForestRegressor\n"
+    "\n# fit random forest model with 300 estimators on X, y:\n",
+]  # fmt: skip
+
+
+def python(*words):
+    line = [sys.executable, *map(str, words)]
+    return subprocess.run(line, cwd=PROJECT, env=environment(), capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def saved(request, tmp_path_factory):
+    """A run of 12 steps: `--max_train_steps 12`, with the default warm-up, beside what names the data."""
+    script, changes = KINDS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    flags = {"dataset_name": write_corpus(folder / "corpus.jsonl"), "keywords": "none", "vocab_size": 1024,
+             "cache_dir": folder / "cache", "output_dir": folder / "run", **changes}  # fmt: skip
+    line = [script, "--max_train_steps", "12", *arguments(flags)]
+    done = python(*line)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return SimpleNamespace(path=folder / "run", out=done.stdout, kind=request.param)
+
+
+def test_twelve_steps_are_twelve(saved):
+    assert [line["step"] for line in metrics(saved.path)][-1] == 12
+
+
+def test_the_snippets_of_the_card_run_as_printed(saved, capsys, monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    snippets = re.findall(r"```python\n(.*?)```", (saved.path / "README.md").read_text(), re.S)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(ast.parse(snippet), "card", "exec"), {})
+    assert ("generated_text" if saved.kind == "clm" else "token_str") in capsys.readouterr().out
+
+
+def test_the_commands_of_the_summary_run_as_printed(saved):
+    """But the one that publishes, which needs an account: tests/test_hub.py."""
+    label = "generate" if saved.kind == "clm" else "fill"
+    for name in (label, "evaluate"):
+        words = shlex.split(re.search(rf"^ *{name} +python (.*)$", saved.out, re.M)[1])
+        done = python(*words)
+        assert done.returncode == 0 and done.stdout.strip(), done.stderr[-2000:]
+
+
+def test_a_pipeline_takes_what_is_shorter_than_the_positions(saved):
+    """It asks for 256 new tokens where a model does not say otherwise; ours has 128 positions."""
+    if saved.kind != "clm":
+        pytest.skip("fills, does not generate")
+    pipe = pipeline("text-generation", model=str(saved.path))
+    positions = pipe.model.config.max_position_embeddings
+    for prompt in COURSE + PROMPTS:
+        assert pipe(prompt)[0]["generated_text"].startswith(prompt)
+    ids = pipe.tokenizer("x = 1\n" * 200)["input_ids"]
+    for length in (1, 2, positions - 2, positions - 1):
+        prompt = pipe.tokenizer.decode(ids[:length])
+        made = pipe(prompt)[0]["generated_text"]
+        assert len(pipe.tokenizer(prompt)["input_ids"]) == length and made.startswith(prompt)
+
+
+def test_a_mask_is_filled_as_the_keras_example_writes_it(saved):
+    """Also in a RoBERTa, whose pad id stays 1: positions count from there."""
+    if saved.kind == "clm":
+        pytest.skip("generates, does not fill")
+    unmasker = pipeline("fill-mask", model=str(saved.path))
+    assert len(unmasker("Goal of my life is to [MASK].")) == 5
+    tokenizer = AutoTokenizer.from_pretrained(saved.path)
+    if saved.kind == "roberta":
+        special = tokenizer.cls_token_id, tokenizer.pad_token_id, tokenizer.sep_token_id
+        assert special == (0, 1, 2) and tokenizer.mask_token_id == 4
+    assert not [token for token in tokenizer.get_vocab() if "\n" in token and token.strip("\n▁")]
+
+
+def test_generate_takes_mask_for_any_mask_token(saved, tmp_path):
+    if saved.kind != "roberta":
+        pytest.skip("the RoBERTa stands for all")
+    copy = shutil.copytree(saved.path, tmp_path / "copy")
+    for file in copy.glob("tokenizer*.json"):
+        file.write_text(file.read_text().replace("[MASK]", "<mask>"))
+    assert AutoTokenizer.from_pretrained(copy).mask_token == "<mask>"
+    for prompt in ("It is [MASK].", "It is <mask>."):
+        done = python("-m", "utils.generate", copy, "--prompt", prompt)
+        assert done.returncode == 0 and len(done.stdout.splitlines()) == 5, done.stderr[-2000:]
