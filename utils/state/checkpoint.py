@@ -91,7 +91,8 @@ class Checkpoints:
         sharded = {name for name, named in tensors.items() if _cut_up(named)}
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
-        if (sharded or accelerator.is_main_process) and (step, text) != self._written:
+        # Sharded, all processes write together, and only the main one knows what was written last.
+        if sharded or accelerator.is_main_process and (step, text) != self._written:
             background = self.background and not final
             for name in sharded if background else ():
                 tensors[name] = {path: value.to("cpu", copy=True) for path, value in tensors[name].items()}
