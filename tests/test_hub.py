@@ -140,6 +140,7 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
         model = GPT2LMHeadModel(GPT2Config(**sizes))
         save(step)
         model.save_pretrained(out)
+        model.save_pretrained(out / "best")
         os.link(out / "model.safetensors", out / f".kept-{step}")
         pusher.push(step, {"loss": 1 / step, "perplexity": None})
         event = wait(pusher, "done")
@@ -150,6 +151,8 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
     for revision, weights in saved.items():
         loaded = AutoModelForCausalLM.from_pretrained("ada/model", revision=revision).state_dict()
         assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+        best = AutoModelForCausalLM.from_pretrained("ada/model", revision=revision, subfolder="best")
+        assert all(torch.equal(best.state_dict()[name], weights[name]) for name in weights)
     """).end()
     commits = both.commits("ada/model")
     titles = [commit["title"] for commit in commits]

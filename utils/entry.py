@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import multiprocessing
 import os
 import sys
 import time
@@ -45,27 +46,29 @@ def entry_point(main: Callable) -> Callable:
 
     One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
     model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for it (torch 2.13).
+    A child of multiprocessing does so by itself, after it has told notebook_launcher that main is done.
     """
 
     @functools.wraps(main)
     def run(*args):
         handle_stop_signals()
+        leaves = _several_processes() and multiprocessing.parent_process() is None
         try:
             with user_mistakes():
                 main(*args)
             status = 0
         except SystemExit as end:
-            if not _several_processes():
+            if not leaves:
                 raise
             status = end.code if isinstance(end.code, int) else 1
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
         except BaseException:
-            if not _several_processes():
+            if not leaves:
                 raise
             status = 1
             traceback.print_exc()
-        if _several_processes():
+        if leaves:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)

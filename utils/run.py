@@ -4,6 +4,7 @@ It never touches the model's update: gradients and steps stay in the script, and
 """
 
 import json
+import math
 import shlex
 import sys
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from accelerate.utils import set_seed
 from utils import xla
 from utils.display.curves import draw_curves
 from utils.display.doctor import check_launch, report
-from utils.display.metrics import MetricsLog
+from utils.display.metrics import MetricsLog, write_json
 from utils.display.plan import peak_memory
 from utils.display.progress import Progress, bar, duration, summarize
 from utils.display.throughput import Throughput, device_name, flops_per_token, peak_flops
@@ -75,7 +76,9 @@ class Run:
         """
         args, accelerator, is_main = self.args, self.accelerator, self.is_main
         self.model, self.evaluate_batch, self.data, self.steps, self.keep = model, evaluate, data, steps, keep
-        enough, disk = disk_space(args.output_dir, model, keep, args.save_total_limit)
+        enough, disk = disk_space(
+            args.output_dir, model, keep, args.save_total_limit, models=1 + args.keep_best
+        )
         if not enough:
             raise ValueError(f"output_dir: {disk}.")
         self.lock = lock_output_dir(args.output_dir) if is_main else None  # until the end
@@ -240,6 +243,8 @@ class Run:
                 return
             self.state["eval"] = record
             self._log(record)
+            if self.args.keep_best:
+                self._keep_best(record)
             prompts, tokenizer = self.args.prompts, self.data.tokenizer
             for text in self.task.samples(self.accelerator, self.model, tokenizer, prompts):
                 self.progress.write(text)
@@ -310,6 +315,8 @@ class Run:
             **({"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}),
             **self.state["eval"], "model": folder, "curves": f"{folder}/curves.png",
         }  # fmt: skip
+        if best := self.state.get("best"):
+            results["best model"] = f"{folder}/best, of step {best['step']}"
         generate = ["python", "-m", "utils.generate", folder, "--prompt", self._prompt(self.task.prompt)]
         commands = {
             self.task.label: shlex.join(generate),
@@ -346,6 +353,18 @@ class Run:
             metrics = self.task.metrics(totals, rows.bytes_per_token)
             record |= {f"{key}/{name}" if name else key: value for key, value in metrics.items()}
         return record
+
+    def _keep_best(self, record: dict) -> None:
+        """The model of the lowest loss of the first evaluation set; losses of the same rows are compared."""
+        loss = next(value for key, value in record.items() if f"{key}/".startswith("loss/eval/"))
+        rows = [next(iter(self.data.fingerprints["eval"].values())), self.args.max_eval_samples]
+        folder, best = Path(self.args.output_dir) / "best", self.state.get("best")
+        same = best and best["rows"] == rows and (folder / "best.json").exists()  # not of a fresh machine
+        if loss < (best["loss"] if same else math.inf):
+            export_model(self.accelerator, self.model, self.data.tokenizer, folder)
+            self.state["best"] = {"step": self.step, "loss": loss, "rows": rows}
+            if self.is_main:
+                write_json(folder / "best.json", {"step": self.step, **record})
 
     def _log(self, record: dict) -> None:
         self._log_pushes()

@@ -40,9 +40,9 @@ class _Parser(HfArgumentParser):
 # The batch may be divided otherwise; the rows per step are compared instead.
 MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
-    "eval_at_start save_steps save_total_limit background_save prompts report_to log_level push_to_hub "
-    "hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates max_eval_samples "
-    "per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
+    "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
+    "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
+    "max_eval_samples per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
 )
 POSITIVE = set(
     "validation_fraction vocab_size block_size mlm_probability per_device_train_batch_size "
@@ -119,7 +119,8 @@ def parse_args(
     text. Raises ValueError naming every unknown flag, with what does it here or its nearest match, and the
     first value that does not parse.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
+    argv = ([] if notebook else sys.argv[1:]) if argv is None else argv
     parser = _Parser(args_class, allow_abbrev=False)
     parser.error = lambda message: _raise(f"{message}\n`--help` lists every setting.")
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.+)$", inspect.getsource(args_class), re.M))

@@ -35,6 +35,7 @@ from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, Trouble, b
 
 # The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
 COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
+WEIGHTS = r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 
 
 @dataclass
@@ -89,10 +90,11 @@ class HubPusher:
         Weights (*.safetensors) are frozen as hard links, so whoever saves must replace them, as
         save_pretrained does, not rewrite them in place. The others are copied.
         """
-        files = [p.name for p in self.output_dir.iterdir() if p.is_file() and not p.name.startswith(".")]
+        found = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
+        files = [path.relative_to(self.output_dir).as_posix() for path in found if path.is_file()]
         numbers = [f"{key} {readable(value)}" for key, value in (metrics or {}).items() if value is not None]
         message = ", ".join([f"Step {step}", *numbers])
-        self._freeze(step, "main", files, message, r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+        self._freeze(step, "main", files, message, WEIGHTS)
 
     def poll(self) -> list[dict]:
         """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.

@@ -360,16 +360,16 @@ def thing_bytes(thing, model) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def disk_space(output_dir, model, keep: dict, save_total_limit: int | None) -> tuple[bool, str]:
+def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, models=1) -> tuple[bool, str]:
     """Whether the disk has room for the checkpoints of a run, and a sentence that says so.
 
-    While a checkpoint is written, save_total_limit complete ones are there too; the model for users is also
-    replaced by a new file.
+    While a checkpoint is written, save_total_limit complete ones are there too; of the models for users one
+    at a time is replaced by a new file.
     """
     weights = thing_bytes(model, model)
     each = weights + sum(thing_bytes(thing, model) for thing in keep.values())
     count = (save_total_limit or 1) + 1
-    needed = each * count + 2 * weights
+    needed = each * count + (models + 1) * weights
     folder = Path(output_dir).absolute()
     own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     while not folder.exists():

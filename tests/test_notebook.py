@@ -1,0 +1,45 @@
+"""The scripts from a notebook: accelerate's notebook_launcher forks processes from a running Python."""
+
+import subprocess
+import sys
+
+from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from train_clm import PRESETS, TrainArgs
+from utils.settings import parse_args
+
+CELL = """
+import socket
+from accelerate import notebook_launcher
+from train_clm import TrainArgs, main
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+notebook_launcher(main, (TrainArgs(**{settings}),), num_processes=2, use_port=str(port))
+print("and the notebook goes on")
+"""
+
+
+def launch(tmp_path, **changes):
+    settings = TINY | {"keywords": [], "dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
+                       "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
+    cell = CELL.format(settings=settings | changes)
+    return subprocess.run([sys.executable, "-c", cell], cwd=PROJECT, env=environment(2), timeout=240,
+                          capture_output=True, text=True)  # fmt: skip
+
+
+def test_notebook_launcher_trains_and_returns(tmp_path):
+    done = launch(tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "and the notebook goes on" in done.stdout
+    assert metrics(tmp_path / "run")[-1]["step"] == 6
+
+
+def test_a_mistake_ends_in_its_message(tmp_path):
+    done = launch(tmp_path, learning_rate=-1.0)
+    assert "learning_rate: must be greater than 0, is -1.0." in done.stderr
+    assert done.returncode and "notebook goes on" not in done.stdout
+
+
+def test_a_kernels_arguments_are_not_settings(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel-1.json"])
+    assert parse_args(TrainArgs, PRESETS) == TrainArgs()
