@@ -42,7 +42,8 @@ MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
     "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
-    "max_eval_samples per_device_eval_batch_size per_device_train_batch_size gradient_accumulation_steps".split()
+    "max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
+    "gradient_accumulation_steps".split()
 )
 POSITIVE = set(
     "validation_fraction vocab_size block_size mlm_probability per_device_train_batch_size "
