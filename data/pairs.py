@@ -5,10 +5,11 @@
 
 A and B are runs of whole sentences that fill the row, as in BERT's own preparation. In half of the rows B is
 what follows A in its document (label 0, as in transformers' BertForPreTraining), in the other half text of
-another document (label 1). Nothing but the meaning may tell the two apart, so
-* a row of either label begins as a chunk of two sentences or more: a last single one is counted, not used;
-* text from elsewhere is as long as the text it stands for, which goes on to the next row;
-* what does not fit is cut from the longer side, A at its beginning and B at its end, never where they meet.
+another document (label 1). Nothing but the meaning can tell the two apart, whatever the text:
+* documents are cut into chunks A B before anything has a label, what does not fit goes on to the next chunk;
+* chunks of two documents whose Bs end alike become a couple, and the longer B is cut to the shorter one;
+* one of two couples, by a coin, swaps its Bs. So rows of both labels are the same As before Bs of the same
+  lengths, and no text is left out or used twice for the sake of a label.
 """
 
 import itertools
@@ -19,11 +20,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from data.cache import RowFile, checksum
+from data.cache import RowFile
 from data.filters import Accounting, show_progress
 from data.packing import (
     SPLITS,
@@ -38,8 +40,8 @@ from data.packing import (
 )
 from data.sources.corpus import Corpus, Source, load_corpus
 
-FORMAT = 1  # part of every cache key: raise it when rows of old caches would differ
-BLOCK = 1 << 23  # characters of text in hand at a time, from which the B of label 1 are drawn
+FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
+BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
 COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of prepared pairs
 
 # A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
@@ -68,40 +70,56 @@ def split_sentences(text: str) -> list[str]:
     return [joined for joined in (" ".join(sentence.split()) for sentence in sentences) if joined]
 
 
-def truncate_pair(a: np.ndarray, b: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `room` tokens in all, taken from the longer side first: A's first tokens, B's last ones."""
-    if len(a) + len(b) <= room:
-        return a, b
-    if len(a) <= len(b):
-        keep = min(len(a), room - room // 2)
-        return a[len(a) - keep :], b[: room - keep]
-    keep = min(len(b), room // 2)
-    return a[len(a) - (room - keep) :], b[:keep]
+class Chunk(NamedTuple):
+    """A and the B that follows it, arrays of token ids."""
+
+    a: np.ndarray
+    b: np.ndarray
+    ending: int  # of B: 0 cut off, 1 with a sentence, 2 with the document
+    document: int
 
 
 class PairBuilder:
-    """Documents (lists of sentences, each an array of token ids) to (A, B, label), in the documents' order.
+    """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple.
 
-    Text for label 1 comes from the documents in hand: those of this call and of the one before. So memory is
-    bounded by what the caller gives at a time. Attributes count what became of the text."""
+    Couples are made of the documents of one call, and of chunks that still wait for one of another document:
+    those are all of one document, so what the caller gives at a time bounds the memory. Attributes count what
+    became of the text."""
 
     def __init__(self, room: int, seed: int):
         self.room = room  # tokens of A and B together
         self.random = random.Random(seed)
-        self.labels = [0, 0]  # pairs made, by label
-        self.single_sentence = 0  # documents
+        # A coin for the first of two couples, the other label for the second: equal halves, of alike Bs.
+        self.labels = (label for _ in itertools.count() for label in self.random.sample((0, 1), 2))
+        self.documents = self.single_sentence = 0
         self.unpaired = self.truncated = 0  # tokens: of single sentences, cut off
-        self.previous: list[list[np.ndarray]] = []
+        self.waiting: list[Chunk] = []
 
     def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        pool = self.previous + documents
-        for number, document in enumerate(documents, start=len(self.previous)):
-            self.single_sentence += len(document) == 1
-            yield from self._pairs_of(number, pool)
-        self.previous = documents
+        chunks = self.waiting + [chunk for document in documents for chunk in self.chunks(document)]
+        self.random.shuffle(chunks)
+        chunks.sort(key=lambda chunk: (chunk.ending, len(chunk.b)))
+        self.waiting = []
+        for chunk in chunks:
+            if not self.waiting or self.waiting[-1].document == chunk.document:
+                self.waiting.append(chunk)
+                continue
+            other, label = self.waiting.pop(), next(self.labels)
+            end = min(len(chunk.b), len(other.b))
+            self.truncated += len(chunk.b) + len(other.b) - 2 * end
+            yield other.a, (chunk if label else other).b[:end], label
+            yield chunk.a, (other if label else chunk).b[:end], label
 
-    def _pairs_of(self, number, pool):
-        sentences, start = list(pool[number]), 0
+    @property
+    def left_over(self) -> int:
+        """Tokens of the chunks that wait."""
+        return sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
+
+    def chunks(self, document: list[np.ndarray]) -> Iterator[Chunk]:
+        """The chunks of a document, which no label has a part in."""
+        sentences, start = list(document), 0
+        self.documents += 1
+        self.single_sentence += len(document) == 1
         while start < len(sentences):
             end, length = start, 0
             while end < len(sentences) and (length < self.room or end - start < 2):
@@ -114,69 +132,39 @@ class PairBuilder:
             fits = np.cumsum([len(sentence) for sentence in sentences[start : end - 1]]) <= self.room // 2
             middle = start + self.random.randint(1, max(1, int(fits.sum())))
             a, b = np.concatenate(sentences[start:middle]), np.concatenate(sentences[middle:end])
-            # Whichever label is behind; a coin while both are even: equal halves, whatever the corpus.
-            behind = int(self.labels[0] > self.labels[1])
-            label = behind if self.labels[0] != self.labels[1] else self.random.randrange(2)
-            if label == 1 and len(pool) > 1:
-                start = middle
-                cut_a, cut_b = truncate_pair(a, self._text_from_elsewhere(number, pool, len(b)), self.room)
+            # Cut from the longer side: A at its beginning and B at its end, never where they meet.
+            keep = min(len(a), max(self.room - self.room // 2, self.room - len(b)))
+            rest = b[self.room - keep :]
+            self.truncated += len(a) - keep
+            if end < len(sentences):
+                sentences[end] = np.concatenate([rest, sentences[end]])
             else:
-                label, start = 0, end
-                cut_a, cut_b = truncate_pair(a, b, self.room)
-                rest = b[len(cut_b) :]  # of B's last sentence: goes on into the next row, with the next one
-                if len(rest) and end < len(sentences):
-                    sentences[end] = np.concatenate([rest, sentences[end]])
-                else:
-                    self.truncated += len(rest)
-            self.labels[label] += 1
-            self.truncated += len(a) - len(cut_a)
-            yield cut_a, cut_b, label
-
-    def _text_from_elsewhere(self, own: int, pool: list, wanted: int) -> np.ndarray:
-        """Whole sentences from a random place in another document, as close to `wanted` tokens as can be."""
-        best, best_length = [], 0
-        for _ in range(10):  # a place near the end of its document may give too little: try others
-            other = self.random.randrange(len(pool) - 1)
-            document = pool[other + (other >= own)]
-            first = last = self.random.randrange(len(document))
-            length = 0
-            while last < len(document) and abs(length + len(document[last]) - wanted) < abs(length - wanted):
-                length += len(document[last])
-                last += 1
-            if abs(length - wanted) < abs(best_length - wanted):
-                best, best_length = document[first:last], length
-            if abs(best_length - wanted) * 4 <= wanted:
-                break
-        return np.concatenate(best or [document[first]])
+                self.truncated += len(rest)
+            ending = 0 if len(rest) else 1 + (end == len(sentences))
+            yield Chunk(a[len(a) - keep :], b[: self.room - keep], ending, self.documents)
+            start = end
 
 
 class PairRows(PackedRows):
-    """Pairs in two .npy files: token ids [n, T]; spans [n, 3]: the ends of A and of the row, the label."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        self.spans = np.load(spans_of(path), mmap_mode="r")
+    """Pairs of a .npy file [n, T + 3]: token ids, where A ends, where the row ends, the label."""
 
     @property
-    def fingerprint(self) -> str:
-        return f"{super().fingerprint} {checksum(spans_of(self.path))}"
+    def block_size(self) -> int:
+        return super().block_size - 3
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
         """As PackedRows, with token_type_ids and attention_mask int64 [B, T], next_sentence_label int64 [B].
 
         Row -1 is padding: label -100, and attention to all: for attention to none kernels may give NaN."""
         batch = super().__getitems__(keys)
-        spans = torch.from_numpy(self.spans[batch["row"].clamp(min=0).numpy()].astype(np.int64))  # [B, 3]
+        ids, spans = batch["input_ids"].split([self.block_size, 3], dim=1)
         spans[batch["row"] < 0] = torch.tensor([self.block_size, self.block_size, -100])
         end_of_a, end, label = spans.T
         place = torch.arange(self.block_size)
         real = place < end[:, None]  # [B, T]
-        return batch | {"token_type_ids": (real & (place >= end_of_a[:, None])).long(),
-                        "attention_mask": real.long(), "next_sentence_label": label.contiguous()}  # fmt: skip
-
-
-def spans_of(path) -> str:
-    return str(path).removesuffix(".npy") + ".spans.npy"
+        return batch | {"input_ids": ids.contiguous(), "attention_mask": real.long(),
+                        "token_type_ids": (real & (place >= end_of_a[:, None])).long(),
+                        "next_sentence_label": label.contiguous()}  # fmt: skip
 
 
 def load_pair_source(source: Source) -> Corpus:
@@ -257,8 +245,8 @@ class _PairFile:
     def __init__(self, path, tokenizer, block_size, seed, label_is_next):
         self.label_is_next, self.prepared = label_is_next, False
         self.dtype, self.block_size, self.tokenizer = token_dtype(tokenizer), block_size, tokenizer
-        self.rows, self.spans = RowFile(path, block_size, self.dtype), RowFile(spans_of(path), 3, np.int32)
-        self.builder, self.counts = PairBuilder(block_size - 3, seed), Accounting()
+        self.rows, self.counts = RowFile(path, block_size + 3, self.dtype), Accounting()
+        self.builder = PairBuilder(block_size - 3, seed)
         self.labels, self.padding = [0, 0], 0  # rows by label; tokens
         self.documents, self.characters = [], 0
 
@@ -276,13 +264,11 @@ class _PairFile:
         starts = np.cumsum([0] + [len(tokens) for tokens, _ in found])
         ends = np.concatenate([ends + start for (_, ends), start in zip(found, starts, strict=False)])
         sentences = iter(np.split(np.concatenate([tokens for tokens, _ in found]), ends))
-        documents = []
-        for document in self.documents:
-            found = [sentence[:-1] for sentence in itertools.islice(sentences, len(document))]  # without EOS
-            documents.append([sentence for sentence in found if len(sentence)])
+        documents = [[ids[:-1] for ids in itertools.islice(sentences, len(document)) if len(ids) > 1]
+                     for document in self.documents]  # without EOS  # fmt: skip
         self.counts.tokens += sum(len(sentence) for document in documents for sentence in document)
         cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
-        for a, b, label in self.builder.pairs([document for document in documents if document]):
+        for a, b, label in self.builder.pairs(documents):
             self.write([cls, *a, sep, *b, sep], len(a) + 2, label)
         self.documents, self.characters = [], 0
 
@@ -312,36 +298,34 @@ class _PairFile:
         self.write(ids[:end], end - sum(types[:end]), label ^ self.label_is_next)
 
     def write(self, ids: list[int], end_of_a: int, label: int):
-        row = np.full((1, self.block_size), self.tokenizer.pad_token_id, self.dtype)
-        row[0, : len(ids)] = ids
-        self.rows.write(row)
-        self.spans.write(np.array([[end_of_a, len(ids), label]], np.int32))
+        padding = self.block_size - len(ids)
+        row = [*ids, *[self.tokenizer.pad_token_id] * padding, end_of_a, len(ids), label]
+        self.rows.write(np.array([row], self.dtype))
         self.labels[label] += 1
-        self.padding += self.block_size - len(ids)
+        self.padding += padding
 
     def close(self):
         self.flush()
         self.rows.close()
-        self.spans.close()
         self.counts.rows = self.rows.rows
-        self.counts.tokens_dropped = self.builder.unpaired + self.builder.truncated
+        self.counts.tokens_dropped = self.builder.unpaired + self.builder.truncated + self.builder.left_over
 
     def check(self, where: str):
-        """ValueError where there are no pairs, or no other documents for the random ones."""
+        """ValueError where there are no pairs, for want of sentences or of a second document."""
         if not self.counts.rows:
-            raise ValueError(f"next_sentence: {where} has {self.counts.kept:,} documents, none of two "
-                             "sentences, so no pairs. Remedies: name a source whose rows are whole documents "
-                             "with sentences that end in . ! or ?, raise validation_fraction, or switch "
-                             "next_sentence off.")
-        if self.builder.labels[0] > 1 and not self.builder.labels[1]:
-            raise ValueError(f"next_sentence: {where} has one document, so no text of another one to pair "
-                             "with. Name a source of more documents, or raise validation_fraction.")
+            found = f"{self.counts.kept:,} documents, none of two sentences, so no pairs"
+            if self.builder.waiting:
+                found = "one document of two sentences, so no text of another one to pair with"
+            raise ValueError(f"next_sentence: {where} has {found}. Remedies: name a source of more, whole "
+                             "documents with sentences that end in . ! or ?, raise validation_fraction, or "
+                             "switch next_sentence off.")
 
     def account(self) -> dict:
         return self.counts.as_dict() | {
             "pairs_next": self.labels[0], "pairs_random": self.labels[1], "padding_tokens": self.padding,
             "single_sentence_documents": self.builder.single_sentence,
             "tokens_unpaired": self.builder.unpaired, "tokens_truncated": self.builder.truncated,
+            "tokens_left_over": self.builder.left_over,
         }  # fmt: skip
 
     def report(self) -> str:
@@ -351,5 +335,6 @@ class _PairFile:
             f"  label 0, B follows A: {self.labels[0] / n:.1%}; label 1, B from another document: "
             f"{self.labels[1] / n:.1%}; padding: {self.padding / n / self.block_size:.1%} of the tokens\n"
             f"  dropped tokens: {builder.unpaired:,} of sentences left alone ({builder.single_sentence:,} "
-            f"documents have no other), {builder.truncated:,} cut off"
+            f"documents have no other), {builder.truncated:,} cut off, {builder.left_over:,} of chunks "
+            "without one of another document to pair with"
         )

@@ -1,18 +1,19 @@
 """data/pairs.py: sentences, pairs of both labels, rows on disk, pairs prepared elsewhere."""
 
 import functools
+import itertools
 import json
 import random
-import statistics
 
 import datasets
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import BertForPreTraining
 
-from data.pairs import PairBuilder, load_pair_source, prepare_pairs, split_sentences, truncate_pair
-from data.sources.corpus import Source
+from data.pairs import PairBuilder, load_pair_source, prepare_pairs, split_sentences
+from data.sources.corpus import Source, load_corpus
 from data.tokenizer import train_tokenizer
 
 WORDS = "the of and to in is for on with as by at from that which this it are was were be has".split()
@@ -56,63 +57,113 @@ def test_sentences_end_where_a_reader_ends_them():
 def test_truncation_takes_from_the_longer_side_token_by_token():
     for len_a in range(1, 14):
         for len_b in range(1, 14):
-            a, b = list(range(len_a)), list(range(100, 100 + len_b))
+            a, b = np.arange(len_a), np.arange(100, 100 + len_b)
             expected_a, expected_b = list(a), list(b)
             while len(expected_a) + len(expected_b) > 9:
                 if len(expected_a) > len(expected_b):
                     expected_a.pop(0)  # A keeps its end and B its beginning: they still meet
                 else:
                     expected_b.pop()
-            assert truncate_pair(a, b, 9) == (expected_a, expected_b)
+            [chunk] = PairBuilder(room=9, seed=0).chunks([a, b])
+            assert (list(chunk.a), list(chunk.b)) == (expected_a, expected_b)
 
 
-def numbered_documents(n, sentences, words, seed=1):
-    """Token id = document * 10000 + position in the document: every token tells where it comes from."""
-    rng, documents = random.Random(seed), []
-    for d in range(n):
-        position, document = d * 10_000, []
-        for _ in range(rng.randint(*sentences)):
-            length = rng.randint(*words)
-            document.append(np.arange(position, position + length))
-            position += length
-        documents.append(document)
-    return documents
+def numbered(lengths):
+    """Documents of sentences of these lengths. A token's id is its number: it tells where it comes from."""
+    count = itertools.count()
+    return [[np.array(list(itertools.islice(count, n))) for n in document] for document in lengths]
+
+
+def random_lengths(n, sentences, words, seed=1):
+    rng = random.Random(seed)
+    return [[rng.randint(*words) for _ in range(rng.randint(*sentences))] for _ in range(n)]
 
 
 @pytest.mark.parametrize("sentences, words", [((1, 4), (3, 20)), ((5, 60), (3, 60)), ((2, 12), (50, 300))])
 def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
-    documents = numbered_documents(300, sentences, words)
+    documents = numbered(random_lengths(300, sentences, words))
+    document_of = np.concatenate([np.full(sum(map(len, d)), i) for i, d in enumerate(documents)])
     builder = PairBuilder(room=125, seed=0)
     pairs = [pair for start in range(0, 300, 60) for pair in builder.pairs(documents[start : start + 60])]
-    used = []
     for a, b, label in pairs:
         assert 0 < len(a) and 0 < len(b) and len(a) + len(b) <= 125
         assert (np.diff(a) == 1).all() and (np.diff(b) == 1).all()  # running text
-        if label == 0:
-            assert b[0] == a[-1] + 1
-            used += [a, b]
-        else:
-            assert b[0] // 10_000 != a[0] // 10_000
-            used.append(a)
+        assert (b[0] == a[-1] + 1) if label == 0 else (document_of[b[0]] != document_of[a[0]])
     labels = [label for _, _, label in pairs]
-    assert abs(2 * sum(labels) - len(labels)) <= 1
-    # Every token of a document is used once, or counted among what was not.
-    used = np.concatenate(used)
+    assert abs(2 * sum(labels) - len(labels)) <= 2
+    # Every token is used once, whatever the label, or counted among what was not.
+    used = np.concatenate([side for a, b, _ in pairs for side in (a, b)])
     assert len(np.unique(used)) == len(used)
-    total = sum(len(sentence) for document in documents for sentence in document)
-    assert len(used) + builder.unpaired + builder.truncated == total
+    assert len(used) + builder.unpaired + builder.truncated + builder.left_over == len(document_of)
+    assert builder.left_over <= 125
     assert builder.single_sentence == sum(len(document) == 1 for document in documents)
 
 
-def test_lengths_do_not_give_the_label_away():
-    builder = PairBuilder(room=125, seed=0)
-    pairs = list(builder.pairs(numbered_documents(800, (2, 25), (5, 30))))
-    lengths = {label: [(len(a), len(b)) for a, b, found in pairs if found == label] for label in (0, 1)}
-    for side in (0, 1):
-        means = [statistics.mean(pair[side] for pair in lengths[label]) for label in (0, 1)]
-        assert abs(means[0] - means[1]) < 0.08 * max(means)
-    short = [statistics.mean(sum(pair) < 100 for pair in lengths[label]) for label in (0, 1)]
-    assert abs(short[0] - short[1]) < 0.05
+def test_chunks_of_a_long_document_wait_for_others():
+    """Nothing is paired with its own document: chunks wait, and what is still waiting at the end is counted."""
+    book, *tales = numbered([[10] * 200] + [[10] * 20] * 30)
+    builder = PairBuilder(room=20, seed=0)
+    assert list(builder.pairs([book])) == [] and builder.left_over == 2000
+    rows = list(builder.pairs(tales[:5]))  # 10 chunks each
+    assert 1000 <= builder.left_over == 3000 - 20 * len(rows) < 1400
+    assert {chunk.document for chunk in builder.waiting} == {1}
+    assert all(a[0] < 2000 or b[0] < 2000 or a[0] // 200 != b[0] // 200 for a, b, label in rows if label == 1)
+    assert {a[0] < 2000 for a, _, _ in builder.pairs(tales[5:])} == {True, False}
+    assert builder.left_over == 0
+
+
+def surface(pairs, lengths, room):
+    """What can be seen of the rows without reading them, and more (places): float64 [n, features], labels."""
+    starts, ends, places, document_ends, n = set(), set(), [], set(), 0
+    for document in lengths:
+        places += [i / sum(document) for i in range(sum(document))]
+        for length in document:
+            starts.add(n)
+            n += length
+            ends.add(n - 1)
+        document_ends.add(n - 1)
+    rows = [[a[0] in starts, places[a[0]], places[a[0]] == 0, len(a), len(b), room - len(a) - len(b),
+             len(a) + len(b) == room, b[0] in starts, b[-1] in ends, b[-1] in document_ends]
+            for a, b, _ in pairs]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.float64), torch.tensor([label for *_, label in pairs]).double()
+
+
+def accuracy_on_the_other_half(x, y):
+    """Of a logistic regression on features and their products, trained on half of the rows."""
+    i, j = torch.triu_indices(x.shape[1], x.shape[1])
+    x = (x - x.mean(0)) / (x.std(0) + 1e-9)
+    x = torch.cat([x, x[:, i] * x[:, j], torch.ones(len(x), 1)], 1)
+    w = torch.zeros(x.shape[1], dtype=x.dtype, requires_grad=True)
+    half, optimizer = len(x) // 2, torch.optim.LBFGS([w], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(x[:half] @ w, y[:half]) + 1e-3 * w.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(loss)
+    return ((x[half:] @ w > 0) == (y[half:] > 0)).double().mean().item()
+
+
+@pytest.mark.parametrize("room", [61, 125])
+@pytest.mark.parametrize("corpus", ["installed-docs", "articles"])
+def test_the_surface_does_not_give_the_label_away(corpus, room):
+    """4,000 pairs of real sentences (a token a word here), or of long articles such as WikiText's."""
+    if corpus == "articles":
+        lengths = random_lengths(180, (60, 180), (3, 50))
+    else:
+        texts = (document["text"] for document in itertools.islice(load_corpus(Source(corpus)), 2600))
+        lengths = [[len(sentence.split()) for sentence in split_sentences(text)] for text in texts]
+    found = []
+    for seed in range(3):
+        pairs = list(PairBuilder(room, seed).pairs(numbered(lengths)))
+        random.Random(seed).shuffle(pairs)
+        x, y = surface(pairs[:4000], lengths, room)
+        assert len(x) == 4000 or corpus == "installed-docs" and len(x) > 2000  # of few packages
+        assert abs(y[x[:, 0] == 0].mean() - 0.5) < 0.05  # of rows whose A starts in mid-sentence
+        found.append(accuracy_on_the_other_half(x, y))
+    assert sum(found) / 3 <= 0.53, found
 
 
 def test_rows_on_disk(tmp_path, tokenizer, capsys):
@@ -120,8 +171,10 @@ def test_rows_on_disk(tmp_path, tokenizer, capsys):
     pairs = prepare_pairs(
         corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
     )
-    printed = capsys.readouterr().out
-    assert "label 0, B follows A: 50.0%" in printed or "label 0, B follows A: 49." in printed
+    found = pairs.accounting["train"]
+    share = found["pairs_next"] / found["rows"]
+    assert abs(found["pairs_next"] - found["pairs_random"]) <= 2
+    assert f"label 0, B follows A: {share:.1%}; label 1, B from another document: " in capsys.readouterr().out
     batch = pairs.train.__getitems__([(row, 0, row) for row in range(len(pairs.train))] + [(-1, 5, -1)])
     assert {value.dtype for value in batch.values()} == {torch.int64}
     documents = {"train": set(), "validation": set()}

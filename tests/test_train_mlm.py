@@ -143,9 +143,8 @@ def test_two_processes_train_like_one(runs, kind):
 
 def evaluation_batch(workspace, kind, n):
     """The n rows of the validation split that the run saw."""
-    files = [file for file in (workspace / "cache").glob("*/validation.npy")
-             if file.with_name("validation.spans.npy").exists() == (kind == "nsp")]  # fmt: skip
-    rows = (PairRows if kind == "nsp" else PackedRows)(files[0])
+    file = next((workspace / "cache").glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation.npy"))
+    rows = (PairRows if kind == "nsp" else PackedRows)(file)
     return rows.__getitems__([(row, 0, row) for row in evaluation_rows(len(rows), n, seed=42)])
 
 
