@@ -1,5 +1,7 @@
 """What was prepared once is kept in the cache, whole or not at all, and rows with their checksum."""
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -9,34 +11,44 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 MANIFEST = "sizes.json"
-CHUNK = 1 << 26  # bytes of rows hashed at a time
+FORMAT = 1  # of the folders: raise it when those of old caches cannot be used
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) -> Path:
     """The folder of `cache_dir` that build(folder) filled for these settings, or fills it now.
 
     It appears by a rename, complete, with the size of every file on record. Of several processes one builds
-    and the others wait; a killed one leaves neither a lock nor a folder that could be taken for whole."""
-    key = hashlib.blake2b(json.dumps(settings).encode(), digest_size=12).hexdigest()
+    and the others wait, without a collective that could time out; what a killed one leaves goes with the next
+    build. Raises ValueError where the cache cannot be written."""
+    key = hashlib.blake2b(json.dumps([FORMAT, settings]).encode(), digest_size=12).hexdigest()
     folder, building = Path(cache_dir) / f"{kind}-{key}", Path(cache_dir) / f"{kind}-{key}.tmp"
     if _is_whole(folder):
         return folder
-    os.makedirs(cache_dir, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not _is_whole(folder):
-            for leftover in (building, folder):
-                shutil.rmtree(leftover, ignore_errors=True)
-            building.mkdir()
-            try:
-                build(building)
-                sizes = {file.name: file.stat().st_size for file in building.iterdir()}
-                (building / MANIFEST).write_text(json.dumps(sizes))
-                building.rename(folder)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
+    try:
+        os.makedirs(cache_dir, exist_ok=True)
+        for left in Path(cache_dir).glob("*.tmp"):
+            with contextlib.suppress(Timeout), FileLock(left.with_suffix(".lock"), timeout=0):
+                shutil.rmtree(left, ignore_errors=True)
+        with FileLock(f"{folder}.lock"):
+            if not _is_whole(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                building.mkdir()
+                try:
+                    build(building)
+                    sizes = {file.name: file.stat().st_size for file in building.iterdir()}
+                    (building / MANIFEST).write_text(json.dumps(sizes))
+                    building.rename(folder)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in FULL and not str(error.filename or "").startswith(str(cache_dir)):
+            raise
+        raise ValueError(f"cache_dir: {cache_dir} cannot be written ({error.strerror}); name another folder, "
+                         "or make room") from error
     return folder
 
 
@@ -56,7 +68,7 @@ class RowFile:
 
     def __init__(self, path, block_size: int, dtype):
         self.path, self.block_size, self.dtype, self.rows = path, block_size, np.dtype(dtype), 0
-        self.digest = _digest(self.dtype, block_size)
+        self.digest = xxhash.xxh3_128(f"{self.dtype.str} {block_size}".encode())
         self.file = open(path, "wb")
         self.file.write(bytes(self.HEADER))
 
@@ -80,26 +92,9 @@ class RowFile:
 
 
 def checksum(path) -> str:
-    """xxh3_128 of the rows in a .npy file [n, T], their T and their type, as kept beside the file. Where it
-    was written without one (by np.save, or before there were any) the rows are read once."""
-    kept = _kept(path)
-    if not kept.exists():
-        with FileLock(f"{kept}.lock"):
-            if not kept.exists():
-                rows = np.load(path, mmap_mode="r")
-                digest = _digest(rows.dtype, rows.shape[1])
-                step = max(1, CHUNK // (rows.itemsize * rows.shape[1]))
-                for start in range(0, len(rows), step):
-                    digest.update(np.ascontiguousarray(rows[start : start + step]).data)
-                writing = Path(f"{kept}.tmp")
-                writing.write_text(digest.hexdigest())
-                writing.rename(kept)
-    return kept.read_text()
+    """xxh3_128 of the rows in a .npy file [n, T], their T and their type, as RowFile has kept it."""
+    return _kept(path).read_text()
 
 
 def _kept(path) -> Path:
     return Path(f"{path}.xxh3")
-
-
-def _digest(dtype: np.dtype, block_size: int):
-    return xxhash.xxh3_128(f"{dtype.str} {block_size}".encode())

@@ -81,13 +81,14 @@ class SeenHashes:
 
 
 def clean_documents(corpus, counts: Accounting, seen=None) -> Iterator[dict]:
-    """The documents of a Corpus to train on, in order: text that is a non-empty string, contains any of its
-    keywords (all do when there are none) and was not seen before. Everything else is counted and skipped.
+    """The documents of a Corpus to train on, in order, from the one after those counted on: text that is a
+    non-empty string, contains any of its keywords (all do when there are none) and was not seen before.
+    Everything else is counted and skipped.
 
     `seen` (SeenHashes) carries over the duplicates known from an earlier part of the same source."""
     keywords, column = corpus.keywords, corpus.text_column
     seen = SeenHashes() if seen is None else seen
-    for document in corpus:
+    for document in corpus.documents(counts.read):
         counts.read += 1
         text = document.get(column)
         if not isinstance(text, str):

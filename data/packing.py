@@ -219,9 +219,8 @@ def prepare_splits(cache_dir, kind: str, settings: dict, write, rows=PackedRows)
         (folder / "preparation.json").write_text(json.dumps(manifest, indent=1))
 
     folder = build_once(cache_dir, kind, settings, build)
-    manifest = json.loads((folder / "preparation.json").read_text())
-    accounting = manifest.get("accounting", manifest)  # of pairs, older caches hold the accounts alone
-    train, *held_out = (rows(folder / f"{split}.npy") for split in SPLITS if split in accounting)
+    accounting = json.loads((folder / "preparation.json").read_text())["accounting"]
+    train, *held_out = (rows(folder / f"{split}.npy") for split in accounting)
     return PreparedRows(train, held_out[0] if held_out else None, accounting, str(folder))
 
 

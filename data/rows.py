@@ -19,7 +19,7 @@ import numpy as np
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
-from data.cache import build_once
+from data.cache import RowFile, build_once
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
 from data.packing import PackedRows, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import holds_pairs, load_pair_source, prepare_pairs
@@ -204,7 +204,9 @@ def _set_aside(recipe: Recipe, source: TextSource) -> EvalRows:
         if not rows:
             raise ValueError(f"dataset_name: no validation row in {source.corpus.name}; "
                              "raise validation_fraction.")
-        np.save(folder / "validation.npy", np.concatenate(rows)[:most])
+        file = RowFile(folder / "validation.npy", recipe.row_size, rows[0].dtype)
+        file.write(np.concatenate(rows)[:most])
+        file.close()
 
     folder = build_once(recipe.cache_dir, "stream", [source.fingerprint, most], build)
     rows = PackedRows(folder / "validation.npy")

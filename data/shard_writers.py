@@ -17,7 +17,6 @@ from data.packing import token_dtype, tokenize_texts
 from data.records import SPLITS, Records
 from data.shards import write_shard
 from data.sources.corpus import Corpus
-from data.sources.storage import PatientCorpus
 from data.sources.tables import rows_to_parquet, to_parquet
 
 TEXT_ROWS_PER_GROUP = 1000
@@ -27,7 +26,7 @@ def kept_documents(corpus: Corpus, records: Records, counts: Accounting) -> Iter
     """Clean documents from the one after the last record's on; `counts` goes on from the record's."""
     if counts.read:
         print(f"going on after document {counts.read:,}", file=sys.stderr, flush=True)
-    documents = clean_documents(PatientCorpus(corpus, counts.read), counts, records)
+    documents = clean_documents(corpus, counts, records)
     return show_progress(documents, counts, f"preparing {corpus.name}")
 
 

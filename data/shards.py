@@ -6,20 +6,20 @@
     manifest.json                 settings, counts, checksums; written last: with it, the folder is complete
 """
 
+import glob
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from tqdm import tqdm
 
-from data.cache import RowFile
-from data.packing import PackedRows, tokenizer_fingerprint
+from data.cache import RowFile, build_once
+from data.packing import PackedRows, prepare_splits, tokenizer_fingerprint
+from data.sources import files
 from data.sources.storage import FIRST_CONTACT, Folder, explained
 
 MANIFEST = "manifest.json"
@@ -38,13 +38,14 @@ def read_manifest(url: str) -> dict[str, Any] | None:
     """The manifest of the shards at `url`. None where there are none, or what is no URL or folder.
 
     Raises ValueError for a URL that cannot be read, an unfinished preparation, an unknown format."""
-    if "://" not in str(url) and not Path(url).is_dir():
+    web = "://" in str(url)
+    if (files.suffix(url) in files.SUFFIXES or glob.has_magic(url)) if web else not os.path.isdir(url):
         return None
     folder = Folder(url)
     with explained(url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
         if MANIFEST not in names:
-            if "://" in str(url) and not names:
+            if web and not names:
                 raise FileNotFoundError("nothing is there")
             if PROGRESS in names and "settings.json" in folder.names(PROGRESS):
                 raise ValueError("its preparation is not finished; the same `python -m data.prepare` command "
@@ -116,31 +117,22 @@ def open_shards(url: str, split: str, *, cache_dir: str) -> PackedRows:
 
     The first call copies them, each shard verified, to one array in `cache_dir` (2 or 4 bytes per token);
     later calls with the same shards open it. Of several processes one copies and the others wait. Raises
-    ValueError (see check_shards, read_shard), also when the disk is too small."""
+    ValueError (see check_shards, read_shard, build_once), also when the disk is too small."""
     manifest = check_shards(url)
-    entry = split_entry(manifest, url, split)
-    key = hashlib.sha256(json.dumps(entry["shards"], sort_keys=True).encode()).hexdigest()[:16]
-    path = Path(cache_dir) / f"shards-{split}-{key}.npy"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path}.lock"):
-            if not path.exists():
-                _copy_shards(Folder(url), entry, manifest["dtype"], manifest["block_size"], path)
-    return PackedRows(path)
+    entry, block_size, dtype = split_entry(manifest, url, split), manifest["block_size"], manifest["dtype"]
 
-
-def _copy_shards(folder: Folder, entry, dtype, block_size: int, path: Path) -> None:
-    need = entry["rows"] * block_size * np.dtype(dtype).itemsize
-    if shutil.disk_usage(path.parent).free < need:
-        raise ValueError(f"{path.parent}: mapping the rows of {folder.url} takes {need / 1e9:.1f} GB, more "
-                         "than the disk has free. Use --streaming, or another cache folder.")
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as temporary:
-        copy = RowFile(f"{temporary}/{path.name}", block_size, dtype)
-        for shard in tqdm(entry["shards"], desc=f"copying {path.stem}", disable=None):
-            copy.write(read_shard(folder, shard, block_size))
+    def write(folder: Path) -> dict[str, dict]:
+        need = entry["rows"] * block_size * np.dtype(dtype).itemsize
+        if shutil.disk_usage(folder).free < need:
+            raise ValueError(f"{cache_dir}: mapping the rows of {url} takes {need / 1e9:.1f} GB, more than "
+                             "the disk has free. Use --streaming, or another cache folder.")
+        copy, source = RowFile(folder / f"{split}.npy", block_size, dtype), Folder(url)
+        for shard in tqdm(entry["shards"], desc=f"copying {url}, {split}", disable=None):
+            copy.write(read_shard(source, shard, block_size))
         copy.close()
-        for name in (f"{path.name}.xxh3", path.name):
-            os.replace(f"{temporary}/{name}", path.parent / name)
+        return {split: manifest["accounting"][split]}
+
+    return prepare_splits(cache_dir, "shards", entry["shards"], write).train
 
 
 def fetch_tokenizer(url: str, cache_dir: str) -> str:
@@ -148,13 +140,9 @@ def fetch_tokenizer(url: str, cache_dir: str) -> str:
     folder = Folder(url)
     if folder.local:
         return f"{folder.root}/tokenizer"
-    target = Path(cache_dir) / f"tokenizer-{check_shards(url)['tokenizer']}"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=target.name) as temporary:
-            copy = Path(temporary) / "tokenizer"
-            copy.mkdir()
-            for name in folder.names("tokenizer"):
-                (copy / name).write_bytes(folder.read(f"tokenizer/{name}"))
-            os.replace(copy, target)
-    return str(target)
+
+    def copy(target: Path) -> None:
+        for name in folder.names("tokenizer"):
+            (target / name).write_bytes(folder.read(f"tokenizer/{name}"))
+
+    return str(build_once(cache_dir, "tokenizer", check_shards(url)["tokenizer"], copy))

@@ -33,7 +33,7 @@ from data.filters import Accounting, clean_documents, in_validation
 from data.order import permuted
 from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
 from data.shards import check_shards, read_shard, split_entry
-from data.sources.storage import Folder, PatientCorpus
+from data.sources.storage import Folder
 
 MARKS = 64  # windows whose beginnings are remembered, for resuming a text stream
 
@@ -148,7 +148,7 @@ class TextSource:
         counts, numbers = Accounting(), deque()
 
         def texts() -> Iterator[str]:
-            for found in clean_documents(PatientCorpus(self.corpus), counts):
+            for found in clean_documents(self.corpus, counts):
                 text, number = found[self.corpus.text_column], counts.read - 1
                 held_out = in_validation(text, *self.validation)
                 if number >= document and held_out == (self.split == "validation"):

@@ -2,25 +2,33 @@
 
 import ast
 import bz2
+import contextlib
 import gzip
 import itertools
 import json
+import lzma
 import os
 import pickle
 import random
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import cleandoc
 
 import datasets
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
+from data.shards import is_shards, read_manifest
 from data.sources.corpus import Source, has_split, load_corpus
 from data.sources.files import CUT_AFTER, LONG_FILE
 from data.sources.installed import DOCSTRING
+from data.sources.storage import Folder
 from tests.runs import PROJECT
 
 TEXTS = ["plain", "two\nlines\n", 'quotes " and, commas', "été 日本 🎉", "tab\tand \x00 NUL", "   indented"]
@@ -223,6 +231,103 @@ def test_mistakes_are_named_with_their_remedy(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9999))[:5000])
     with pytest.raises(ValueError, match="cut.jsonl.gz is damaged"):
         load(tmp_path / "cut.jsonl.gz")
+    for suffix, packed in (("xz", lzma.compress(os.urandom(9999))), ("bz2", bz2.compress(os.urandom(9999)))):
+        for how, data in (("cut", packed[:5000]), ("flipped", packed[:4000] + b"damage" + packed[4006:]),
+                          ("other", b"not compressed at all")):
+            (tmp_path / f"{how}.jsonl.{suffix}").write_bytes(data)
+            with pytest.raises(ValueError, match=f"{how}.jsonl.{suffix} is damaged .*repair it"):
+                load(tmp_path / f"{how}.jsonl.{suffix}")
+    for name in ("x" * 300, "y" * 300 + ".jsonl", "./" + "z" * 300):
+        assert not is_shards(name)
+        with pytest.raises(ValueError, match="dataset_name"):
+            load(name)
+
+
+def folder_of(path, *names) -> str:
+    path.mkdir()
+    for name in names:
+        write_lines(path / name, [json.dumps({"text": name}).encode()])
+    return str(path)
+
+
+def test_a_file_of_no_split_or_of_two_is_named_and_refused(tmp_path):
+    clean = "train-1.jsonl", "train-2.jsonl", "dev.jsonl"
+    assert len(texts(load(folder_of(tmp_path / "clean", *clean, "manifest.json", "card.md")))) == 2
+    for number, names in enumerate((["books.jsonl"], ["train_val.jsonl"], ["a.txt", "b.csv"])):
+        folder = folder_of(tmp_path / str(number), *clean, *names)
+        with pytest.raises(ValueError, match=f"{', '.join(names)}: in no split or in two.*rename, or"):
+            load(folder)
+    assert len(texts(load(f"{folder}/train*"))) == 2
+    folder = folder_of(tmp_path / "packed", "a.jsonl", "b.jsonl.zst")
+    with pytest.raises(ValueError, match="b.jsonl.zst: compressed as only .gz"):
+        load(folder)
+
+
+def test_a_name_with_brackets_is_a_name(tmp_path):
+    for name in ("my[1].jsonl", "what?.jsonl", "all*.jsonl"):
+        folder_of(tmp_path / f"in {name}", name, "my1.jsonl", "whats.jsonl", "allen.jsonl")
+        path = tmp_path / f"in {name}" / name
+        assert texts(load(path)) == [name] and not is_shards(str(path))
+    folder = sorted(texts(load(tmp_path / "in my[1].jsonl")))
+    assert folder == ["allen.jsonl", "my1.jsonl", "my[1].jsonl", "whats.jsonl"]
+    assert texts(load(tmp_path / "in what?.jsonl" / "wha*.jsonl")) == ["what?.jsonl", "whats.jsonl"]
+
+
+def test_a_data_folder_with_a_state_json_and_a_damaged_saved_data_set(tmp_path):
+    folder = folder_of(tmp_path / "folder", "a.jsonl")
+    (tmp_path / "folder" / "state.json").write_text('{"text": "of another program"}')
+    assert texts(load(folder)) == ["a.jsonl", "of another program"]
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+    next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"damage")
+    with pytest.raises(ValueError, match="saved' cannot be loaded"):
+        load(tmp_path / "saved")
+    (tmp_path / "dict").mkdir()
+    for content in ("{}", "[", '{"splits": ["train"]}'):
+        (tmp_path / "dict" / "dataset_dict.json").write_text(content)
+        with pytest.raises(ValueError, match="dict' cannot be loaded"):
+            load(tmp_path / "dict")
+
+
+def test_one_file_of_the_web_is_read_and_followed(tmp_path):
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *words):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        lines = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+        (tmp_path / "a.jsonl").write_bytes(lines)
+        (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+        for name in ("a.jsonl", "b.jsonl.gz", "a.jsonl?download=true", "b.jsonl.gz?download=true"):
+            assert not is_shards(f"{url}/{name}")
+            assert texts(load(f"{url}/{name}")) == TEXTS
+        first = load(f"{url}/a.jsonl").fingerprint
+        (tmp_path / "a.jsonl").write_bytes(lines.replace(b"plain", b"PLAIN"))
+        os.utime(tmp_path / "a.jsonl", (1, 1))
+        fsspec.filesystem("http").invalidate_cache()
+        assert load(f"{url}/a.jsonl").fingerprint != first, "the same size, another content"
+        with pytest.raises(ValueError, match="no such file"):
+            load(f"{url}/missing.jsonl")
+    finally:
+        server.shutdown()
+    with pytest.raises(ValueError, match="cannot be listed.*Check"):
+        load("http://127.0.0.1:9/a.jsonl")
+
+
+@pytest.mark.parametrize("url, line", [
+    ("gs://bucket/texts", "pip install gcsfs"), ("abfs://container@account/texts.jsonl", "pip install adlfs"),
+    ("smb://host/texts", r'pip install "fsspec\[smb\]"'),
+])
+def test_a_package_that_a_url_needs_is_named_with_the_line_that_installs_it(url, line):
+    with contextlib.suppress(ImportError):
+        fsspec.core.url_to_fs(url)
+        pytest.skip("the package is there")
+    for use in (load, read_manifest, Folder):
+        if use is not read_manifest or not url.endswith("jsonl"):
+            with pytest.raises(ValueError, match=f"{line}$"):
+                use(url)
 
 
 def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):

@@ -53,13 +53,13 @@ def test_counts_stand_in_the_footer_and_the_manifest(made):
 
 def test_the_copy_in_the_cache_is_made_once_and_follows_the_shards(made, tmp_path):
     first = open_shards(made["shards"], "train", cache_dir=tmp_path)
-    (copy,) = tmp_path.glob("*.npy")
+    (copy,) = tmp_path.rglob("*.npy")
     written = copy.stat().st_mtime_ns
     assert np.array_equal(open_shards(made["shards"], "train", cache_dir=tmp_path).rows, first.rows)
     assert copy.stat().st_mtime_ns == written
     assert run(made["source"], made["folder"] / "other", made["tokenizer"], seed=1) == 0
     other = open_shards(str(made["folder"] / "other"), "train", cache_dir=tmp_path)
-    assert other.path != first.path and len(list(tmp_path.glob("*.npy"))) == 2
+    assert other.path != first.path and len(list(tmp_path.rglob("*.npy"))) == 2
 
 
 def test_wrong_block_size_tokenizer_and_split_are_refused_with_the_remedy(made, tmp_path):

@@ -1,6 +1,7 @@
 """Streams: the same rows in the same order for any number of processes and workers, resumed anywhere."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -127,32 +128,30 @@ def test_a_state_of_another_stream_is_refused(made):
             other.load_state_dict(state)
 
 
-class Unsteady:
-    """A corpus whose reader breaks off after every `good` documents, `times` times."""
+def unsteady(corpus, good: int, times: int):
+    """The corpus, with a reader that breaks off after every `good` documents, `times` times."""
+    left = [times]
 
-    def __init__(self, corpus, good: int, times: int):
-        self.corpus, self.good, self.times = corpus, good, times
-        self.name, self.text_column, self.fingerprint = corpus.name, corpus.text_column, corpus.fingerprint
-        self.keywords = corpus.keywords
-
-    def __iter__(self):
-        for i, document in enumerate(self.corpus):
-            if self.times and i and i % self.good == 0:
-                self.times -= 1
+    def rows():
+        for i, document in enumerate(corpus.rows()):
+            if left[0] and i and i % good == 0:
+                left[0] -= 1
                 raise ConnectionResetError("the source went away")
             yield document
+
+    return replace(corpus, rows=rows)
 
 
 def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monkeypatch, capfd):
     waits = []
     monkeypatch.setattr(storage.time, "sleep", waits.append)
     settings = {"block_size": T, "validation_fraction": 0.05, "shuffle_rows": 0}
-    unsteady = TextSource(Unsteady(made["corpus"], 50, 5), made["tokenizer"], **settings)
-    rows = list(StreamingRows(unsteady, batch_size=1, seed=0, stop=len(map_rows(made))))
+    failing = TextSource(unsteady(made["corpus"], 50, 5), made["tokenizer"], **settings)
+    rows = list(StreamingRows(failing, batch_size=1, seed=0, stop=len(map_rows(made))))
     assert np.array_equal(torch.stack([row["input_ids"] for row in rows]).numpy(), map_rows(made))
     assert waits == [1, 2, 4, 8, 16], "the same document failed five times: exponential backoff"
     assert "the source went away" in capfd.readouterr().err
-    gone = TextSource(Unsteady(made["corpus"], 50, 10**6), made["tokenizer"], **settings)
+    gone = TextSource(unsteady(made["corpus"], 50, 10**6), made["tokenizer"], **settings)
     with pytest.raises(ConnectionError, match=r"texts.jsonl, item 50, failed 8 times in 127 s"):
         list(StreamingRows(gone, batch_size=1, seed=0, stop=1000))
 

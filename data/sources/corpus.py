@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from data.sources import files, installed
+from data.sources.storage import explained, retried
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,12 @@ class Corpus:
     def keywords(self) -> tuple[str, ...]:
         return self.source.keywords
 
-    def __iter__(self) -> Iterator[dict]:
-        """One dict of columns per document; the text is None where it could not be read."""
-        return iter(self.rows())
+    def documents(self, start: int = 0) -> Iterator[dict]:
+        """One dict of columns per document, from number `start` on (those before are read, too); the text is
+        None where it could not be read. The source is opened again when it fails for a passing reason."""
+        return retried(lambda n: itertools.islice(self.rows(), n, None), f"reading {self.name}", start)
+
+    __iter__ = documents
 
 
 def load_corpus(source: Source) -> Corpus:
@@ -87,14 +91,12 @@ def _columns(source: Source, rows) -> tuple[list[str], str, str | None]:
     """The columns of the first rows, the one that holds the text, and the text of the last row looked at."""
     name, asked = source.dataset_name, source.text_column
     columns, text, wanted = {}, None, [asked] if asked else ["content", "text"]
-    try:
+    with explained(f"dataset_name {name!r}", "read", (OSError,)):
         for row in itertools.islice(rows(), 100):
             columns.update(dict.fromkeys(row))
             text = row.get("text")
             if set(wanted) & set(columns) and (len(columns) > 1 or isinstance(text, str) and text.strip()):
                 break
-    except OSError as error:
-        raise ValueError(f"dataset_name {name!r} cannot be read: {error}") from error
     found = next((column for column in wanted if column in columns), None)
     if not columns:
         raise ValueError(f"dataset_name {name!r} holds no readable documents; name a source that has some")

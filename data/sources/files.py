@@ -9,16 +9,17 @@
                      held out for validation.
 
 All but .parquet and .arrow may be compressed (.gz, .bz2, .xz). Where some file names of a folder or glob have
-the word "train", the words train / validation, valid, val, dev / test name splits; otherwise all is "train".
+the word "train", the words train / validation, valid, val, dev / test name splits, and a file that belongs to
+none of them, or to two, is a mistake; otherwise all is "train".
 """
 
 import csv
 import glob
-import gzip
 import hashlib
 import io
 import itertools
 import json
+import lzma
 import os
 import re
 import zlib
@@ -26,9 +27,16 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import fsspec
+from fsspec.utils import infer_compression
+
+from data.sources.storage import explained, is_transient
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
+METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json"}  # of data sets, beside their files
+# What file systems keep that changes with a file's content, beside its size: local, S3, GCS, Azure, http, hf.
+TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified", "updated", "blob_id")
+NOT_READ = re.compile(r"\.(jsonl?|csv|txt|parquet|arrow)\.(zst|zstd|zip|lz4|7z|lzma|z|br|snappy)$")
 LONG_FILE, CUT_AFTER = 1 << 18, 1 << 16  # bytes: of .txt files, as said above
 TITLE = re.compile(r" ?= [^=\n]+ = ?\n?\Z")  # " = Title = "; headings inside an article have more signs
 
@@ -36,12 +44,13 @@ TITLE = re.compile(r" ?= [^=\n]+ = ?\n?\Z")  # " = Title = "; headings inside an
 def is_files(name: str) -> bool:
     """Whether it names a file, a folder, a glob or a URL; a save_to_disk folder is none of these."""
     path_like = "://" in name or glob.has_magic(name) or name.startswith(("/", "~", "."))
-    return not is_saved(name) and (path_like or os.path.exists(name) or _suffix(name) in SUFFIXES)
+    return not is_saved(name) and (path_like or os.path.exists(name) or suffix(name) in SUFFIXES)
 
 
 def is_saved(name: str) -> bool:
     """Whether it is a folder that the datasets library has saved."""
-    return any(os.path.exists(os.path.join(name, file)) for file in ("dataset_dict.json", "state.json"))
+    there = {file for file in ("dict", "info") if os.path.exists(f"{name}/dataset_{file}.json")}
+    return "dict" in there or "info" in there and os.path.exists(f"{name}/state.json")
 
 
 def has_split(source, split: str) -> bool:
@@ -58,50 +67,69 @@ def digest(*parts) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _suffix(path) -> str:
-    return os.path.splitext(re.sub(r"\.(gz|bz2|xz)$", "", path.lower()))[1]
+def _bare(path: str) -> str:
+    """Without the query of a web address."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+
+
+def suffix(path: str) -> str:
+    return os.path.splitext(re.sub(r"\.(gz|bz2|xz)$", "", _bare(path).lower()))[1]
 
 
 def _split_files(name) -> dict[str, list[str]]:
     """Split -> sorted URLs, as the head of this file says."""
-    try:
+    with explained(f"dataset_name {name!r}", "listed"):
         files, path = fsspec.core.url_to_fs(os.path.expanduser(name))
-        if glob.has_magic(path):
+        if suffix(path) in SUFFIXES and files.isfile(path):  # of the web, isdir would read the whole file
+            paths = [path]
+        elif glob.has_magic(path) and not files.exists(path):  # my[1].jsonl is a name
             paths = files.glob(path)
         else:
-            paths = files.find(path) if files.isdir(path) else [path] if files.exists(path) else []
-    except (OSError, ImportError, ValueError) as error:
-        raise ValueError(f"dataset_name {name!r} cannot be listed: {error}") from error
+            paths = files.find(path) if files.isdir(path) else [path] * files.exists(path)
     if not paths:
         raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set; check its spelling")
-    known = sorted(path for path in paths if _suffix(path) in SUFFIXES)
+    known = sorted(path for path in paths if suffix(path) in SUFFIXES)
+    known = [path for path in known if os.path.basename(path) not in METADATA] or known
+    if packed := [path for path in paths if NOT_READ.search(path.lower())]:
+        raise ValueError(f"dataset_name {name!r}: {_some(packed)}: compressed as only .gz, .bz2 and .xz may "
+                         "be; compress in one of these ways")
     if not known:
         raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(SUFFIXES)}")
     words = {path: set(re.split(r"[^a-z]+", os.path.basename(path).lower())) for path in known}
     splits = {split: [path for path in known if words[path] & names] for split, names in SPLIT_WORDS.items()}
     if len(known) == 1 or not splits["train"]:
         splits = {"train": known}
+    if astray := [path for path in known if sum(path in found for found in splits.values()) != 1]:
+        raise ValueError(f"dataset_name {name!r}: {_some(astray)}: in no split or in two, where other names "
+                         "hold the word train; rename, or name the wanted files by a glob")
     return {split: [files.unstrip_protocol(path) for path in paths] for split, paths in splits.items()}
 
 
+def _some(paths: list[str]) -> str:
+    names = [os.path.basename(path) for path in paths]
+    return ", ".join(names[:9]) + (f" and {len(names) - 9} more" if len(names) > 9 else "")
+
+
 def _file_state(url) -> tuple:
-    """What changes when a file does: its size, and the time or tag that its file system keeps."""
+    """What changes when a file does."""
     files, path = fsspec.core.url_to_fs(url)
     info = files.info(path)
-    return url, *(str(info.get(key)) for key in ("size", "mtime", "ETag", "etag", "LastModified", "updated"))
+    return url, *(str(info.get(key)) for key in ("size", *TAGS))
 
 
 def _file_rows(urls) -> Iterator[dict]:
     readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
-    if {_suffix(url) for url in urls} - readers.keys():
+    if {suffix(url) for url in urls} - readers.keys():
         from data.sources.tables import arrow_documents, parquet_documents
 
         readers |= {".parquet": parquet_documents, ".arrow": arrow_documents}
     for url in urls:
-        with fsspec.open(url, "rb", compression="infer") as file:
+        with fsspec.open(url, "rb", compression=infer_compression(_bare(url))) as file:
             try:
-                yield from readers[_suffix(url)](file)
-            except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+                yield from readers[suffix(url)](file)
+            except (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+                if is_transient(error) or getattr(error, "errno", None):
+                    raise  # the way to the file, not what it holds
                 raise ValueError(f"{url} is damaged ({error}); repair it or take it out") from error
 
 

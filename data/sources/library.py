@@ -18,10 +18,10 @@ from data.sources.tables import table_documents
 
 def has_split(source, split: str) -> bool:
     name, config = source.dataset_name, source.dataset_config_name
-    if is_saved(name):
-        saved = Path(name, "dataset_dict.json")
-        return split in (json.loads(saved.read_text())["splits"] if saved.exists() else ["train"])
     with _hub_errors(source):
+        if is_saved(name):
+            saved = Path(name, "dataset_dict.json")
+            return split in (json.loads(saved.read_text())["splits"] if saved.exists() else ["train"])
         # a part of a split, "train[:1%]", is there when the split is
         return split.split("[")[0] in datasets.get_dataset_split_names(name, config)
 
@@ -29,11 +29,11 @@ def has_split(source, split: str) -> bool:
 def open_rows(source):
     """(fingerprint, rows()) of one split. Where it streams, the fingerprint is that of the files listed."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
-    if is_saved(name):
-        dataset = datasets.load_from_disk(name)
-        dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-        return dataset._fingerprint, partial(_rows, dataset)
     with _hub_errors(source):
+        if is_saved(name):
+            dataset = datasets.load_from_disk(name)
+            dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+            return dataset._fingerprint, partial(_rows, dataset)
         dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
         if not source.streaming:
             return dataset._fingerprint, partial(_rows, dataset)
@@ -54,11 +54,11 @@ def _hub_errors(source):
     """What the Hub's client raises, said once, with the remedies."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
         name, config = source.dataset_name, source.dataset_config_name
         config = f", dataset_config_name {config!r}," if config else ""
         raise ValueError(
             f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
-            "check the spelling, dataset_config_name and the network; log in with `hf auth login` if it "
-            "is private or gated; installed-python and installed-docs need none of these."
+            "check that it is whole, the spelling, dataset_config_name and the network; log in with `hf auth "
+            "login` if it is private or gated; installed-python and installed-docs need none of these."
         ) from error

@@ -3,14 +3,15 @@
 import contextlib
 import errno
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import TypeVar
 
 import fsspec
+from fsspec.registry import known_implementations
 from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
@@ -111,17 +112,20 @@ def bound_waiting(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def explained(url: str, verb: str) -> Iterator[None]:
+def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> Iterator[None]:
     """What a wrong URL, a missing package or missing rights raise, as a ValueError that names the remedy."""
     try:
         yield
     except Exception as error:
         network = type(error).__module__.split(".")[0] in NETWORK_MODULES
-        if not network and not isinstance(error, OSError | ImportError | ValueError):
+        if not network and not isinstance(error, kinds):
             raise
         remedy = "Check its spelling, your credentials and the network." if network else "Check its spelling."
         if isinstance(error, ImportError):
-            remedy = "Install the package it names with pip."
+            protocol = re.search(r"(\w+)://", url)[1]
+            package = known_implementations[protocol]["class"].split(".")[0]
+            package = f'"fsspec[{protocol}]"' if package == "fsspec" else package
+            remedy = f"Install what it needs: pip install {package}"
         elif isinstance(error, PermissionError) or _status(error) in (401, 403):
             remedy = "Check your credentials (the Hub's: `hf auth login`) and the rights on it."
         elif isinstance(error, ConnectionError):
@@ -190,15 +194,3 @@ class Folder:
         """Deletes a file or a folder with what it holds; nothing happens where there is none."""
         with contextlib.suppress(FileNotFoundError):
             with_retries(lambda: self.fs.rm(self.path(name), recursive=True), f"deleting {self.url}/{name}")
-
-
-class PatientCorpus:
-    """A Corpus from document `start` on, opened again when it fails for a passing reason."""
-
-    def __init__(self, corpus, start: int = 0):
-        self.corpus, self.start = corpus, start
-        self.text_column, self.keywords = corpus.text_column, corpus.keywords
-
-    def __iter__(self) -> Iterator[dict]:
-        # Passing documents over costs reading them, but neither filter nor tokenizer.
-        return retried(lambda n: islice(self.corpus, n, None), f"reading {self.corpus.name}", self.start)

@@ -1,0 +1,122 @@
+"""The cache: one process of a machine fills it, damage and what a kill leaves are mended."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.cache import build_once
+from data.shards import check_shards, open_shards
+from tests.runs import PROJECT
+from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
+
+COPY = """
+import sys
+from data.shards import fetch_tokenizer, open_shards
+url, cache = sys.argv[1:]
+print("here", flush=True)
+print(fetch_tokenizer(url, cache))
+print(open_shards(url, "train", cache_dir=cache).path)
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    source = write_jsonl(folder / "texts.jsonl", make_texts(200))
+    assert run(source, folder / "shards", save_tokenizer(folder / "tokenizer")) == 0
+    return folder / "shards"
+
+
+@pytest.fixture
+def server(shards):
+    """HTTP on loopback. asked: how often each file was; stall: a name whose answer waits for `go_on`."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.rsplit("/", 1)[-1]
+            server.asked[name] += 1
+            if name == server.stall:
+                server.go_on.wait(60)
+            super().do_GET()
+
+        def log_message(self, *words):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(shards.parent)))
+    server.asked, server.stall, server.go_on = Counter(), None, threading.Event()
+    server.url = f"http://127.0.0.1:{server.server_port}/shards"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.go_on.set()
+    server.shutdown()
+
+
+def start(url, cache) -> subprocess.Popen:
+    command = [sys.executable, "-c", COPY, url, str(cache)]
+    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_of_two_processes_one_copies_remote_shards_and_their_tokenizer(server, shards, tmp_path):
+    server.stall = "tokenizer.json"
+    both = [start(server.url, tmp_path / "cache") for _ in range(2)]
+    assert [process.stdout.readline() for process in both] == ["here\n"] * 2
+    time.sleep(1)  # both ask, or one does and the other waits for it
+    server.go_on.set()
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert all(process.returncode == 0 for process in both), outputs
+    assert outputs[0][0] == outputs[1][0]
+    names = [shard["file"] for shard in check_shards(str(shards))["splits"]["train"]["shards"]]
+    assert {name: server.asked[name] for name in [*names, "tokenizer.json"]} == dict.fromkeys(
+        [*names, "tokenizer.json"], 1)
+    path = Path(outputs[0][0].split()[-1])
+    assert np.array_equal(np.load(path), open_shards(str(shards), "train", cache_dir=tmp_path / "own").rows)
+
+
+def test_what_a_kill_while_copying_leaves_goes_with_the_next_build_of_anything(server, tmp_path):
+    server.stall = "train-00003.parquet"
+    killed = start(server.url, tmp_path)
+    until = time.monotonic() + 60
+    while not server.asked[server.stall] and time.monotonic() < until:
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    left = {path for path in tmp_path.rglob("*") if path.suffix != ".lock" and path.is_dir()}
+    assert any(path.name.startswith("shards-") for path in left)
+    other = build_once(tmp_path, "other", 1, lambda folder: (folder / "x").touch())
+    found = {path.name.split("-")[0] for path in tmp_path.iterdir() if path.is_dir()}
+    assert found == {"other", "tokenizer"} and (other / "x").exists(), found
+
+
+def test_a_truncated_copy_of_shards_is_made_again(shards, tmp_path):
+    rows = open_shards(str(shards), "train", cache_dir=tmp_path)
+    whole = np.array(rows.rows)
+    os.truncate(rows.path, os.path.getsize(rows.path) - 100)
+    assert np.array_equal(open_shards(str(shards), "train", cache_dir=tmp_path).rows, whole)
+
+
+def test_a_cache_that_cannot_be_written_is_the_users_mistake(shards, tmp_path):
+    (tmp_path / "file").touch()
+    for cache in (tmp_path / "file" / "cache", tmp_path / "file", tmp_path / ("x" * 300), "/proc/cache"):
+        with pytest.raises(ValueError, match=r"cache_dir: .* cannot be written .*name another"):
+            open_shards(str(shards), "train", cache_dir=cache)
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", tmp_path]).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        def build(folder):
+            (folder / "big").write_bytes(bytes(1 << 20))
+
+        with pytest.raises(ValueError, match=r"cache_dir: .*No space left.*make room"):
+            build_once(tmp_path, "rows", 1, build)
+        assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
