@@ -188,7 +188,7 @@ def main(args: TrainArgs | None = None) -> None:
     guard = UpdateGuard(accelerator, optimizer, outlier_factor=args.skip_outlier_updates)
     means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
     ids, not_single = keytoken_ids(data.tokenizer, args.keytokens)
-    keytokens = keytoken_table(ids, len(data.tokenizer), accelerator.device)  # [V], 1 at key tokens
+    keytokens = keytoken_table(ids, lm.config.vocab_size, accelerator.device)  # [V], 1 at key tokens
     if not_single:
         accelerator.print(f"keytokens: without weight, not one token: {', '.join(map(repr, not_single))}")
 

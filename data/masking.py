@@ -50,9 +50,10 @@ class MaskTokens:
         special = special_ids(tokenizer)
         self.mask_id, self.cls_id, self.sep_id = (tokenizer.mask_token_id, tokenizer.cls_token_id,
                                                   tokenizer.sep_token_id)
-        self.is_special = np.zeros(max(len(tokenizer), *special) + 1, dtype=bool)
+        known = np.unique([*tokenizer.get_vocab().values(), *special])  # sorted; ids may have gaps
+        self.is_special = np.zeros(known[-1] + 1, dtype=bool)
         self.is_special[special] = True
-        self.replacements = np.setdiff1d(np.arange(len(tokenizer)), special)  # random tokens come from here
+        self.replacements = np.setdiff1d(known, special)  # random tokens come from here
 
     def __call__(self, batch: dict) -> dict:
         rows, epochs, positions = (batch[name].numpy() for name in ("row", "epoch", "position"))

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from data.cache import RowFile, build_once, checksum
 from data.filters import Accounting, clean_documents, in_validation, show_progress
-from data.tokenizer import TRAINING_BYTES, load_tokenizer, sample_texts, split_text, train_tokenizer
+from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sample_texts, split_text, train_tokenizer
 
 SPLITS = ("train", "validation")
 FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
@@ -33,7 +33,7 @@ BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch ta
 
 def token_dtype(tokenizer) -> np.dtype:
     """uint16 where every token id fits, else uint32."""
-    return np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
+    return np.dtype(np.uint16 if id_count(tokenizer) <= 1 << 16 else np.uint32)
 
 
 def tokenizer_fingerprint(tokenizer) -> str:

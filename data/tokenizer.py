@@ -68,6 +68,11 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def id_count(tokenizer) -> int:
+    """1 + the largest token id: more than len(tokenizer) where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str,
                     progress=False) -> PreTrainedTokenizerFast:
     """A tokenizer trained on texts, with the special tokens of the model's family.

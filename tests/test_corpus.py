@@ -74,6 +74,38 @@ def test_the_fingerprint_of_the_installation_is_the_same_in_another_process():
     assert other.stdout.strip() == load("installed-docs").fingerprint
 
 
+def test_the_fingerprint_of_the_installation_knows_content_and_the_generators_code(tmp_path):
+    """In an environment of its own: a file of the same size with other content, and a generator edited."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
+    script = """
+import importlib, os, pathlib, sys, sysconfig
+from data.sources import installed
+from data.sources.corpus import Source
+def fingerprint(name):
+    installed._python_files.cache_clear()
+    return installed.open_rows(Source(name))[0]
+module = pathlib.Path(sysconfig.get_path("purelib"), "module.py")
+module.write_text("x = 1\\n")
+first = fingerprint("installed-python")
+assert fingerprint("installed-python") == first
+module.write_text("x = 2\\n")
+assert fingerprint("installed-python") != first, "content"
+own = pathlib.Path(sys.argv[1], "own.py")
+sys.path.insert(0, sys.argv[1])
+found = []
+for text in ("one", "two"):
+    own.write_text(f"def rows():\\n    yield dict(text='{text}')\\n")
+    import own as module
+    installed.INSTALLED["own"] = importlib.reload(module).rows
+    found.append(fingerprint("own"))
+assert found[0] != found[1], "code"
+"""
+    path = os.pathsep.join([str(PROJECT), *sys.path])
+    done = subprocess.run([tmp_path / "env" / "bin" / "python", "-c", script, tmp_path], capture_output=True,
+                          text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+
+
 def test_installed_docs_are_the_docstrings_that_ast_finds():
     found = missed = wrong = 0
     for document in itertools.islice(load("installed-python"), 0, 1200, 6):

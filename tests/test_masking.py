@@ -188,6 +188,19 @@ def test_a_subclass_may_mask_whole_words(tokenizer):
         assert sum(not tokens <= chosen for tokens in complete) <= 1, "only the last word may be cut"
 
 
+def test_ids_with_gaps_are_masked_and_drawn():
+    words = [*dict.fromkeys(SPECIAL.values())] + [f"w{i}" for i in range(9)]
+    ids = {word: i for i, word in enumerate(words)} | {"far": 70_000}
+    gappy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(ids, "<unk>")), **SPECIAL)
+    batch = make_batch(list(range(64)))
+    batch["input_ids"] = torch.where(batch["input_ids"] % 2 == 0, 70_000, 9)
+    before = batch["input_ids"].clone()
+    out = MaskTokens(gappy, 0.5)(batch)
+    masked = out["input_ids"][:, 1:-1]
+    changed = set(masked[(masked != before) & (masked != gappy.mask_token_id)].tolist())
+    assert 70_000 in changed and changed <= set(ids.values()), "random tokens are ones that exist"
+
+
 def test_no_masks_without_the_tokens_for_it():
     with pytest.raises(ValueError, match="mask_token, cls_token, sep_token"):
         MaskTokens(make_tokenizer(unk_token="<unk>", pad_token="<pad>"))

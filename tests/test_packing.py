@@ -30,7 +30,7 @@ from data.packing import (
     trained_tokenizer,
 )
 from data.sources.corpus import Source, load_corpus
-from tests.runs import PROJECT, write_corpus
+from tests.runs import PROJECT, TINY, run, write_corpus
 
 T = 32
 
@@ -173,6 +173,25 @@ def test_ids_beyond_uint16_are_kept():
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos_token"):
         next(tokenize_texts(["w1"], tokenizer))
+
+
+def test_ids_with_gaps_are_kept_and_weighed(tmp_path):
+    """The largest id counts, not how many there are: stored in 16 bits, 70,000 would be 4,464."""
+    backend = Tokenizer(models.WordLevel({"[UNK]": 0, "<eos>": 1, "plt": 70_000}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert token_dtype(tokenizer) == np.uint32
+    texts = [json.dumps({"text": "plt " * 40 + f"other {i}"}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(texts))
+    done = run("train_clm.py", TINY | {
+        "dataset_name": tmp_path / "a.jsonl", "tokenizer_name": tmp_path / "tokenizer", "keytokens": ["plt"],
+        "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_train_steps": 1,
+        "num_warmup_steps": 0, "prompts": "none", "config_overrides": "n_layer=1,n_embd=8,n_head=1",
+    })  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    [rows] = (tmp_path / "cache").glob("rows-*/train.npy")
+    assert set(np.unique(np.load(rows)).tolist()) == {0, 1, 70_000}
 
 
 def test_a_second_start_reads_nothing_and_every_setting_counts(corpus, tokenizer, folder, tmp_path):

@@ -5,6 +5,7 @@ installed-docs      package descriptions and docstrings: the paragraphs that rea
 """
 
 import functools
+import inspect
 import os
 import platform
 import re
@@ -23,8 +24,9 @@ def has_split(source, split: str) -> bool:
 
 def open_rows(source):
     """(fingerprint, rows()) of one of INSTALLED."""
-    python_files = [file[:3] for file in _python_files()]
-    return digest(source.dataset_name, python_files), INSTALLED[source.dataset_name]
+    rows = INSTALLED[source.dataset_name]
+    files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
+    return digest(source.dataset_name, Path(inspect.getfile(rows)).read_bytes(), files), rows
 
 
 @functools.cache
