@@ -28,7 +28,15 @@ from data.records import Records
 from data.shard_writers import write_text_shards, write_token_shards
 from data.shards import MANIFEST, PROGRESS
 from data.sources.corpus import Corpus, Source, load_corpus
-from data.sources.storage import FIRST_CONTACT, SILENCE, Folder, bound_waiting, explained, with_retries
+from data.sources.storage import (
+    FIRST_CONTACT,
+    SILENCE,
+    Folder,
+    bound_waiting,
+    explained,
+    printable,
+    with_retries,
+)
 from data.tokenizer import load_tokenizer
 
 
@@ -101,6 +109,7 @@ def settings_of(args: argparse.Namespace, corpus: Corpus, tokenizer) -> dict[str
     """Everything that shapes the shards: a preparation goes on only where it is the same."""
     settings = {"format": "token-rows-1" if tokenizer else "text-1"}
     settings |= {name: getattr(args, name) for name in ("dataset_name", "dataset_config_name", "split")}
+    settings["dataset_name"] = printable(args.dataset_name)
     settings |= {"content": corpus.fingerprint, "text_column": corpus.text_column}
     settings |= {"keywords": list(corpus.keywords), "shard_mb": args.shard_mb}
     if tokenizer:
@@ -192,13 +201,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare(parse_args(argv))
     except OSError as error:
-        print(f"error: {error}\nThe same command goes on where this one stopped.", file=sys.stderr)
+        told = f"error: {error}\nThe same command goes on where this one stopped."
+        print(printable(told), file=sys.stderr)
         return 1
     except ValueError as error:
         here, raised = Path(__file__).parent, traceback.extract_tb(error.__traceback__)[-1].filename
         if not Path(raised).is_relative_to(here):
             raise  # a library's: keep its traceback
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -25,6 +25,7 @@ from data.packing import PackedRows, prepare_rows, tokenizer_fingerprint, traine
 from data.pairs import holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus
+from data.sources.storage import printable
 from data.streams import ShardSource, StreamingRows, TextSource
 from data.tokenizer import load_tokenizer
 
@@ -135,6 +136,7 @@ def short_names(names: tuple[str, ...]) -> list[str]:
         return [""]
     short = []
     for name in names:
+        name = printable(name).removesuffix("?***")
         parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
         stem = re.sub(r"(\.(jsonl|json|csv|txt|parquet|arrow))?(\.(gz|bz2|xz))?$", "", (parts or [name])[-1])
         numbered = (f"{stem}-{number}" for number in itertools.count(2))

@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from data.filters import Accounting, clean_documents, show_progress
 from data.sources.corpus import Source, load_corpus
-from data.sources.storage import FIRST_CONTACT, SILENCE, bound_waiting, explained, with_retries
+from data.sources.storage import FIRST_CONTACT, SILENCE, bound_waiting, explained, printable, with_retries
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
@@ -294,7 +294,7 @@ def main(arguments=None):
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")
     if repo_id:
         files = [os.path.basename(path) for path in saved if os.path.isfile(path)]
-        message = f"Tokenizer of {len(tokenizer):,} tokens, {args.algorithm} on {args.dataset_name}"
+        message = f"Tokenizer of {len(tokenizer):,} tokens, {args.algorithm} on {corpus.name}"
         push(repo_id, args.output_dir, files, message)
 
 
@@ -302,5 +302,5 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print(f"error: {printable(str(mistake))}", file=sys.stderr)
         sys.exit(2)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from utils.display.doctor import lost_peer
+from utils.publishing.secrets import without_secrets
 from utils.state.preemption import handle_stop_signals
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -32,7 +33,7 @@ def user_mistakes() -> Iterator[None]:
             raise
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(5)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {without_secrets(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except RuntimeError as error:
         if not (message := lost_peer(error)):
@@ -53,6 +54,7 @@ def entry_point(main: Callable) -> Callable:
     def run(*args):
         handle_stop_signals()
         leaves = _several_processes() and multiprocessing.parent_process() is None
+        sys.excepthook = _print_error
         try:
             with user_mistakes():
                 main(*args)
@@ -67,13 +69,17 @@ def entry_point(main: Callable) -> Callable:
             if not leaves:
                 raise
             status = 1
-            traceback.print_exc()
+            _print_error(*sys.exc_info())
         if leaves:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
 
     return run
+
+
+def _print_error(*error) -> None:
+    print(without_secrets("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True)
 
 
 _alive = []

@@ -28,6 +28,7 @@ from utils.publishing.fetch import fetch_checkpoint
 from utils.publishing.hub_client import check_hub
 from utils.publishing.model_card import write_model_card
 from utils.publishing.push import HubPusher
+from utils.publishing.secrets import without_secrets
 from utils.settings import changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints, disk_space, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
@@ -49,6 +50,7 @@ class Run:
         self.repo_id = self.pusher = self.failure = None
         if args.push_to_hub and self.is_main and not args.eval_only:
             self.repo_id = check_hub(self.name, args.hub_private_repo, args.push_checkpoints)
+        self.settings = without_secrets(asdict(args))
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
 
     # ---- Before the first step
@@ -133,7 +135,7 @@ class Run:
             save_args(args, self.code)
         self.metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, is_main)
         project = Path(sys.modules[type(args).__module__].__file__).stem
-        start_trackers(accelerator, project, args.output_dir, asdict(args), self.step)
+        start_trackers(accelerator, project, args.output_dir, self.settings, self.step)
         name = device_name(accelerator.device)
         self.hardware, peak = f"{accelerator.num_processes} x {name}", peak_flops(name)
         self.throughput = Throughput(
@@ -264,7 +266,7 @@ class Run:
                 self.step, self.model, self.keep, final=bool(self.step == self.steps.last or self.stopping),
                 beside=[("tokenizer.json", tokenizer.backend_tokenizer.to_str().encode())],
                 extra={
-                    "state": self.state, "settings": asdict(self.args) | self.counts, "rows": rows,
+                    "state": self.state, "settings": self.settings | self.counts, "rows": rows,
                     "data": self.data.fingerprints, "stream": self.data.state_dict(rows), "code": self.code,
                     "metrics_offset": self.metrics.offset,
                 },
@@ -323,17 +325,18 @@ class Run:
             "evaluate": f"python {shlex.join(sys.argv)} --eval_only true --max_eval_samples 0",
             "publish": shlex.join(["hf", "upload", self.name, folder, ".", "--exclude", "checkpoints/*"]),
         }
-        return summarize(folder, f"{args.model_type} on {args.dataset_name}", results, commands)
+        title = f"{args.model_type} on {args.dataset_name}"
+        return summarize(folder, without_secrets(title), results, without_secrets(commands))
 
     def _write_card(self) -> None:
-        args, step, steps = self.args, self.step, self.steps
+        settings, step, steps = self.settings, self.step, self.steps
         write_model_card(
-            args.output_dir, pipeline_tag=self.task.pipeline_tag, model_name=self.name.split("/")[-1],
-            model_type=self.config.model_type, parameters=self.parameters, dataset=args.dataset_name,
+            self.args.output_dir, pipeline_tag=self.task.pipeline_tag, model_name=self.name.split("/")[-1],
+            model_type=self.config.model_type, parameters=self.parameters, dataset=settings["dataset_name"],
             step=step, max_steps=steps.last, tokens=steps.tokens_before(step), seconds=self.state["seconds"],
-            hardware=self.hardware, settings=asdict(args), results=self.state["eval"],
-            example=self._prompt(args.prompts[0] if args.prompts else self.task.prompt), repo_id=self.repo_id,
-            base_model=args.model_name_or_path,
+            hardware=self.hardware, settings=settings, results=self.state["eval"],
+            example=self._prompt((settings["prompts"] or [self.task.prompt])[0]), repo_id=self.repo_id,
+            base_model=settings["model_name_or_path"],
         )  # fmt: skip
 
     def _prompt(self, text: str) -> str:

@@ -21,6 +21,7 @@ from utils.display.doctor import check_devices
 from utils.display.metrics import write_json
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import check_trackers
+from utils.publishing.secrets import without_secrets
 from utils.state.checkpoint import newest_settings
 
 Args = TypeVar("Args")
@@ -231,6 +232,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     lines = []
     for name in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
         was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
+        was, is_now = without_secrets((was, is_now))  # as they were saved
         if _as_list(was) != _as_list(is_now):
             lines.append(f"{name}: {was} in the run, {is_now} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
@@ -283,7 +285,7 @@ def save_args(args: Any, code: dict[str, str | None]) -> None:
     """Writes args.json: every setting, the preset included, what it ran on and with which code."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     record = {
-        "settings": dataclasses.asdict(args),
+        "settings": without_secrets(dataclasses.asdict(args)),
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),

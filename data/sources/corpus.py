@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from data.sources import files, installed
-from data.sources.storage import explained, retried
+from data.sources.storage import explained, printable, retried
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Corpus:
     @property
     def name(self) -> str:
         """What the user asked for, printable."""
-        return self.source.dataset_name
+        return printable(self.source.dataset_name)
 
     @property
     def keywords(self) -> tuple[str, ...]:

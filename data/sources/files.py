@@ -29,7 +29,7 @@ from functools import partial
 import fsspec
 from fsspec.utils import infer_compression
 
-from data.sources.storage import explained, is_transient
+from data.sources.storage import explained, is_transient, printable
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
@@ -114,7 +114,7 @@ def _file_state(url) -> tuple:
     """What changes when a file does."""
     files, path = fsspec.core.url_to_fs(url)
     info = files.info(path)
-    return url, *(str(info.get(key)) for key in ("size", *TAGS))
+    return printable(url), *(str(info.get(key)) for key in ("size", *TAGS))
 
 
 def _file_rows(urls) -> Iterator[dict]:

@@ -26,6 +26,13 @@ PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryEr
 PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
 
 
+def printable(text: str) -> str:
+    """`text` with *** for passwords and queries of URLs: for all that is written, printed, compared."""
+    text = re.sub(r"(://)(?:[^\s/]+|[^\s/@:]*:(?!\d+/)[^\s'\"]*)@", r"\1***@", text)
+    query = r"(https?://[^\s?'\"]*\?|://[^\s?'\"]*\?(?=[^\s'\"]*=))[^\s'\"]+"
+    return re.sub(query, r"\1***", text)
+
+
 def _status(error: BaseException) -> int | None:
     """The HTTP status behind an error, in any of the clients that fsspec's file systems use."""
     response = getattr(error, "response", None)
@@ -61,7 +68,8 @@ def _wait(error: Exception, failures: int, what: str, tries: int | None = None) 
     if failures >= len(delays):
         message = f"{what} failed {failures + 1} times in {sum(delays)} s, the last time with {reason}."
         raise ConnectionError(message) from error
-    print(f"warning: {what} failed ({reason}); next try in {delays[failures]} s", file=sys.stderr, flush=True)
+    told = printable(f"warning: {what} failed ({reason}); next try in {delays[failures]} s")
+    print(told, file=sys.stderr, flush=True)
     time.sleep(delays[failures])
 
 
@@ -139,9 +147,10 @@ class Folder:
 
     def __init__(self, url: str):
         """Raises ValueError when no file system answers to `url`; makes no request."""
-        self.url = str(url).rstrip("/") or "/"
+        url = str(url).rstrip("/") or "/"
+        self.url = printable(url)
         with explained(self.url, "opened"):
-            self.fs, self.root = fsspec.core.url_to_fs(self.url)
+            self.fs, self.root = fsspec.core.url_to_fs(url)
         self.root = self.root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 

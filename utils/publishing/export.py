@@ -6,6 +6,7 @@ from pathlib import Path
 
 from accelerate.utils import DistributedType
 
+from utils.publishing.secrets import without_secrets
 from utils.state.training_state import named_tensors
 
 
@@ -30,6 +31,8 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         unwrapped.lm.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
+        config = temporary / "config.json"
+        config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
         mode = (temporary / "config.json").stat().st_mode
         for file in sorted(temporary.iterdir(), key=lambda file: file.suffix == ".safetensors"):
             if file.stat().st_mode != mode:  # safetensors writes files that only their owner may read

@@ -9,7 +9,6 @@ counts, and stored nowhere.
 import re
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, set
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
+
+from utils.publishing.secrets import HIDDEN, without_secrets
 
 BRANCH = "checkpoints"  # training states live beside the model, on a branch of their own
 BESIDE = ("args.json", "metrics.jsonl")  # what a run goes on writing when it continues from a checkpoint
@@ -108,8 +109,8 @@ def diagnose(error: BaseException) -> Trouble:
     status = retry_after = None
     if response is not None:
         status = response.status_code
-        with suppress(ValueError):  # it may also be a date: our own backoff has to do
-            retry_after = float(response.headers.get("retry-after", ""))
+        if re.fullmatch(r"\d+(\.\d*)?", asked := response.headers.get("retry-after", "")):
+            retry_after = min(float(asked), 3600.0)  # else a date, or nonsense: our own backoff has to do
     elif found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
         status = int(found[1])
     if status is None:
@@ -119,6 +120,5 @@ def diagnose(error: BaseException) -> Trouble:
         passing = status >= 500 or status in (408, 409, 412, 423, 425, 429)
     told = chain[-1] if response is None else chain[0]
     text = " ".join(f"{type(told).__name__}: {told}".split())
-    token = get_token()
-    text = (text.replace(token, "***") if token else text)[:400]
+    text = without_secrets(text.replace(get_token() or HIDDEN, HIDDEN))[:400]
     return Trouble(passing, retry_after, text, REMEDIES.get(status))

@@ -1,0 +1,130 @@
+"""Credentials: in nothing that a run or a preparation writes, prints or pushes; runs that need them work."""
+
+import base64
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from data.sources.storage import printable
+from tests.hub_server import TOKEN, HubServer
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+from utils.publishing.secrets import without_secrets
+
+S3_ID, S3_KEY = "AKIALOOPBACKADA4242Q", "s3-Secret/of+ada"
+PROXY, QUERY, OVERRIDE = "proxy-pass-4242", "query-token-4242", "hf_inAConfigOverride424242"
+
+
+class Guarded(BaseHTTPRequestHandler):
+    """One file, for whoever knows the password."""
+
+    def do_GET(self):
+        asked = base64.b64encode(f"ada:{self.server.password}".encode()).decode()
+        found = self.path == "/corpus.jsonl"
+        status = 401 if self.headers.get("Authorization") != f"Basic {asked}" else 200 if found else 404
+        body = self.server.body if status == 200 else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
+    http.body = write_corpus(tmp_path / "corpus.jsonl", 30).read_bytes()
+    (tmp_path / "corpus.jsonl").unlink()
+    threading.Thread(target=http.serve_forever, args=(0.05,), daemon=True).start()
+    yield http
+    http.shutdown()
+
+
+def run(server, hub, folder, words, status):
+    """stdout and stderr of a command that knows all the secrets and leaves none in `folder`."""
+    proxy = f"http://ada:{PROXY}@127.0.0.1:9"
+    env = hub.env(folder / "home") | {
+        "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "https_proxy": proxy, "http_proxy": proxy,
+        "AWS_ACCESS_KEY_ID": S3_ID, "AWS_SECRET_ACCESS_KEY": S3_KEY,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *words], cwd=PROJECT, env=env, capture_output=True, text=True, timeout=200
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == status, output
+    for secret in (TOKEN, server.password, QUERY, S3_KEY, PROXY, OVERRIDE):
+        assert secret not in output, (secret, output)
+        left = [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+        assert not left, (secret, left)
+    return output
+
+
+def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(server, tmp_path):
+    """And the run goes on by the same command, also when the password has been changed meanwhile."""
+    overrides = TINY["config_overrides"] + f",_name_or_path=s3://{S3_ID}:{S3_KEY}@bucket/model"
+    overrides += f",summary_type=https://host/model?sig={QUERY},summary_activation={OVERRIDE}"
+    flags = TINY | {
+        "config_overrides": overrides, "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "tiny",
+        "push_to_hub": True, "push_checkpoints": True,
+    }  # fmt: skip
+
+    def train(password, status=0, **changes):
+        server.password = password
+        url = f"http://ada:{password}@127.0.0.1:{server.server_port}"
+        words = ["train_clm.py", *arguments(flags | {"dataset_name": f"{url}/corpus.jsonl"} | changes)]
+        return run(server, hub, tmp_path, words, status)
+
+    with HubServer(tmp_path / "server") as hub:
+        train("url-pass-4242")
+        before = metrics(tmp_path / "tiny")
+        assert "http://***@127.0.0.1" in (tmp_path / "tiny/README.md").read_text()
+        assert hub.commits("ada/tiny") and hub.commits("ada/tiny", "checkpoints")
+        shutil.rmtree(tmp_path / "tiny/checkpoints/step-00000006")
+        assert "3 are done" in train("another-pass-4242", push_checkpoints=False)
+        assert metrics(tmp_path / "tiny") == before
+        query = f"http://127.0.0.1:{server.server_port}/corpus.jsonl?sig={QUERY}"
+        told = train("third-pass-4242", 2, dataset_name=query)
+        assert "dataset_name: http://***@127.0.0.1" in told and "corpus.jsonl?*** now" in told
+
+
+def test_prepared_shards_do_not_hold_the_password_of_their_source(server, tmp_path):
+    server.password = "url-pass-4242"
+    url = f"http://ada:{server.password}@127.0.0.1:{server.server_port}/"
+    words = ["-m", "data.prepare", "--text_only", "--output_dir", str(tmp_path / "shards"), "--dataset_name"]
+    with HubServer(tmp_path / "server") as hub:
+        assert "http://***@127.0.0.1" in run(server, hub, tmp_path, [*words, f"{url}no.jsonl"], 2)
+        run(server, hub, tmp_path, [*words, f"{url}corpus.jsonl"], 0)
+    assert "http://***@127.0.0.1" in (tmp_path / "shards/manifest.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "text, clean",
+    [
+        ("http://ada:s@e:c@host/x.jsonl", "http://***@host/x.jsonl"),
+        ("s3://AKIALOOPBACKADA4242Q:a/b+c@bucket/it", "s3://***@bucket/it"),
+        ("'filecache::https://ada@host/x?sig=1&b=2' fails", "'filecache::https://***@host/x?***' fails"),
+        ("https://host/x?sastoken", "https://host/x?***"),
+        ("gs://bucket/x?token=1", "gs://bucket/x?***"),
+        *((same, same) for same in (
+            "s3://bucket/part-?.jsonl", "hf://datasets/ada/rows@main/x", "http://host:80/x@2", "a@b c=d",
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_cut_out_of_a_url(text, clean):
+    """data and utils know nothing of each other: each has its function, and both say the same of URLs."""
+    assert printable(text) == without_secrets(text) == without_secrets(clean) == clean
+
+
+def test_what_else_is_a_secret(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "abc-def-ghi")
+    settings = {"a": ["x abc-def-ghi", "hf_" + "q" * 30], "b": "n=2,auth_token=abc,pad_token_id=3", "c": 1}
+    clean = {"a": ["x ***", "***"], "b": "n=2,auth_token=***,pad_token_id=3", "c": 1}
+    assert without_secrets(settings) == clean
