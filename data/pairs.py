@@ -146,25 +146,24 @@ class PairBuilder:
 
 
 class PairRows(PackedRows):
-    """Pairs of a .npy file [n, T + 3]: token ids, where A ends, where the row ends, the label."""
+    """Pairs of a .npy file [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label."""
 
-    @property
-    def block_size(self) -> int:
-        return super().block_size - 3
+    def __init__(self, path):
+        super().__init__(path)
+        self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
         """As PackedRows, with token_type_ids and attention_mask int64 [B, T], next_sentence_label int64 [B].
 
         Row -1 is padding: label -100, and attention to all: for attention to none kernels may give NaN."""
         batch = super().__getitems__(keys)
-        ids, spans = batch["input_ids"].split([self.block_size, 3], dim=1)
+        spans = torch.from_numpy(self.spans[batch["row"].clamp(min=0).numpy()].astype(np.int64))  # [B, 3]
         spans[batch["row"] < 0] = torch.tensor([self.block_size, self.block_size, -100])
         end_of_a, end, label = spans.T
         place = torch.arange(self.block_size)
         real = place < end[:, None]  # [B, T]
-        return batch | {"input_ids": ids.contiguous(), "attention_mask": real.long(),
-                        "token_type_ids": (real & (place >= end_of_a[:, None])).long(),
-                        "next_sentence_label": label.contiguous()}  # fmt: skip
+        return batch | {"token_type_ids": (real & (place >= end_of_a[:, None])).long(),
+                        "attention_mask": real.long(), "next_sentence_label": label.contiguous()}  # fmt: skip
 
 
 def load_pair_source(source: Source) -> Corpus:
