@@ -22,7 +22,8 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 
 from data.rows import Recipe, open_sources, prepare
-from data.tokenizer import keytoken_ids
+from data.tokenizer import id_count, keytoken_ids
+from utils.display.preview import show_rows
 from utils.display.trackers import check_trackers
 from utils.entry import entry_point
 from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table, trust_row_positions
@@ -105,6 +106,7 @@ class TrainArgs:
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
     preflight: bool = True  # exercise every later stage once before the first step
     eval_only: bool = False  # evaluate model_name_or_path, or the model in output_dir, and end
+    show: int = 0  # print so many rows as the model is fed them, and end; 0: train
     report_to: str = "none"  # tensorboard, wandb, trackio
     log_level: str = "error"  # of the libraries
     push_to_hub: bool = False  # publish each save in the background
@@ -171,6 +173,12 @@ def main(args: TrainArgs | None = None) -> None:
     data = prepare(sources, accelerator)
     data.tokenizer.model_max_length = args.block_size  # saved with it
     steps = Steps(args, accelerator, data.length)
+    ids, not_single = keytoken_ids(data.tokenizer, args.keytokens)
+    keytokens = keytoken_table(ids, id_count(data.tokenizer), accelerator.device)  # [V], 1 at key tokens
+    if not_single:
+        accelerator.print(f"keytokens: without weight, not one token: {', '.join(map(repr, not_single))}")
+    if args.show:
+        return show_rows(args.show, data, steps, keytokens, args.keytoken_alpha)
 
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
@@ -187,10 +195,6 @@ def main(args: TrainArgs | None = None) -> None:
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer, outlier_factor=args.skip_outlier_updates)
     means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
-    ids, not_single = keytoken_ids(data.tokenizer, args.keytokens)
-    keytokens = keytoken_table(ids, lm.config.vocab_size, accelerator.device)  # [V], 1 at key tokens
-    if not_single:
-        accelerator.print(f"keytokens: without weight, not one token: {', '.join(map(repr, not_single))}")
 
     def update(micro_batches: list[dict]) -> None:
         """One step: the gradient of all micro-batches and processes, and what it changes."""

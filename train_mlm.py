@@ -23,6 +23,7 @@ from accelerate.utils import GradientAccumulationPlugin, set_seed
 
 from data.masking import MaskTokens
 from data.rows import Recipe, open_sources, prepare
+from utils.display.preview import show_rows
 from utils.display.trackers import check_trackers
 from utils.entry import entry_point
 from utils.learning.losses import MaskedLMLoss, trust_row_positions
@@ -104,6 +105,7 @@ class TrainArgs:
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
     preflight: bool = True  # exercise every later stage once before the first step
     eval_only: bool = False  # evaluate model_name_or_path, or the model in output_dir, and end
+    show: int = 0  # print so many rows as the model is fed them, and end; 0: train
     report_to: str = "none"  # tensorboard, wandb, trackio
     log_level: str = "error"  # of the libraries
     push_to_hub: bool = False  # publish each save in the background
@@ -179,6 +181,8 @@ def main(args: TrainArgs | None = None) -> None:
     data.tokenizer.model_max_length = args.block_size  # saved with it
     data.collate = MaskTokens(data.tokenizer, args.mlm_probability, args.seed)
     steps = Steps(args, accelerator, data.length)
+    if args.show:
+        return show_rows(args.show, data, steps)
 
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)

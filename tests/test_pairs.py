@@ -100,7 +100,7 @@ def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
 
 
 def test_chunks_of_a_long_document_wait_for_others():
-    """Nothing is paired with its own document: chunks wait, and those still waiting at the end are counted."""
+    """Nothing is paired with its own document: chunks wait, and those left at the end are counted."""
     book, *tales = numbered([[10] * 200] + [[10] * 20] * 30)
     builder = PairBuilder(room=20, seed=0)
     assert list(builder.pairs([book])) == [] and builder.left_over == 2000

@@ -48,7 +48,7 @@ class Run:
         live_until_exit(self)  # with the accelerator, and the model in it
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.repo_id = self.pusher = self.failure = None
-        if args.push_to_hub and self.is_main and not args.eval_only:
+        if args.push_to_hub and self.is_main and not args.eval_only and not args.show:
             self.repo_id = check_hub(self.name, args.hub_private_repo, args.push_checkpoints)
         self.settings = without_secrets(asdict(args))
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}

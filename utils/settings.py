@@ -40,7 +40,7 @@ class _Parser(HfArgumentParser):
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
 # The batch may be divided otherwise; the rows per step are compared instead.
 MAY_CHANGE = set(
-    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only logging_steps eval_steps "
+    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps "
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
     "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
     "max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
@@ -53,7 +53,7 @@ POSITIVE = set(
 )
 NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
-    "seed skip_outlier_updates max_eval_samples eval_steps save_steps".split()
+    "seed skip_outlier_updates max_eval_samples eval_steps save_steps show".split()
 )
 BELOW_ONE = ("validation_fraction", "adam_beta2", "mlm_probability")
 
@@ -197,7 +197,7 @@ def common_problems(args: Any) -> list[str]:
         problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
     if args.push_checkpoints and not args.push_to_hub:
         problems.append("push_checkpoints: needs push_to_hub.")
-    if not args.eval_only:
+    if not args.eval_only and not args.show:
         saved = newest_settings(args.output_dir, args.resume_from_checkpoint)
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
         problems += changed_settings(saved, args) if saved else []
