@@ -186,7 +186,7 @@ def on_terminal(workspace, script) -> str:
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     process.join(120)
-    assert process.exitcode == 0
+    assert process.exitcode == 0, b''.join(parts)[-2000:].decode()
     os.write(theirs, b"\0")
     reader.join()
     os.close(ours)

@@ -40,9 +40,9 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
     for colour, *texts in (MARKS[kind] for kind in MARKS if kind in seen):
         example, meaning = (text.format(**names) for text in texts)
         legend += f"\n  {paint(colour, example)}{' ' * (16 - len(example))}{meaning}"
-    sys.stdout.reconfigure(errors="backslashreplace")
+    text, encoding = "\n\n".join([legend, *blocks]), sys.stdout.encoding or "utf-8"
     try:
-        print("\n\n".join([legend, *blocks]), flush=True)
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:  # by `| head`: what is left must not fail again when Python flushes it at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
