@@ -88,6 +88,13 @@ class ModelLoss(nn.Module):
         outer = getattr(self.lm, "lm_head", None)  # ESM adds a bias of its own to a projection without
         return head.weight, getattr(outer, "bias", None) if head.bias is None else head.bias
 
+    def _router_loss_weight(self):
+        """Of the loss that keeps the experts of a mixture equally busy, in training; 0 for none."""
+        if not getattr(self.lm.config, "output_router_logits", False):
+            return 0.0
+        names = "router_aux_loss_coef", "aux_loss_coef"
+        return next((getattr(self.lm, name) for name in names if hasattr(self.lm, name)), 0.0)
+
     @torch.no_grad()
     def _split_gives_same_logits(self):
         """Whether base model, transform and projection give the logits of the model, tried on eight tokens.
@@ -99,6 +106,8 @@ class ModelLoss(nn.Module):
         lm = self.lm
         ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
         training, generator = lm.training, torch.Generator().manual_seed(0)
+        if self._router_loss_weight():  # what it is made of comes with the model's own logits
+            return False
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
         scale = 1
@@ -114,7 +123,7 @@ class ModelLoss(nn.Module):
                 found = F.linear(scale * hidden, *self._projection()).float()
                 same = same and found.shape == expected.shape
                 same = same and (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-        except (AttributeError, TypeError):  # no such parts
+        except Exception:  # no such parts, or of other shapes
             same = False
         finally:
             hook.remove()
@@ -161,10 +170,13 @@ class CausalLMLoss(ModelLoss):
                 hidden, weight, targets, token_weights, bias, self.chunk_softmax, token_loss=token_loss
             )
         else:
-            logits = self._run(self.lm, batch).logits[:, :-1].flatten(0, 1).float()
+            out = self._run(self.lm, batch)
+            logits = out.logits[:, :-1].flatten(0, 1).float()
             losses = F.cross_entropy(logits, targets, reduction="none")
             trained = losses if token_loss is None else replaced_losses(token_loss, logits, targets)
             loss_sum = (trained * token_weights).sum()
+            if self.training and (weight := self._router_loss_weight()):
+                loss_sum = loss_sum + rows * predicted * weight * out.aux_loss
         return loss_sum / (rows * predicted), losses.detach().view(rows, predicted).mean(1)
 
 

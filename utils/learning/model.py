@@ -2,6 +2,8 @@
 
 import copy
 import difflib
+import inspect
+import json
 
 import torch
 from torch import nn
@@ -20,6 +22,9 @@ MODEL_CLASSES = {
     "pretraining": AutoModelForPreTraining,  # masked LM and next sentence together: BertForPreTraining
 }
 
+# (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
+LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
+
 
 def model_problems(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None):
     """What is wrong with these settings, one line each, before any weights are made; [] = nothing."""
@@ -30,7 +35,7 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
 
     kind: "causal", "masked" or "pretraining" (masked LM with next sentence). config_overrides:
-    "n_layer=4,n_embd=256", for random weights only. Vocabulary size, special ids and positions come from
+    "n_layer=4,n_embd=256" or a JSON object, for random weights only. Vocabulary size, special ids and positions come from
     tokenizer and block_size where they are not overridden. Raises ValueError, one problem per line, when they
     cannot agree.
     """
@@ -49,7 +54,35 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         # Saved with it: otherwise pipeline() asks for 256 new tokens, more than there are positions.
         model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
+    freeze_unused(model, block_size)
     return model
+
+
+def freeze_unused(model, block_size):
+    """No gradient for parameters that text alone does not reach, such as an unused pooler: transformers' loss
+    gives them none, and DDP would wait for it. Those that a short row leaves out are looked for in a full one.
+    """
+    training, device = model.training, next(model.parameters()).device
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    model.eval()
+    for length in (min(8, block_size), block_size):
+        ids = torch.arange(length, device=device)[None] % model.config.vocab_size
+        out = model(input_ids=ids, **options)
+        nodes, reached = [value.grad_fn for value in out.values() if getattr(value, "grad_fn", None)], set()
+        seen = set(nodes)
+        while nodes:
+            node = nodes.pop()
+            reached.add(getattr(node, "variable", None))
+            new = {parent for parent, _ in node.next_functions if parent} - seen
+            seen |= new
+            nodes += new
+        unused = [parameter for parameter in trained if parameter not in reached]
+        if not unused:
+            break
+    for parameter in unused:
+        parameter.requires_grad_(False)
+    model.train(training)
 
 
 def use_one_kernel_gelu(model):
@@ -88,34 +121,53 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
                 f"model_name_or_path, {model_name_or_path!r}: no folder with a config.json and no model "
                 f"on the Hub that can be reached ({str(error).splitlines()[0]})"
             ]
-        source = f"model_name_or_path, {model_name_or_path!r}"
+        blamed = source = f"model_name_or_path, {model_name_or_path!r}"
+        if unfit := _unfit(kind, config, source):
+            return None, problems + unfit
         values, found = _agreement(config, {}, kind, block_size, tokenizer, source)
         for name, value in values.items():
             setattr(config, name, value)
+        found = found or _shape_problems(kind, config, blamed)
     else:
+        blamed = f"model_type, {model_type!r}"
         if model_type not in CONFIG_MAPPING:
-            return None, problems + [
-                f"model_type, {model_type!r}: unknown to transformers{_near(model_type, CONFIG_MAPPING)}"
-            ]
-        config = AutoConfig.for_model(model_type)
-        chosen, found = _parse_overrides(config, config_overrides)
+            return None, problems + [f"{blamed}: unknown to transformers{_near(model_type, CONFIG_MAPPING)}"]
+        if unfit := _unfit(kind, CONFIG_MAPPING[model_type], blamed):
+            return None, problems + unfit
+        if config_overrides:
+            blamed = f"config_overrides, {config_overrides!r}"
+        default = AutoConfig.for_model(model_type)
+        chosen, found = _parse_overrides(default, config_overrides)
         if not found:
-            values, found = _agreement(config, chosen, kind, block_size, tokenizer, "config_overrides")
+            values, found = _agreement(default, chosen, kind, block_size, tokenizer, "config_overrides")
         if not found:
-            try:
-                config = AutoConfig.for_model(model_type, **values)
-            except Exception as error:  # transformers checks little, with whatever exception comes
-                found = [f"config_overrides, {config_overrides!r}: {_one_line(error)}"]
-    return config, problems + (found or _shape_problems(kind, config, config_overrides))
+            config, found = _made(kind, model_type, values, blamed)
+            if found and values.get("pad_token_id", 0) is None:  # some cannot be without: one that no text has
+                values["pad_token_id"] = values["vocab_size"]
+                values["vocab_size"] += 1
+                other, still_found = _made(kind, model_type, values, blamed)
+                config, found = (config, found) if still_found else (other, [])
+    return config, problems + found
+
+
+def _made(kind, model_type, values, blamed):
+    """(configuration, problems)."""
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # transformers checks little, with whatever exception comes
+        return None, [f"{blamed}: {_one_line(error)}"]
+    return config, _shape_problems(kind, config, blamed)
 
 
 def _agreement(config, chosen, kind, block_size, tokenizer, source):
     """(what the configuration has to say beside `chosen`, which is included; problems)."""
     pretrained = source != "config_overrides"
     values, problems = dict(chosen), []
-    pad_id = config.pad_token_id
-    if kind == "causal" and getattr(config, "is_decoder", None) is False:
-        values.setdefault("is_decoder", True)  # BERT and its kin: without it every token sees the next one
+    pad_id = getattr(config, "pad_token_id", None)
+    if kind == "causal":  # without it every token of an encoder sees the next one
+        for name, bidirectional, causal in LEFT_TO_RIGHT:
+            if getattr(config, name, None) == bidirectional:
+                values.setdefault(name, causal)
     after_pad = _positions_after_pad(kind, config, values)
     if tokenizer is not None:
         # Not len(tokenizer) alone: ids may have gaps.
@@ -126,19 +178,31 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
                 f"{source}: vocab_size {vocab_size} is smaller than the tokenizer's {needed}; choose the "
                 "tokenizer of the model, or a larger vocab_size with random weights"
             )
-        for key in (key for key in config.to_dict() if key.endswith("_token_id")):
-            values.setdefault(key, getattr(tokenizer, key, None))
-        pad_id = values["pad_token_id"]
+        for key in (f"{name}_id" for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES):
+            if key in config.to_dict():
+                values.setdefault(key, getattr(tokenizer, key))
+        pad_id = values.get("pad_token_id")
         if kind == "causal" and pad_id in (values.get("eos_token_id"), values.get("bos_token_id")):
             # The embedding of a pad id gets no gradient: EOS would not be learned.
             pad_id = values["pad_token_id"] = None
-        if pretrained and after_pad and pad_id != config.pad_token_id:
+        if after_pad and pad_id is None:
+            problems.append(
+                f"tokenizer: a {config.model_type} counts its positions from the pad token's id; choose a "
+                "tokenizer with a pad token that is not the end of text"
+            )
+        elif pretrained and after_pad and pad_id != config.pad_token_id:
             problems.append(
                 f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}, and its "
                 "positions count from there; choose the tokenizer of the model"
             )
-    if hasattr(config, "max_position_embeddings"):
-        key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    else:
+        for name in ("vocab_size", "pad_token_id"):  # any, to try the rest
+            if getattr(config, name, 0) is None:
+                values.setdefault(name, 0 if name == "pad_token_id" else 512)
+    if getattr(config, "languages", None):  # adapters of X-MOD
+        values.setdefault("default_language", config.default_language or config.languages[0])
+    key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
+    if key in config.to_dict():
         offset = (pad_id or 0) + 1 if after_pad else 0
         has = config.max_position_embeddings if pretrained else values.setdefault(key, block_size + offset)
         if has < block_size + offset:
@@ -174,22 +238,34 @@ def _positions_after_pad(kind, config, values):
 
 
 def _parse_overrides(config, overrides):
-    """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config."""
-    known, chosen, problems = {*config.to_dict(), *config.attribute_map}, {}, []
-    for item in filter(None, (item.strip() for item in (overrides or "").split(","))):
-        name, equals, text = (part.strip() for part in item.partition("="))
-        if not equals:
-            problems.append(f"config_overrides, {item!r}: not of the form name=value")
-        elif name not in known:
+    """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config; or
+    a JSON object, for lists and parts: '{"block_sizes": [1, 1]}'.
+    """
+    defaults, chosen, problems, items = config.to_dict(), {}, [], []
+    known = {*defaults, *config.attribute_map}
+    if (overrides or "").startswith("{"):
+        try:
+            items = json.loads(overrides).items()
+        except ValueError as error:
+            problems.append(f"config_overrides, {overrides!r}: no JSON object ({error})")
+    else:
+        for item in filter(None, (item.strip() for item in (overrides or "").split(","))):
+            if "=" in item:
+                items.append([part.strip() for part in item.split("=", 1)])
+            else:
+                problems.append(f"config_overrides, {item!r}: not of the form name=value")
+    for name, value in items:
+        if name not in known:
             problems.append(
-                f"config_overrides, {item!r}: {config.model_type} has no such setting{_near(name, known)}"
+                f"config_overrides, {name!r}: {config.model_type} has no such setting{_near(name, known)}"
             )
-        else:
-            default = getattr(config, name, None)
-            try:
-                chosen[config.attribute_map.get(name, name)] = _typed(text, default)
-            except ValueError:
-                problems.append(f"config_overrides, {item!r}: {text!r} is no {type(default).__name__}")
+            continue
+        name = config.attribute_map.get(name, name)
+        default = defaults.get(name)
+        try:
+            chosen[name] = _typed(value, default) if isinstance(value, str) else value
+        except ValueError:
+            problems.append(f"config_overrides, {name!r}: {value!r} is no {type(default).__name__}")
     return chosen, problems
 
 
@@ -209,23 +285,41 @@ def _typed(text, default):
     return {"true": True, "false": False, "none": None}.get(text.lower(), text)
 
 
-def _shape_problems(kind, config, config_overrides):
+def _unfit(kind, config, blamed):
+    """What the architecture needs beside text, by its configuration or the class of that, as one line."""
+    classes, name = MODEL_CLASSES[kind]._model_mapping, config.model_type
+    model = classes.get(config if isinstance(config, type) else type(config), None)
+    if model is None:
+        return [f"{blamed}: transformers has no {kind} language model of this type"]
+    modalities, parts = model.input_modalities, config.sub_configs
+    if "vision_config" in parts or "audio_config" in parts:
+        others = {modalities} if isinstance(modalities, str) else {*modalities}
+        text = getattr(parts.get("text_config"), "model_type", name)
+        near = f"; its text alone: {text}" if text != name and CONFIG_MAPPING.get(text) in classes else ""
+        return [f"{blamed}: takes {' and '.join(sorted(others - {'text'}))} beside text{near}"]
+    if getattr(config, "is_encoder_decoder", False):
+        return [f"{blamed}: an encoder-decoder, and there is no input for an encoder here"]
+    if not {"input_ids", model.main_input_name} & {*inspect.signature(model.forward).parameters}:
+        return [f"{blamed}: takes hidden states of another model, not text"]
+    return []
+
+
+def _shape_problems(kind, config, blamed):
     """Build the model without memory, to hear what the model's own constructor objects to."""
     try:
         with torch.device("meta"):
             model = MODEL_CLASSES[kind].from_config(config)
+            names = [name for name, _ in model.named_modules()]
+            if any(name.endswith(("encoder_attn", "cross_attn")) for name in names):
+                return [f"model_type, {config.model_type!r}: attends to an encoder apart, which is not here"]
             try:
                 model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-            except Exception as error:
+            except (RuntimeError, NotImplementedError) as error:
                 if "size" in str(error):  # parts do not fit together; other failures are the meta device's
                     raise
     except Exception as error:
-        if type(config) not in MODEL_CLASSES[kind]._model_mapping:
-            return [
-                f"model_type, {config.model_type!r}: transformers has no {kind} language model of this type"
-            ]
-        return [f"config_overrides, {config_overrides!r}: {_one_line(error)}"]
-    if kind == "pretraining" and not any("seq_relationship" in name for name, _ in model.named_modules()):
+        return [f"{blamed}: {_one_line(error)}"]
+    if kind == "pretraining" and not any("seq_relationship" in name for name in names):
         return [f"model_type, {config.model_type!r}: has no next-sentence head; choose bert"]
     return []
 

@@ -1,0 +1,216 @@
+"""Every causal and masked model type of the installed transformers, tiny and from scratch, through the scripts.
+
+    python -m tests.benchmarks.model_types                                # all; minutes
+    python -m tests.benchmarks.model_types --mapping causal --types mamba,bloom
+
+A type is ok where its loss and gradients are those of transformers' `model(input_ids, labels=...)` at weights
+away from their initial values, one and two processes log the same three steps, and a run that is killed after
+the second ends bit for bit like one that was not. It is refused where the script says in one line, before any
+data are prepared, what the architecture needs beside text. Whatever else happens is failed.
+"""
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+from tests.shard_data import make_texts
+from tests.runs import PROJECT, environment, metrics, write_corpus
+
+TEXTS = make_texts(80)
+SCRIPTS = {"causal": "train_clm", "masked": "train_mlm"}
+T = 32  # tokens per row
+TOLERANCE = 1e-4
+
+# Values for whatever setting a configuration has of this name.
+SIZES = {
+    32: "hidden_size d_model n_embd dim emb_dim model_dim embed_dim embedding_size word_embed_proj_dim "
+    "embedding_dim hidden_size_per_layer_input",
+    64: "intermediate_size d_ff d_inner n_inner ffn_dim ffn_hidden_size hidden_dim decoder_ffn_dim "
+    "encoder_ffn_dim shared_intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size "
+    "shared_expert_intermediate_size intermediate_size_mlp expert_ffn_hidden_size feed_forward_size "
+    "dense_intermediate_size entity_vocab_size pronunciation_vocab_size shape_vocab_size",
+    2: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_experts_per_tok top_k "
+    "num_experts_per_token moe_k moe_topk experts_per_token",
+    4: "num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads decoder_attention_heads "
+    "encoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts",
+    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
+    16: "q_lora_rank kv_lora_rank mamba_d_state mamba_chunk_size chunk_size",
+    1: "n_group topk_group",
+    1024: "vocab_size_per_layer_input",
+}
+SIZES = {name: size for size, names in SIZES.items() for name in names.split()}
+# Where an architecture asks for more: settings that replace or join the above, None to leave one out.
+SPECIAL = {
+    "bailing_hybrid": {"layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
+    "codegen": {"rotary_dim": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "num_key_value_heads": None},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 5},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "longcat_flash": {"zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 16},
+    "nemotron": {"num_key_value_heads": 4},
+    "neomme": {"head_dim": 16},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16],
+                 "attn_layers": ["local", "lsh"], "hash_seed": 1},
+}  # fmt: skip
+
+
+def overrides(model_type: str) -> dict:
+    """Settings that make a model of this type tiny."""
+    from transformers import AutoConfig
+
+    try:
+        default = AutoConfig.for_model(model_type).to_dict()
+    except Exception:  # of no use without what it belongs to
+        return {}
+    found = _shrunk(default)
+    if "layer_types" in default and "num_hidden_layers" in found:
+        found["num_hidden_layers"] = 4  # one of each kind
+    found |= SPECIAL.get(model_type, {})
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _shrunk(values: dict) -> dict:
+    found = {}
+    for name, value in values.items():
+        if "drop" in name and isinstance(value, float):
+            found[name] = 0.0  # so that processes can be compared
+        elif name in SIZES and (isinstance(value, int) and not isinstance(value, bool) or name == "head_dim"):
+            found[name] = SIZES[name] if value is None else min(value, SIZES[name])
+        elif name.endswith("_config") and isinstance(value, dict):
+            found |= {name: part} if (part := _shrunk(value)) else {}
+    return found
+
+
+def settings(model_type: str, folder: Path) -> dict:
+    return {
+        "dataset_name": str(folder / "corpus.jsonl"), "cache_dir": str(folder / "cache"), "keywords": [],
+        "validation_fraction": 0.1, "vocab_size": 400, "block_size": T, "model_type": model_type,
+        "config_overrides": json.dumps(overrides(model_type)), "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 8, "max_eval_samples": 8, "max_train_steps": 3, "num_warmup_steps": 0,
+        "logging_steps": 1, "eval_steps": 3, "save_steps": 1, "save_total_limit": 1, "background_save": False,
+    }  # fmt: skip
+
+
+# Their own losses compare each token's logits with its own label; those of the others with the next one's.
+UNSHIFTED = ("cpmant", "xlm", "xlnet")
+
+
+def compare(mapping: str, saved: Path, tokenizer) -> None:
+    """AssertionError where the loss of a script is not that of transformers' model in the folder `saved`."""
+    import torch
+    import torch.nn.functional as F
+
+    from utils.learning.losses import CausalLMLoss, MaskedLMLoss, trust_row_positions
+    from utils.learning.model import MODEL_CLASSES, build_model
+
+    trust_row_positions()
+    own = MODEL_CLASSES[mapping].from_pretrained(saved, dtype=torch.float32).train()
+    lm = build_model(mapping, None, "", str(saved), T, tokenizer)
+    model = (CausalLMLoss if mapping == "causal" else MaskedLMLoss)(lm).train()
+    own.load_state_dict(lm.state_dict())
+    noise = torch.Generator().manual_seed(0)
+    weights = dict(own.named_parameters())
+    with torch.no_grad():
+        for name, parameter in lm.named_parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=noise))
+            weights[name].copy_(parameter)
+    low = 10  # not a special token
+    ids = torch.randint(low, len(tokenizer), (3, T), generator=noise)
+    batch = {"input_ids": ids}
+    if mapping == "causal":
+        labels = ids
+        if lm.config.model_type in UNSHIFTED:
+            labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    else:
+        slots = torch.stack([torch.randperm(T, generator=noise)[:5] for _ in ids])
+        batch |= {"slots": slots, "slot_labels": ids.gather(1, slots)}
+        batch["input_ids"] = ids.scatter(1, slots, tokenizer.mask_token_id)
+        labels = torch.full_like(ids, -100).scatter(1, slots, batch["slot_labels"])
+
+    def ours():
+        torch.manual_seed(0)  # of dropout
+        if mapping == "causal":
+            loss, row_losses = model(batch)
+            return loss, row_losses.mean()
+        sums = model(batch)
+        return [sums[name].sum() / slots.numel() for name in ("mlm_loss_sum", "mlm_row_losses")]
+
+    if hasattr(own.config, "use_cache"):
+        own.config.use_cache = False
+    loss, _ = ours()
+    loss.backward()
+    torch.manual_seed(0)
+    expected = own(input_ids=batch["input_ids"], labels=labels).loss
+    expected.backward()
+    loss, expected = loss.item(), expected.item()
+    assert abs(loss - expected) <= TOLERANCE, f"loss {loss:.5f}, transformers {expected:.5f}"
+    found = {name: parameter.grad for name, parameter in lm.named_parameters()}
+    for name, parameter in own.named_parameters():
+        if parameter.grad is None or not parameter.grad.any():
+            continue
+        assert found[name] is not None, f"{name} is not trained"
+        off = ((found[name] - parameter.grad).norm() / parameter.grad.norm()).item()
+        assert off <= 1e-3 or parameter.grad.norm() < 1e-5, f"the gradient of {name} differs by {off:.1e}"
+    missing = [name for name, p in lm.named_parameters() if p.requires_grad and p.grad is None]
+    assert not missing, f"without gradient, and waited for: {', '.join(missing[:3])}"
+
+    model.eval()
+    own.eval()
+    with torch.no_grad():
+        plain = ours()[1].item()
+        logits = own(input_ids=batch["input_ids"])["logits"]
+        moved = labels if mapping == "masked" else F.pad(ids[:, 1:], (0, 1), value=-100)
+        expected = F.cross_entropy(logits.flatten(0, 1), moved.flatten()).item()
+        assert abs(plain - expected) <= TOLERANCE, f"evaluated {plain:.5f}, cross-entropy {expected:.5f}"
+        if mapping == "causal":
+            changed = ids.clone()
+            changed[:, -1] = low
+            leak = (own(input_ids=changed)["logits"] - logits)[:, :-1].abs().max().item()
+            assert leak <= TOLERANCE, f"a token sees the next one: logits move by {leak:.1e}"
+
+
+def screen(mapping: str, model_type: str, folder: Path) -> tuple[str, str]:
+    """(verdict, reason) of the model alone, without the script."""
+    import torch
+
+    from data.tokenizer import train_tokenizer
+    from utils.learning.model import build_model, model_problems
+
+    tokenizer = train_tokenizer(TEXTS, "bpe" if mapping == "causal" else "unigram", 400, model_type)
+    build = mapping, model_type, json.dumps(overrides(model_type)), None, T
+    if problems := model_problems(*build, None) or model_problems(*build, tokenizer):
+        return ("refused" if len(problems) == 1 and problems[0].startswith("model_type,") else "failed"), (
+            " / ".join(problems)
+        )
+    torch.manual_seed(0)
+    lm = build_model(*build, tokenizer)
+    size = lm.num_parameters()
+    with tempfile.TemporaryDirectory() as saved:
+        lm.save_pretrained(saved)
+        compare(mapping, Path(saved), tokenizer)
+    return "ok", f"{size:,} parameters"
