@@ -38,31 +38,37 @@ TOLERANCE = 1e-4
 # Values for whatever setting a configuration has of this name.
 SIZES = {
     32: "hidden_size d_model n_embd dim emb_dim model_dim embed_dim embedding_size word_embed_proj_dim "
-    "embedding_dim hidden_size_per_layer_input",
+    "embedding_dim hidden_size_per_layer_input hidden_size_global",
     64: "intermediate_size d_ff d_inner n_inner ffn_dim ffn_hidden_size hidden_dim decoder_ffn_dim "
     "encoder_ffn_dim shared_intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size "
     "shared_expert_intermediate_size intermediate_size_mlp expert_ffn_hidden_size feed_forward_size "
-    "dense_intermediate_size entity_vocab_size pronunciation_vocab_size shape_vocab_size",
+    "dense_intermediate_size entity_vocab_size pronunciation_vocab_size shape_vocab_size "
+    "encoder_hash_byte_group_vocab",
     2: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_experts_per_tok top_k "
     "num_experts_per_token moe_k moe_topk experts_per_token",
     4: "num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads decoder_attention_heads "
-    "encoder_attention_heads num_experts num_local_experts n_routed_experts moe_num_experts",
-    8: "head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
+    "encoder_attention_heads linear_num_heads linear_num_key_heads linear_num_value_heads num_experts num_local_experts n_routed_experts moe_num_experts",
+    8: "head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
     16: "q_lora_rank kv_lora_rank mamba_d_state mamba_chunk_size chunk_size",
     1: "n_group topk_group",
     1024: "vocab_size_per_layer_input",
 }
 SIZES = {name: size for size, names in SIZES.items() for name in names.split()}
 # Where an architecture asks for more: settings that replace or join the above, None to leave one out.
+BLT = {"vocab_size": 512, "hidden_size_global": 32}
 SPECIAL = {
-    "bailing_hybrid": {"layer_group_size": 2},
+    "blt": {"patcher_config": BLT, "encoder_config": BLT, "decoder_config": BLT, "global_config": BLT},
+    "bailing_hybrid": {"layer_group_size": 2, "n_group": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "codegen": {"rotary_dim": 4},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}, "num_key_value_heads": None},
+    "cohere_compass_text": {"rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "num_key_value_heads": None},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note_text": {"num_hidden_layers": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 5},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 5, "intermediate_size": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
@@ -70,12 +76,19 @@ SPECIAL = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 16},
+    "mimo_v2_flash": {"head_dim": 32, "v_head_dim": 16, "num_key_value_heads": 2},
     "nemotron": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 16},
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2,
+                  "num_self_attention_heads": 4, "num_cross_attention_heads": 4, "qk_channels": 32,
+                  "v_channels": 32},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
+                       "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16],
                  "attn_layers": ["local", "lsh"], "hash_seed": 1},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8},
 }  # fmt: skip
 
 
@@ -90,7 +103,8 @@ def overrides(model_type: str) -> dict:
     found = _shrunk(default)
     if "layer_types" in default and "num_hidden_layers" in found:
         found["num_hidden_layers"] = 4  # one of each kind
-    found |= SPECIAL.get(model_type, {})
+    for name, value in SPECIAL.get(model_type, {}).items():
+        found[name] = found[name] | value if isinstance(found.get(name), dict) else value
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -201,9 +215,12 @@ def screen(mapping: str, model_type: str, folder: Path) -> tuple[str, str]:
     from data.tokenizer import train_tokenizer
     from utils.learning.model import build_model, model_problems
 
-    tokenizer = train_tokenizer(TEXTS, "bpe" if mapping == "causal" else "unigram", 400, model_type)
     build = mapping, model_type, json.dumps(overrides(model_type)), None, T
-    if problems := model_problems(*build, None) or model_problems(*build, tokenizer):
+    problems = model_problems(*build, None)
+    if not problems:
+        tokenizer = train_tokenizer(TEXTS, "bpe" if mapping == "causal" else "unigram", 400, model_type)
+        problems = model_problems(*build, tokenizer)
+    if problems:
         return ("refused" if len(problems) == 1 and problems[0].startswith("model_type,") else "failed"), (
             " / ".join(problems)
         )

@@ -106,8 +106,8 @@ class ModelLoss(nn.Module):
         lm = self.lm
         ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
         training, generator = lm.training, torch.Generator().manual_seed(0)
-        if self._router_loss_weight():  # what it is made of comes with the model's own logits
-            return False
+        if self._router_loss_weight() or not isinstance(lm.get_output_embeddings(), nn.Module):
+            return False  # what the router's loss is made of comes with the model's own logits
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
         scale = 1

@@ -1,11 +1,13 @@
 """A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
 
+import contextlib
 import copy
 import difflib
 import inspect
 import json
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,6 +24,7 @@ MODEL_CLASSES = {
     "pretraining": AutoModelForPreTraining,  # masked LM and next sentence together: BertForPreTraining
 }
 
+CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
 # (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
 LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
 
@@ -54,34 +57,40 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         # Saved with it: otherwise pipeline() asks for 256 new tokens, more than there are positions.
         model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
-    freeze_unused(model, block_size)
+    freeze_unused(model, kind, block_size)
     return model
 
 
-def freeze_unused(model, block_size):
+def freeze_unused(model, kind, block_size):
     """No gradient for parameters that text alone does not reach, such as an unused pooler: transformers' loss
-    gives them none, and DDP would wait for it. Those that a short row leaves out are looked for in a full one.
+    gives them none, and DDP would wait for it.
+
+    A row of a few tokens is enough to see that none is left out; if some are, a full row is trained on.
     """
     training, device = model.training, next(model.parameters()).device
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
     model.eval()
-    for length in (min(8, block_size), block_size):
+
+    def outputs(length):
         ids = torch.arange(length, device=device)[None] % model.config.vocab_size
-        out = model(input_ids=ids, **options)
-        nodes, reached = [value.grad_fn for value in out.values() if getattr(value, "grad_fn", None)], set()
-        seen = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            reached.add(getattr(node, "variable", None))
-            new = {parent for parent, _ in node.next_functions if parent} - seen
-            seen |= new
-            nodes += new
-        unused = [parameter for parameter in trained if parameter not in reached]
-        if not unused:
-            break
-    for parameter in unused:
-        parameter.requires_grad_(False)
+        out = model(input_ids=ids, **CALL[kind])
+        return [value for value in out.values() if getattr(value, "grad_fn", None)]
+
+    reached, nodes = set(), {value.grad_fn for value in outputs(min(8, block_size))}
+    new = nodes
+    while new:
+        new = {parent for node in new for parent, _ in node.next_functions if parent} - nodes
+        nodes |= new
+    reached = {getattr(node, "variable", None) for node in nodes}
+    if not reached.issuperset(trained):
+        try:
+            torch.autograd.backward([value.float().square().mean() for value in outputs(block_size)])
+            reached = {parameter for parameter in trained if parameter.grad is not None}
+        except AssertionError:  # Reformer, whose backward pass is its own: only in training, and whole
+            reached = trained
+        model.zero_grad()
+    for parameter in trained:
+        parameter.requires_grad_(parameter in reached)
     model.train(training)
 
 
@@ -126,7 +135,8 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
             return None, problems + unfit
         values, found = _agreement(config, {}, kind, block_size, tokenizer, source)
         for name, value in values.items():
-            setattr(config, name, value)
+            with contextlib.suppress(StrictDataclassFieldValidationError):  # some cannot be None, and stay
+                setattr(config, name, value)
         found = found or _shape_problems(kind, config, blamed)
     else:
         blamed = f"model_type, {model_type!r}"
@@ -179,8 +189,9 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
                 "tokenizer of the model, or a larger vocab_size with random weights"
             )
         for key in (f"{name}_id" for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES):
-            if key in config.to_dict():
-                values.setdefault(key, getattr(tokenizer, key))
+            found = getattr(tokenizer, key)  # of none, an id that the text would have is not to stay
+            if key in config.to_dict() and (found is not None or key[:3] in ("bos", "eos", "pad")):
+                values.setdefault(key, found)
         pad_id = values.get("pad_token_id")
         if kind == "causal" and pad_id in (values.get("eos_token_id"), values.get("bos_token_id")):
             # The embedding of a pad id gets no gradient: EOS would not be learned.
@@ -291,16 +302,17 @@ def _unfit(kind, config, blamed):
     model = classes.get(config if isinstance(config, type) else type(config), None)
     if model is None:
         return [f"{blamed}: transformers has no {kind} language model of this type"]
-    modalities, parts = model.input_modalities, config.sub_configs
-    if "vision_config" in parts or "audio_config" in parts:
-        others = {modalities} if isinstance(modalities, str) else {*modalities}
-        text = getattr(parts.get("text_config"), "model_type", name)
-        near = f"; its text alone: {text}" if text != name and CONFIG_MAPPING.get(text) in classes else ""
-        return [f"{blamed}: takes {' and '.join(sorted(others - {'text'}))} beside text{near}"]
+    parts, takes = sorted(config.sub_configs), inspect.signature(model.forward).parameters
+    if {"text_config", "vision_config", "audio_config"} & {*parts}:
+        text = getattr(config.sub_configs.get("text_config"), "model_type", name)
+        near = f"; its text part: {text}" if text != name and CONFIG_MAPPING.get(text) in classes else ""
+        return [f"{blamed}: made of {', '.join(parts)}, for more than text{near}"]
     if getattr(config, "is_encoder_decoder", False):
         return [f"{blamed}: an encoder-decoder, and there is no input for an encoder here"]
-    if not {"input_ids", model.main_input_name} & {*inspect.signature(model.forward).parameters}:
-        return [f"{blamed}: takes hidden states of another model, not text"]
+    if "labels" not in takes:
+        return [f"{blamed}: takes hidden states of another model"]
+    if kind == "causal" and hasattr(config, "prompt_length"):
+        return [f"{blamed}: attends in both directions, as if all the text were a prompt"]
     return []
 
 
@@ -313,7 +325,7 @@ def _shape_problems(kind, config, blamed):
             if any(name.endswith(("encoder_attn", "cross_attn")) for name in names):
                 return [f"model_type, {config.model_type!r}: attends to an encoder apart, which is not here"]
             try:
-                model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+                model(input_ids=torch.zeros(1, 4, dtype=torch.long), **CALL[kind])
             except (RuntimeError, NotImplementedError) as error:
                 if "size" in str(error):  # parts do not fit together; other failures are the meta device's
                     raise
