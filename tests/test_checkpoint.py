@@ -195,6 +195,40 @@ def test_starting_from_an_older_step_outdates_the_newer_ones(accelerator, tmp_pa
     assert checkpoints.load("auto", model, {"optimizer": optimizer}) == {"step": "new 2"}
 
 
+def test_a_path_left_in_the_command_goes_on_from_what_descends_from_it(accelerator, tmp_path, caplog):
+    """A job that is started again by the same command neither repeats its steps nor deletes what it replaced."""
+    model, optimizer = build(accelerator)
+    keep = {"optimizer": optimizer}
+
+    def start(resume_from, saves=()):
+        checkpoints = Checkpoints(accelerator, tmp_path, save_total_limit=2)
+        extra = checkpoints.load(str(resume_from), model, keep)
+        for step, told in saves:
+            checkpoints.save(step, model, keep, told, final=True)
+        return extra
+
+    start("auto", [(1, "a 1"), (2, "a 2")])
+    first = tmp_path / "checkpoints/step-00000001"
+    assert start(first, [(2, "b 2")]) == "a 1"
+    assert "descends" not in caplog.text
+    assert start(os.path.relpath(first), [(3, "b 3")]) == "b 2" and not first.exists()  # rotated away
+    assert start(first, [(4, "b 4")]) == "b 3" and "step-00000003 descends from" in caplog.text
+    flip_a_bit(tmp_path / "checkpoints/step-00000004/state.json")
+    assert start(first) == "b 3"
+    second = tmp_path / "checkpoints/step-00000002"
+    with pytest.raises(ValueError, match="resume_from_checkpoint .*step-00000002: .*No such file"):
+        start(second)
+    assert start(tmp_path / "checkpoints/step-00000003", [(5, "c 5")]) == "b 3"
+    assert start("none", [(2, "d 2")]) is None and start("auto") == "d 2"
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    kept = [f"replaced-step-0000000{step}" for step in (2, 3, 5)]
+    assert left == sorted([*kept, "step-00000002"]), left
+    assert start("none") is None
+    assert (tmp_path / "checkpoints/replaced-step-00000002-2").exists()
+    told = json.loads((tmp_path / "checkpoints/replaced-step-00000002/state.json").read_text())
+    assert told["extra"] == "a 2"
+
+
 def test_another_model_and_changed_settings_are_refused_by_name(accelerator, tmp_path):
     model, optimizer = build(accelerator)
     before = Checkpoints(accelerator, tmp_path)
@@ -300,13 +334,166 @@ def test_no_moment_to_kill_a_save_loses_a_complete_checkpoint(tmp_path):
     assert int(result.stdout.split()[0]) >= 10  # kills that really hit a save
 
 
+KILLED_AT = """
+import itertools, os, shutil, signal, sys
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from utils.state.checkpoint import Checkpoints
+folder, sharded = sys.argv[1], sys.argv[2] == "sharded"
+torch.set_num_threads(1)  # forking below
+accelerator = Accelerator(cpu=True)
+EVENTS = {"os.rename", "os.rmdir"} if sharded else {"os.rename", "os.rmdir", "os.mkdir", "os.remove", "open"}
+
+def build():
+    model = torch.nn.Linear(8, 8)
+    if sharded:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        fully_shard(model)
+    return model
+
+def save(value, checkpoints, model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(value)
+    checkpoints.save(5, model, {}, {"value": value}, final=True)
+
+def forked(work):
+    if (pid := os.fork()) == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def save_and_die(number):
+    model, checkpoints = build(), Checkpoints(accelerator, folder, save_total_limit=1)
+    save(1, checkpoints, model)
+    seen = itertools.count(1)
+    def at(event, arguments):
+        if event in EVENTS and next(seen) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(at)
+    save(2, checkpoints, model)
+
+def look():
+    model, checkpoints = build(), Checkpoints(accelerator, folder, save_total_limit=1)
+    value = checkpoints.load("auto", model, {})["value"]
+    assert sharded == os.path.isdir(folder + "/checkpoints/step-00000005/model")
+    for p in model.parameters():
+        p = p.full_tensor() if sharded else p
+        assert (p == value).all(), (value, p)
+    assert os.listdir(folder + "/checkpoints") == ["step-00000005"]
+    print(value, flush=True)
+
+for number in itertools.count(1):
+    ended = forked(lambda: save_and_die(number))
+    assert ended in (0, -9), ended
+    assert forked(look) == 0, number
+    shutil.rmtree(folder)
+    if ended == 0:
+        break
+"""
+
+
+@pytest.mark.parametrize("state", ["whole", "sharded"])
+def test_the_same_step_saved_again_is_there_whenever_the_save_is_killed(tmp_path, state):
+    """kill -9 at each file operation of the second save (sharded: each renaming and deletion of a folder): what
+    comes back is whole, the first state or the new one, and both were met; with save_total_limit 1.
+    """
+    script = [sys.executable, "-c", KILLED_AT, str(tmp_path / "run"), state]
+    result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = result.stdout.split()
+    assert len(found) > 3 and {*found} == {"1", "2"} and found == sorted(found), found
+
+
+PLANTED = """
+import json, os, pickle, shutil, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from utils.state.checkpoint import Checkpoints, _checksum
+from utils.state.files import checksum_file
+folder, marker = Path(sys.argv[1]), Path(sys.argv[2])
+
+class Bomb:
+    def __reduce__(self):
+        return open, (str(marker), "w")
+
+def plant(place, *names):
+    for name in names:
+        (place / name).write_bytes(pickle.dumps(Bomb()))
+    torch.save(Bomb(), place / "as_torch_saves.pt")
+
+def forge(made):  # a manifest that fits what is there
+    manifest = json.loads((made / "manifest.json").read_text())
+    files = [path for path in made.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    manifest["files"] = {str(path.relative_to(made)): checksum_file(path) for path in files}
+    del manifest["checksum"]
+    (made / "manifest.json").write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+
+pickle.loads(pickle.dumps(Bomb()))
+assert marker.exists()  # it works
+marker.unlink()
+accelerator = Accelerator(cpu=True)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for sharded in (False, True):
+    place = folder / str(sharded)
+    model = torch.nn.Linear(8, 8)
+    if sharded:
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    keep = {"optimizer": optimizer}
+    checkpoints = Checkpoints(accelerator, place)
+    checkpoints.save(5, model, keep, {"fine": True}, final=True)
+    made = place / "checkpoints/step-00000005"
+    names = [".metadata", "__0_0.distcp", "pytorch_model.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin",
+             "random_states_0.pkl", "rng_state_0.pth", "state.pkl", "sampler.bin", "model.pt"]
+    for here in [made, *(path for path in made.iterdir() if path.is_dir())]:
+        plant(here, *names)
+    forge(made)
+    assert checkpoints.load("auto", model, keep) == {"fine": True}
+    for path in [*made.rglob("*.safetensors")]:  # and nothing but pickles
+        path.write_bytes(pickle.dumps(Bomb()))
+    forge(made)
+    try:
+        checkpoints.load("auto", model, keep)
+    except BaseException as error:  # as torch's is
+        print("refused:", type(error).__name__)
+    for path in [*made.rglob("*.safetensors")]:
+        path.unlink()
+    forge(made)
+    try:
+        checkpoints.load("auto", model, keep)
+    except BaseException as error:  # as torch's is
+        print("refused:", type(error).__name__)
+    assert not marker.exists()
+"""
+
+
+def test_no_file_planted_in_a_checkpoint_is_unpickled(tmp_path):
+    """Beside the state, and in its place: whole and sharded, under the names that others' loaders look for."""
+    script = [sys.executable, "-c", PLANTED, str(tmp_path), str(tmp_path / "marker")]
+    result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("refused:") == 4 and not (tmp_path / "marker").exists(), result.stdout
+
+
 SEVERAL = """
-import json, os, sys
+import json, os, resource, sys
 import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
 from utils.state.checkpoint import Checkpoints
-folder = sys.argv[1]
+folder, hard = sys.argv[1], resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 accelerator = Accelerator(cpu=True)
 
 def build(seed, sharded):
@@ -371,6 +558,13 @@ for saved_as in ("ddp", "fsdp"):
         assert checkpoints.load("auto", model, keep) == {"step": 2}
         train(model, optimizer, 1, average)
         outcomes[saved_as, loaded_as] = outcome(model, average)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # every larger file: EFBIG, on all processes
+    try:
+        checkpoints.save(3, model, keep, {}, final=True)
+        raise SystemExit("no error")
+    except RuntimeError as error:
+        assert "the last state was not saved" in str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     # Only the main process sees these failures; nobody may wait for it
     checkpoints.folder = checkpoints.folder / "step-00000002" / "state.json"  # a file: no folder can be made
     checkpoints.save(3, model, keep, {})

@@ -10,12 +10,13 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, ask, bound_waiting
+from utils.state.checkpoint import list_checkpoints
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
     """(step, folder) of the newest complete one; (-1, None) without any. Other names are the user's."""
-    complete = output_dir.glob("checkpoints/step-" + "[0-9]" * 8 + "/manifest.json")
-    return max(((int(path.parent.name[-8:]), path.parent) for path in complete), default=(-1, None))
+    made = [path for path in list_checkpoints(output_dir / "checkpoints") if (path / "manifest.json").exists()]
+    return (int(made[-1].name[-8:]), made[-1]) if made else (-1, None)
 
 
 def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:

@@ -9,14 +9,16 @@
 What is cut up (FSDP) has a folder with a safetensors file of each process instead. All load with any number
 of processes, sharded or not; nothing that is read back can run code. Other names in checkpoints/: .tmp-* is
 being written or deleted, bad-* failed verification and goes with the next complete save, replaced-* is newer
-than the step this run was told to start from and yours to delete. Every machine must see output_dir.
+than the step this run was told to start from: yours, never deleted. Every machine must see output_dir.
 """
 
 import json
 import logging
+import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -24,6 +26,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from accelerate.utils import broadcast
+from torch.distributed.checkpoint.api import CheckpointException  # no Exception: torch's own full disk
 from torch.distributed.tensor import DTensor
 
 from utils.state import training_state
@@ -51,6 +54,7 @@ class Checkpoints:
         self.last_good = None  # Path of the newest complete checkpoint
         self.failure = None  # why the newest save failed, None when it did not
         self._written = None  # (step, state.json) of last_good
+        self._origins = []  # the checkpoints, named by --resume_from_checkpoint, that this run descends from
         self._thread = None
         self._copies = {}  # {(thing, tensor name): host memory}
         self._group = None  # gloo, for shards that are written beside training
@@ -75,20 +79,20 @@ class Checkpoints:
         self.wait()
         accelerator = self.accelerator
         sync()
-        trees, tensors = self._collect(model, keep)
+        trees, tensors, sharded = self._collect(model, keep)
         scaler = accelerator.scaler
         state = {
             "format": FORMAT,
             "step": step,
             "processes": accelerator.num_processes,
             "extra": extra,
+            "origins": self._origins,
             "keep": trees,
             "classes": {name: training_state.class_name(thing) for name, thing in keep.items()},
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": training_state.gather_random_states(accelerator),
         }
         text = json.dumps(state)
-        sharded = {name for name, named in tensors.items() if _cut_up(named)}
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
         # Sharded, all processes write together, and only the main one knows what was written last.
@@ -111,8 +115,7 @@ class Checkpoints:
     def reserve(self, model, keep: dict) -> None:
         """Take the memory that background saves copy into: the first save would, and stall twice as long."""
         if self.background:
-            tensors = self._collect(model, keep)[1]
-            self._copy_to_host(tensors, {name for name, named in tensors.items() if _cut_up(named)})
+            self._copy_to_host(*self._collect(model, keep)[1:])
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -120,8 +123,8 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _collect(self, model, keep) -> tuple[dict, dict]:
-        """({name: tree}, {name: {path: tensor}}) of the model and all that is kept; on all processes."""
+    def _collect(self, model, keep) -> tuple[dict, dict, set]:
+        """{name: tree} and {name: {path: tensor}} of the model and all that is kept, names of what is cut up."""
         training_state.reshard(model)
         if "model" in keep:
             raise ValueError("keep: the model is kept as `model`; give yours another name")
@@ -131,7 +134,8 @@ class Checkpoints:
             if thing is not model and not training_state.is_optimizer(thing):
                 found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
                 trees[name], tensors[name] = found
-        return trees, tensors
+        cut_up = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
+        return trees, tensors, cut_up
 
     @torch.no_grad()
     def _copy_to_host(self, tensors, sharded) -> bool:
@@ -176,18 +180,15 @@ class Checkpoints:
             manifest["checksum"] = _checksum(manifest)
             write_file(aside / "manifest.json", [json.dumps(manifest, indent=1).encode()])
             sync_folder(aside)
-            old = self.folder / f".tmp-old-{name}"
-            shutil.rmtree(old, ignore_errors=True)
-            if (self.folder / name).exists():  # a run has started again from an older step
-                (self.folder / name).rename(old)
+            old = _hide(self.folder / name)  # the same step, saved before
             aside.rename(self.folder / name)
             sync_folder(self.folder)
             shutil.rmtree(old, ignore_errors=True)
             self.last_good, self._written = self.folder / name, (step, text)
             keep = self.save_total_limit or 0
             for path in (*list_checkpoints(self.folder)[:-keep], *self.folder.glob("bad-*")):
-                _delete(path)
-        except Exception as error:  # whatever it is, training is worth more than this checkpoint
+                shutil.rmtree(_hide(path), ignore_errors=True)
+        except (Exception, CheckpointException) as error:  # training is worth more than this checkpoint
             self.failure = error
             if main:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -209,7 +210,8 @@ class Checkpoints:
         """Restore model, kept things and random states. Returns save's extra, None at the beginning.
 
         resume_from: "auto" for the newest valid checkpoint, with a warning about newer ones that are damaged;
-        "none"; or a checkpoint's path. check(extra) is called before anything is restored and may raise.
+        "none"; or a checkpoint's path, which means the newest that descends from it, if there is one: the
+        command of a job that is started again goes on. check(extra) comes before all else and may raise.
         Raises ValueError when the path, or every checkpoint there is, is invalid, or when it does not fit.
         """
         self.wait()
@@ -226,6 +228,9 @@ class Checkpoints:
             if check is not None:
                 check(extra)
             self._restore(folder, state, model, keep)
+            self._origins = state.get("origins", [])
+            if resume_from != "auto" and (origin := _origin(self.folder, resume_from)) not in self._origins:
+                self._origins = [*self._origins, origin]
             self.last_good = folder
             self.reserve(model, keep)
         if self.accelerator.is_main_process:
@@ -259,27 +264,24 @@ class Checkpoints:
 
     def _choose(self, resume_from) -> Path | None:
         """The verified checkpoint to load: the main process looks, all return the same."""
-        if resume_from == "none":
-            return None
-        auto = resume_from == "auto"
-        chosen, problem, damaged = None, "", []
+        chosen, problem = None, ""
         if self.accelerator.is_main_process:
-            for path in _candidates(self.folder, resume_from):
-                problem = find_problem(path)
-                if not problem:
-                    chosen = path
+            damaged = []
+            for chosen in _candidates(self.folder, resume_from):
+                if not (problem := find_problem(chosen)):
                     break
-                damaged.append((path, problem))
-            if auto and chosen:
-                for path, what in damaged:
-                    logger.warning("%s is damaged (%s): going back to %s", path, what, chosen)
-                    _set_aside(path, "bad-")
-        step = _step(chosen) if auto and chosen else -1
+                damaged.append((chosen, problem))
+            for path, what in () if problem else damaged:
+                logger.warning("%s is damaged (%s): going back to %s", path, what, chosen)
+                _set_aside(path, "bad-")
+            if chosen and chosen != Path(resume_from) and resume_from != "auto":
+                logger.warning("%s descends from %s: going on there", chosen, resume_from)
+        step = -1 if chosen in (None, Path(resume_from)) else _step(chosen)
         if self.accelerator.num_processes > 1:
-            found = torch.tensor([step, bool(problem)], device=self.accelerator.device)
-            step, bad = broadcast(found).tolist()
+            found = torch.tensor([step, bool(chosen), bool(problem)], device=self.accelerator.device)
+            step, chosen, bad = broadcast(found).tolist()
             problem = problem or ("see the main process" if bad else "")
-        if problem and auto:
+        if problem and resume_from == "auto":
             raise ValueError(
                 f"no checkpoint in {self.folder} is valid ({problem}): repair one, or start from the "
                 "beginning with --resume_from_checkpoint none"
@@ -287,16 +289,31 @@ class Checkpoints:
         if problem:
             there = ", ".join(path.name for path in list_checkpoints(self.folder)) or "none"
             raise ValueError(f"resume_from_checkpoint {resume_from}: {problem}. In {self.folder}: {there}")
-        if auto:
-            return self.folder / f"step-{step:08d}" if step >= 0 else None
-        return Path(resume_from)
+        if not chosen:
+            return None
+        return self.folder / f"step-{step:08d}" if step >= 0 else Path(resume_from)
 
 
 def _candidates(folder, resume_from: str) -> list[Path]:
     """What resume_from may mean, the first choice first; nothing is verified."""
-    if resume_from == "none":
-        return []
-    return list_checkpoints(folder)[::-1] if resume_from == "auto" else [Path(resume_from)]
+    made = list_checkpoints(folder)[::-1]
+    if resume_from in ("auto", "none"):
+        return made if resume_from == "auto" else []
+    origin = _origin(folder, resume_from)
+    return [path for path in made if origin in _read_state(path).get("origins", [])] + [Path(resume_from)]
+
+
+def _origin(folder, resume_from: str) -> str:
+    """The same for each way to write the path, also where both have moved together."""
+    return os.path.relpath(os.path.realpath(resume_from), os.path.realpath(folder))
+
+
+def _read_state(path: Path) -> dict:
+    """state.json of a checkpoint, {} where that cannot be read."""
+    with suppress(OSError, ValueError):
+        if isinstance(state := json.loads((path / "state.json").read_text()), dict):
+            return state
+    return {}
 
 
 def list_checkpoints(folder) -> list[Path]:
@@ -328,25 +345,21 @@ def _step(path: Path) -> int:
 
 
 def _set_aside(path: Path, prefix: str):
-    target = path.with_name(prefix + path.name)
-    shutil.rmtree(target, ignore_errors=True)
-    path.rename(target)
+    names = (f"{prefix}{path.name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
+    path.rename(next(to for to in map(path.with_name, names) if not to.exists()))
 
 
 def _checksum(value) -> str:
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _delete(path: Path):
-    """Renamed before: a half deleted checkpoint must not look like a damaged one."""
-    aside = path.with_name(f".tmp-old-{path.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _cut_up(named: dict) -> bool:
-    return any(isinstance(tensor, DTensor) for tensor in named.values())
+def _hide(path: Path) -> Path:
+    """Where it is deleted: a checkpoint that is half deleted must not look like a damaged one."""
+    hidden = path.with_name(f".tmp-old-{path.name}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    if path.exists():
+        path.rename(hidden)
+    return hidden
 
 
 # Before training
@@ -364,14 +377,17 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, mode
     """Whether the disk has room for the checkpoints of a run, and a sentence that says so.
 
     While a checkpoint is written, save_total_limit complete ones are there too; of the models for users one
-    at a time is replaced by a new file.
+    at a time is replaced by a new file. What the run replaces is as good as free, nothing else in output_dir.
     """
     weights = thing_bytes(model, model)
     each = weights + sum(thing_bytes(thing, model) for thing in keep.values())
     count = (save_total_limit or 1) + 1
     needed = each * count + (models + 1) * weights
-    folder = Path(output_dir).absolute()
-    own = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    folder, own = Path(output_dir).absolute(), 0
+    replaced = [path for made in list_checkpoints(folder / "checkpoints") for path in made.rglob("*")]
+    for path in [*replaced, *folder.glob("model*.safetensors")]:
+        with suppress(OSError):  # another run in this folder may delete it at this moment
+            own += path.stat().st_size
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free + own
@@ -384,10 +400,9 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, mode
 def newest_settings(output_dir, resume_from: str) -> dict:
     """Settings of the checkpoint that a start would continue from, {} without one; nothing is verified."""
     found = _candidates(Path(output_dir) / "checkpoints", resume_from)
-    try:
-        return json.loads((found[0] / "state.json").read_text())["extra"]["settings"]
-    except (IndexError, KeyError, OSError, TypeError, ValueError):
-        return {}
+    with suppress(IndexError, KeyError, TypeError):
+        return _read_state(found[0])["extra"]["settings"]
+    return {}
 
 
 def available_memory() -> int:
