@@ -86,7 +86,8 @@ SPECIAL = {
                        "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16],
-                 "attn_layers": ["local", "lsh"], "hash_seed": 1},
+                 "attn_layers": ["local", "lsh"], "hash_seed": 1,
+                 "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8},
 }  # fmt: skip
