@@ -11,6 +11,7 @@ from transformers import AutoConfig, pipeline
 from utils.display.progress import quiet_libraries
 from utils.display.samples import DECODING, MASK
 from utils.entry import user_mistakes
+from utils.learning.model import setting
 
 
 def main() -> None:
@@ -38,7 +39,7 @@ def answers(model: str, prompt: str, max_new_tokens: int, temperature: float) ->
     causal = any(name in config.architectures[0] for name in ("CausalLM", "LMHead"))
     pipe = pipeline("text-generation" if causal else "fill-mask", model=model)
     prompt = prompt if causal else prompt.replace(MASK, pipe.tokenizer.mask_token)
-    limit = min(pipe.tokenizer.model_max_length, config.max_position_embeddings)
+    limit = min(filter(None, (pipe.tokenizer.model_max_length, setting(config, "max_position_embeddings"))))
     room = limit - len(pipe.tokenizer(prompt)["input_ids"])
     if room < causal:
         raise ValueError(f"--prompt: {limit - room} tokens, and {model} has room for {limit}: shorten it")

@@ -3,6 +3,8 @@
 import torch
 from accelerate.utils import DistributedType
 
+from utils.learning.model import setting
+
 # The most likely token each time. Those that have occurred count 1.2 times less (CTRL, arXiv 1909.05858,
 # section 4.1), or models that are small or young repeat one phrase for ever.
 DECODING = {"do_sample": False, "repetition_penalty": 1.2}
@@ -22,17 +24,19 @@ def complete_prompts(
     if sharded or not accelerator.is_main_process:
         return []
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    room = lm.config.max_position_embeddings - max_new_tokens
+    positions = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length
+    room = positions - max_new_tokens
     lm.eval()
     completions = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         ids = ids[:, -max(room, 1) :].to(accelerator.device)  # [1, prompt tokens]
-        new = min(max_new_tokens, lm.config.max_position_embeddings - ids.shape[1])
+        new = min(max_new_tokens, positions - ids.shape[1])
         with accelerator.autocast():
             output = lm.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
                 pad_token_id=tokenizer.eos_token_id, **DECODING,
+                use_cache=setting(lm.config, "num_hidden_layers") is not None,  # BLT's cache asks for it
             )  # fmt: skip
         completions.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
     lm.train()

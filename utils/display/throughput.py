@@ -16,6 +16,8 @@ from collections import Counter
 import torch
 from torch import nn
 
+from utils.learning.model import setting
+
 # Dense matrix-multiply peak in TFLOP/s with bf16 inputs (fp16 where the chip has no bf16), without sparsity,
 # from the makers' public data sheets. "Device" is what torch calls one: one of the two dies of an MI250X, one
 # core of a TPU v2 or v3, one chip of later TPUs. The first name found in the device's name counts.
@@ -69,10 +71,11 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     parameters = sum(p.numel() for p in set(model.parameters()) - (embeddings - {head_weight}))
     if head_weight is not None:
         parameters -= (1 - head_share) * head_weight.numel()
-    config = model.config
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = config.num_attention_heads * head_size
-    return 6 * parameters + 12 * config.num_hidden_layers * width * block_size
+    names = "hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers"
+    hidden, heads, head_size, layers = (setting(model.config, name) for name in names)
+    if not (heads and layers):  # a state-space model
+        return 6 * parameters
+    return 6 * parameters + 12 * layers * (heads * head_size if head_size else hidden) * block_size
 
 
 class Throughput:

@@ -61,6 +61,11 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     return model
 
 
+def setting(config, name):
+    """By the name that most architectures have for it; None where this one has no such thing."""
+    return config.to_dict().get(config.attribute_map.get(name, name))
+
+
 def freeze_unused(model, kind, block_size):
     """No gradient for parameters that text alone does not reach, such as an unused pooler: transformers' loss
     gives them none, and DDP would wait for it.
@@ -89,7 +94,7 @@ def freeze_unused(model, kind, block_size):
             torch.autograd.backward([value.float().square().mean() for value in outputs(block_size)])
             reached = {parameter for parameter in trained if parameter.grad is not None}
         except (AssertionError, RuntimeError):  # Reformer, whose backward pass is its own and only of training
-            reached = set(trained)
+            reached.update(model.base_model.parameters())
         model.zero_grad()
     for parameter in trained:
         parameter.requires_grad_(parameter in reached)
