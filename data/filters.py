@@ -15,14 +15,15 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 
 @dataclass
 class Accounting:
-    """Counts of one preparation. read = unreadable + empty + filtered + duplicate + validation + kept;
-    tokens (one EOS per document included) = rows x block_size + tokens_dropped."""
+    """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
+    kept; tokens (one EOS per document included) = rows x block_size + tokens_dropped."""
 
     read: int = 0  # documents
     unreadable: int = 0  # not text: None, not a string, not UTF-8
     empty: int = 0  # nothing but white space
     filtered: int = 0  # without any of the keywords
     duplicate: int = 0  # same text as an earlier document
+    evaluated: int = 0  # same text as a document of the evaluation data, which is evaluated on instead
     validation: int = 0  # held out of this split: counted in the validation split's own account
     kept: int = 0
     bytes: int = 0  # UTF-8, of the kept documents
@@ -44,7 +45,7 @@ class Accounting:
         return f"{self.share_kept(duplicates=True):.2%} of data after filtering."
 
     def share_kept(self, duplicates=False) -> float:
-        kept = self.kept + self.validation + duplicates * self.duplicate
+        kept = self.kept + self.validation + duplicates * (self.duplicate + self.evaluated)
         return kept / max(self.read, 1)
 
     def table(self, title="") -> str:
@@ -69,23 +70,30 @@ class SeenHashes:
             for known in old:
                 if known:
                     self.add(known)
-        number = number or 1  # 0 marks a free slot
-        slot = number % len(self.slots)
-        while self.slots[slot]:
-            if self.slots[slot] == number:
-                return False
-            slot = (slot + 1) % len(self.slots)
-        self.slots[slot] = number
+        slot = self._slot(number)
+        if self.slots[slot]:
+            return False
+        self.slots[slot] = number or 1  # 0 marks a free slot
         self.count += 1
         return True
 
+    def __contains__(self, number: int) -> bool:
+        return self.slots[self._slot(number)] != 0
 
-def clean_documents(corpus, counts: Accounting, seen=None) -> Iterator[dict]:
+    def _slot(self, number: int) -> int:
+        """Where the number is, or is to be put."""
+        slot = number % len(self.slots)
+        while self.slots[slot] not in (0, number or 1):
+            slot = (slot + 1) % len(self.slots)
+        return slot
+
+
+def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iterator[dict]:
     """The documents of a Corpus to train on, in order, from the one after those counted on: text that is a
     non-empty string, contains any of its keywords (all do when there are none) and was not seen before.
     Everything else is counted and skipped.
 
-    `seen` (SeenHashes) carries over the duplicates known from an earlier part of the same source."""
+    seen, evaluated (SeenHashes): of the documents before them, and of those that are evaluated on."""
     keywords, column = corpus.keywords, corpus.text_column
     seen = SeenHashes() if seen is None else seen
     for document in corpus.documents(counts.read):
@@ -105,7 +113,11 @@ def clean_documents(corpus, counts: Accounting, seen=None) -> Iterator[dict]:
         except UnicodeEncodeError:  # lone surrogates: JSON escapes or bytes that were not UTF-8
             counts.unreadable += 1
             continue
-        if not seen.add(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")):
+        number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+        if number in evaluated:
+            counts.evaluated += 1
+            continue
+        if not seen.add(number):
             counts.duplicate += 1
             continue
         counts.kept += 1

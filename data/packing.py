@@ -22,11 +22,11 @@ import torch
 from tokenizers import Tokenizer
 
 from data.cache import RowFile, build_once, checksum
-from data.filters import Accounting, clean_documents, in_validation, show_progress
+from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
 from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sample_texts, split_text, train_tokenizer
 
 SPLITS = ("train", "validation")
-FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
+FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
 TOKENIZER_FORMAT = 3  # the same of trained tokenizers
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
 
@@ -157,13 +157,15 @@ class PreparedRows:
 
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
-                 eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True) -> PreparedRows:
+                 eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
+                 progress=True) -> PreparedRows:
     """Rows for training and evaluation, from the cache where the same were prepared before.
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents, chosen by
     content hash and seed; of few documents more are held out, until they fill a row. With neither (None) all
-    is for training. The cache key covers everything that shapes the rows. Several processes may call this at
-    once: one prepares, the others wait. Raises ValueError where a split gets no row."""
+    is for training. Documents of eval_corpus and of the corpora also_evaluated are not trained on, unless
+    one is the very corpus. The cache key covers everything that shapes the rows. Several processes may call
+    this at once: one prepares, the others wait. Raises ValueError where a split gets no row."""
     hold_out = eval_corpus is None and validation_fraction is not None
     names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
     settings = preparation_settings(FORMAT, corpus, eval_corpus) | {
@@ -171,15 +173,23 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "keywords": sorted(set(corpus.keywords)),
         "block_size": block_size,
+        "also_evaluated": [other.fingerprint for other in also_evaluated],
     }
 
     def write(folder: Path) -> dict[str, dict]:
         fraction = validation_fraction if hold_out else 0
         while True:
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
-            _pack(corpus, tokenizer, splits["train"], splits.get("validation"), seed, fraction, progress)
+            evaluated = SeenHashes()
             if eval_corpus is not None:
-                _pack(eval_corpus, tokenizer, splits["validation"], None, seed, 0, progress)
+                documents = split_documents(eval_corpus, splits["validation"], None, progress=progress)
+                _pack(documents, tokenizer, splits["validation"])
+            for other in (eval_corpus, *also_evaluated):
+                if other is not None and other.fingerprint != corpus.fingerprint:
+                    deque(clean_documents(other, Accounting(), evaluated), maxlen=0)
+            documents = split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
+                                        progress, evaluated=evaluated)
+            _pack(documents, tokenizer, splits["train"])
             for split in splits.values():
                 split.close()
             train = splits["train"].counts
@@ -194,6 +204,9 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
                 print(split.counts.table(f"{source.name}, {name}"))
             if corpus.keywords:
                 print(train.share_after_filtering(), flush=True)
+            if train.evaluated:
+                print(f"{train.evaluated:,} documents of {corpus.name} are in the evaluation data too: they "
+                      "are not trained on", flush=True)
         _check_rows(splits, corpus, eval_corpus, block_size, validation_fraction)
         return {name: split.counts.as_dict() for name, split in splits.items()}
 
@@ -241,10 +254,11 @@ class Split:
         self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.packer.rest)
 
 
-def split_documents(corpus, split, held_out, seed: int, fraction: float, progress) -> Iterator[tuple]:
+def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0, progress=True,
+                    evaluated=()) -> Iterator[tuple]:
     """(text, split or held_out) of the documents to prepare: `fraction` of them are held out. Both splits
-    have `counts`."""
-    documents = clean_documents(corpus, split.counts)
+    have `counts`; evaluated: as for clean_documents."""
+    documents = clean_documents(corpus, split.counts, evaluated=evaluated)
     for document in show_progress(documents, split.counts, f"preparing {corpus.name}", progress):
         text = document[corpus.text_column]
         if fraction and in_validation(text, seed, fraction):
@@ -254,12 +268,12 @@ def split_documents(corpus, split, held_out, seed: int, fraction: float, progres
             yield text, split
 
 
-def _pack(corpus, tokenizer, split, held_out, seed, fraction, progress):
-    """One pass over a corpus; each document's tokens go to the split of its text."""
+def _pack(documents, tokenizer, split):
+    """One pass over (text, split): the tokens of each go there. `split` keeps the time."""
     started, splits = time.monotonic(), deque()  # splits: of the documents that are being tokenized
 
     def texts():
-        for text, into in split_documents(corpus, split, held_out, seed, fraction, progress):
+        for text, into in documents:
             splits.append(into)
             yield text
 
@@ -277,14 +291,16 @@ def _pack(corpus, tokenizer, split, held_out, seed, fraction, progress):
 
 def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
     train = splits["train"].counts
-    if corpus.keywords and not train.kept + train.validation:
+    if corpus.keywords and not train.kept + train.validation + train.evaluated:
         raise ValueError(f"keywords {' '.join(corpus.keywords)}: none of the {train.read:,} documents of "
                          f"{corpus.name} contains any of them; name others, or none to keep everything")
     held_out = "validation" in splits and eval_corpus is None
     for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
         if not split.counts.rows:
             remedy = "lower block_size or take more text"
-            if held_out and train.kept + train.validation == 1:
+            if train.evaluated and not train.kept:
+                remedy = "all of its documents are in the evaluation data: name other data for one of them"
+            elif held_out and train.kept + train.validation == 1:
                 remedy = "one document cannot be split: name validation data, or cut it into several files"
             elif held_out and name == "validation":
                 remedy = f"raise validation_fraction ({fraction}), lower block_size or name validation data"

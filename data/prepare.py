@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from data.packing import token_dtype, tokenizer_fingerprint
 from data.records import Records
 from data.shard_writers import write_text_shards, write_token_shards
 from data.shards import MANIFEST, PROGRESS
-from data.sources.corpus import Corpus, Source, load_corpus
+from data.sources.corpus import Corpus, Source, has_split, load_corpus
 from data.sources.storage import (
     FIRST_CONTACT,
     SILENCE,
@@ -47,12 +48,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
     add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
     add("--dataset_config_name")
-    add("--split", default="train", help="split of the source (default: train)")
+    add("--split", default="train", help="default: train, with the source's validation and test")
     add("--text_column", help="default: content or text, whichever the source has")
     add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
     add("--tokenizer_name", help="Hub id or folder")
     add("--block_size", type=int, default=1024, help="tokens per row (default: 1024)")
-    add("--validation_fraction", type=float, default=0.005, help="of the documents (default: 0.005; 0: none)")
+    add("--validation_fraction", type=float, default=0.005,
+        help="of the documents, where the source has no validation split (default: 0.005; 0: none)")
     add("--seed", type=int, default=0, help="chooses the validation documents (default: 0)")
     add("--shard_mb", type=float, default=64, help="before compression (default: 64; hf://: better more)")
     add("--text_only", action="store_true", help="stop after the filter: text shards, all columns")
@@ -87,15 +89,15 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     keywords = tuple(sorted(set(args.keywords)))
     named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
     source = Source(*named, keywords, streaming=True)
-    corpus = with_retries(partial(load_corpus, source), f"opening {args.dataset_name}", FIRST_CONTACT)
+    corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
     tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
-    settings = settings_of(args, corpus, tokenizer)
+    settings = settings_of(args, corpora, tokenizer)
     manifest = finished_manifest(folder, settings)
     if manifest:
         print(f"{folder.url} is finished: nothing to do")
     else:
         with _only_run(folder):
-            manifest = write_shards(settings, corpus, tokenizer, folder)
+            manifest = write_shards(settings, corpora, tokenizer, folder)
     folder.remove(PROGRESS)
     for split, account in manifest["accounting"].items():
         if account["read"]:
@@ -105,12 +107,21 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     return manifest
 
 
-def settings_of(args: argparse.Namespace, corpus: Corpus, tokenizer) -> dict[str, Any]:
+def load_splits(source: Source) -> dict[str, Corpus]:
+    """{"test", "validation", "train": Corpus} in the order of reading, so that what is evaluated on is known
+    when training documents come. Of another split than train only that, as train."""
+    names = ("test", "validation") if source.split == "train" else ()
+    own = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
+    return own | {"train": load_corpus(source)}
+
+
+def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer) -> dict[str, Any]:
     """Everything that shapes the shards: a preparation goes on only where it is the same."""
+    content, corpus = {name: corpus.fingerprint for name, corpus in corpora.items()}, corpora["train"]
     settings = {"format": "token-rows-1" if tokenizer else "text-1"}
     settings |= {name: getattr(args, name) for name in ("dataset_name", "dataset_config_name", "split")}
     settings["dataset_name"] = printable(args.dataset_name)
-    settings |= {"content": corpus.fingerprint, "text_column": corpus.text_column}
+    settings |= {"content": content, "text_column": corpus.text_column}
     settings |= {"keywords": list(corpus.keywords), "shard_mb": args.shard_mb}
     if tokenizer:
         settings["tokenizer"] = tokenizer_fingerprint(tokenizer)
@@ -143,7 +154,7 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     return manifest
 
 
-def write_shards(settings: dict[str, Any], corpus: Corpus, tokenizer, folder: Folder) -> dict[str, Any]:
+def write_shards(settings: dict[str, Any], corpora, tokenizer, folder: Folder) -> dict[str, Any]:
     """Begins the preparation or goes on with it, to the end. Returns the manifest."""
     with explained(folder.url, "written"):
         folder.make(FIRST_CONTACT)
@@ -153,16 +164,16 @@ def write_shards(settings: dict[str, Any], corpus: Corpus, tokenizer, folder: Fo
         save_tokenizer(tokenizer, folder)
         rows = {"block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
         rows["tokenizer"] = settings["tokenizer"]
-        counts = write_token_shards(corpus, tokenizer, records, settings)
+        write_token_shards(corpora, tokenizer, records, settings)
     else:
-        counts = write_text_shards(corpus, records, settings)
+        write_text_shards(corpora, records, settings)
     if not records.shards["train"]:
-        for name in (PROGRESS, "tokenizer"):
+        for name in (PROGRESS, "tokenizer", *(shard["file"] for shard in sum(records.shards.values(), []))):
             folder.remove(name)
-        nothing = f"{corpus.name} gives nothing to train on. Check keywords, or take more text."
-        raise ValueError(f"dataset_name: {nothing}\n{counts.table()}")
+        nothing = f"{corpora['train'].name} gives nothing to train on. Check keywords, or take more text."
+        raise ValueError(f"dataset_name: {nothing}\n{records.counts['train'].table()}")
     manifest = {"format": settings["format"], **rows, "settings": settings, "splits": {}, "accounting": {}}
-    for split, account in records.accounts(counts).items():
+    for split, account in records.accounts().items():
         manifest["splits"][split] = {"rows": account.rows, "shards": records.shards[split]}
         manifest["accounting"][split] = account.as_dict()
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())

@@ -8,6 +8,7 @@ import io
 import json
 import time
 from array import array
+from dataclasses import replace
 from zipfile import BadZipFile
 
 import numpy as np
@@ -18,20 +19,21 @@ from data.shards import PROGRESS
 from data.sources.storage import Folder
 
 SECONDS_BETWEEN_RECORDS = 300
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation", "test")
 
 
 class Records:
     """Progress of one preparation: progress/settings.json, then numbered .npz, never rewritten.
 
-    After __init__, as of the last record: counts of all documents; shards {split: [entry of the manifest]};
-    held {split: [documents, bytes, tokens]}; pending, arrays that wait for their shard; seen, hashes of kept
-    documents.
+    After __init__, as of the last record: counts {split of the source: Accounting}, the last one's is being
+    read; shards {split: [entry of the manifest]}; held {split: [documents, bytes, tokens]}; pending, arrays
+    that wait for their shard; seen, evaluated: hashes of kept documents, of this split and of those before.
     """
 
     def __init__(self, folder: Folder):
         self.folder, self.number = folder, 0
-        self.counts, self.seen, self.fresh = Accounting(), SeenHashes(), array("Q")
+        self.seen, self.evaluated, self.fresh = SeenHashes(), (), array("Q")
+        self.counts: dict[str, Accounting] = {}
         self.shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
         self.held = {split: [0, 0, 0] for split in SPLITS}
         self.schema: pa.Schema | None = None
@@ -43,11 +45,13 @@ class Records:
             except (BadZipFile, ValueError, EOFError):
                 break  # a file system without whole writes: as if it were not there
             state = json.loads(str(arrays.pop("state")))
+            self.begin([*state["counts"]][-1])
             for number in arrays.pop("hashes").tolist():
                 self.seen.add(number)
             for split, shards in state["shards"].items():
                 self.shards[split] += shards
-            self.counts, self.held, self.pending = Accounting(**state["counts"]), state["held"], arrays
+            self.counts = {split: Accounting(**counts) for split, counts in state["counts"].items()}
+            self.held, self.pending = state["held"], arrays
             schema = bytes.fromhex(state["schema"])
             self.schema = pa.ipc.read_schema(pa.py_buffer(schema)) if schema else None
             self.number += 1
@@ -56,6 +60,15 @@ class Records:
     def _recorded(self) -> None:
         self.recorded = {split: len(shards) for split, shards in self.shards.items()}
         self.last = time.monotonic()
+
+    def begin(self, split: str) -> Accounting:
+        """This split is read now, from the document after those of its account on. What was read before the
+        training documents is evaluated on."""
+        if split not in self.counts:
+            self.schema = None
+            if split == "train":
+                self.evaluated, self.seen = self.seen, SeenHashes()
+        return replace(self.counts.get(split, Accounting()))
 
     def add(self, number: int) -> bool:
         """SeenHashes.add, and remembers what the next record must hold."""
@@ -67,26 +80,30 @@ class Records:
     def due(self) -> bool:
         return time.monotonic() - self.last > SECONDS_BETWEEN_RECORDS
 
-    def write(self, counts: Accounting, pending: dict[str, np.ndarray]) -> None:
-        """counts: as of the last document that is in a shard or in `pending`."""
-        new = counts.kept - self.counts.kept  # one hash each; the others were read ahead
+    def write(self, split: str, counts: Accounting, pending: dict[str, np.ndarray]) -> None:
+        """counts: of a split, as of its last document that is in a shard or in `pending`."""
+        new = counts.kept - self.counts.get(split, Accounting()).kept  # one hash each; more were read ahead
+        self.counts[split], self.number = replace(counts), self.number + 1
         shards = {split: shards[self.recorded[split] :] for split, shards in self.shards.items()}
         schema = self.schema.serialize().to_pybytes().hex() if self.schema else ""
-        state = {"counts": counts.as_dict(), "held": self.held, "shards": shards, "schema": schema}
+        every = {split: counts.as_dict() for split, counts in self.counts.items()}
+        state = {"counts": every, "held": self.held, "shards": shards, "schema": schema}
         record = io.BytesIO()
         np.savez(record, state=json.dumps(state), hashes=np.array(self.fresh[:new], np.uint64), **pending)
-        self.folder.write(f"{PROGRESS}/{self.number:06d}.npz", record.getvalue())
+        self.folder.write(f"{PROGRESS}/{self.number - 1:06d}.npz", record.getvalue())
         del self.fresh[:new]
-        self.counts, self.number = counts, self.number + 1
         self._recorded()
 
-    def accounts(self, counts: Accounting) -> dict[str, Accounting]:
-        """The account of each split: of `counts`, all documents of the source, validation's are held out."""
-        train, validation = Accounting(**counts.as_dict()), Accounting(seconds=counts.seconds)
-        documents, size, _ = self.held["validation"]
-        train.kept, train.validation, train.bytes = train.kept - documents, documents, train.bytes - size
-        validation.read, validation.kept, validation.bytes = documents, documents, size
-        accounts = {"train": train, "validation": validation}
+    def accounts(self) -> dict[str, Accounting]:
+        """The account of each split, of a finished preparation. What was held out for validation is in the
+        account of the split that it was held out of."""
+        accounts = {split: self.counts[split] for split in SPLITS if split in self.counts}
+        if "validation" not in accounts:
+            train, (documents, size, _) = accounts["train"], self.held["validation"]
+            train = replace(train, kept=train.kept - documents, bytes=train.bytes - size)
+            train.validation = documents
+            held_out = Accounting(read=documents, kept=documents, bytes=size, seconds=train.seconds)
+            accounts |= {"train": train, "validation": held_out}
         for split, account in accounts.items():
             account.tokens = self.held[split][2]
             account.rows = sum(shard.get("rows", 0) for shard in self.shards[split])

@@ -178,8 +178,10 @@ def prepare(sources: Sources, accelerator) -> "Data":
     else:
         first = next((name for name, found in opened.items() if isinstance(found, Corpus)), "")
         together = opened.pop(first) if isinstance(opened.get(first), Corpus) else None
+        others = tuple(found for found in opened.values() if isinstance(found, Corpus))
         made = make(sources.train, eval_corpus=together,
-                    validation_fraction=None if sources.evals else recipe.validation_fraction)
+                    validation_fraction=None if sources.evals else recipe.validation_fraction,
+                    **({} if recipe.next_sentence else {"also_evaluated": others}))
         train = made.train
         if made.eval:
             evals[first] = EvalRows(made.eval, made.bytes_per_token("validation"))

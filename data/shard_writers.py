@@ -1,5 +1,6 @@
-"""The documents of a corpus become shards, rows of tokens or text with all columns, from the last record on.
+"""The documents of a source become shards, rows of tokens or text with all columns, from the last record on.
 
+corpora: {split: Corpus}, those that are evaluated on before the training documents.
 settings: those of the preparation, see data/prepare.py; shard_mb is the size of a shard before compression.
 """
 
@@ -22,29 +23,40 @@ from data.sources.tables import rows_to_parquet, to_parquet
 TEXT_ROWS_PER_GROUP = 1000
 
 
-def kept_documents(corpus: Corpus, records: Records, counts: Accounting) -> Iterator[dict]:
-    """Clean documents from the one after the last record's on; `counts` goes on from the record's."""
-    if counts.read:
-        print(f"going on after document {counts.read:,}", file=sys.stderr, flush=True)
-    documents = clean_documents(corpus, counts, records)
-    return show_progress(documents, counts, f"preparing {corpus.name}")
+def clean_splits(corpora, records: Records) -> Iterator[tuple[str, Corpus, Accounting, Iterator[dict]]]:
+    """(split, its corpus, its account, its clean documents) from the one after the last record's on. Their
+    records end with a split, so that it is known whose hashes they hold."""
+    for split in [*corpora][max(0, len(records.counts) - 1) :]:
+        corpus, counts = corpora[split], records.begin(split)
+        if counts.read:
+            print(f"{split}: going on after document {counts.read:,}", file=sys.stderr, flush=True)
+        documents = clean_documents(corpus, counts, records, records.evaluated)
+        documents = show_progress(documents, counts, f"preparing {corpus.name}, {split}")
+        yield split, corpus, counts, _timed(documents, counts)
+        records.write(split, counts, {})
 
 
-def write_token_shards(corpus: Corpus, tokenizer, records: Records, settings: dict) -> Accounting:
-    """All token shards of the source. Returns the counts of its documents."""
+def _timed(documents: Iterator[dict], counts: Accounting) -> Iterator[dict]:
+    started = time.monotonic() - counts.seconds
+    for document in documents:
+        counts.seconds = round(time.monotonic() - started, 3)
+        yield document
+
+
+def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, settings: dict) -> None:
+    """All token shards of the source."""
     dtype, T = token_dtype(tokenizer), settings["block_size"]
-    validation = settings["seed"], settings["validation_fraction"]
+    validation = settings["seed"], 0 if "validation" in corpora else settings["validation_fraction"]
     rows = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
     # Tokens of a shard. Validation's is smaller, so that its waiting rows stay a small part of each record.
-    full = {"train": rows * T, "validation": max(1, rows // 8) * T}
+    full = dict.fromkeys(SPLITS, max(1, rows // 8) * T) | {"train": rows * T}
     waiting = {split: [records.pending.get(split, np.empty(0, dtype))] for split in SPLITS}
-    counts, documents = Accounting(**records.counts.as_dict()), deque()
-    started = time.monotonic() - counts.seconds
+    documents = deque()  # that are being tokenized
 
-    def texts() -> Iterator[str]:
-        for document in kept_documents(corpus, records, counts):
+    def texts(name, corpus, counts, found) -> Iterator[str]:
+        for document in found:
             text = document[corpus.text_column]
-            split = SPLITS[in_validation(text, *validation)]
+            split = SPLITS[in_validation(text, *validation)] if name == "train" else name
             documents.append((split, len(text.encode()), vars(counts).copy()))
             yield text
 
@@ -53,76 +65,84 @@ def write_token_shards(corpus: Corpus, tokenizer, records: Records, settings: di
         counted = {"rows": len(rows), "tokens": rows.size}
         shards.append(write_shard(records.folder, split, len(shards), rows_to_parquet(rows), **counted))
 
-    unfinished: list[np.ndarray] = []  # tokens of a document that goes on in the next batch
-    for tokens, ends in tokenize_texts(texts(), tokenizer):
-        start = 0
-        for end in ends.tolist():
-            split, size, so_far = documents.popleft()
-            ids = np.concatenate([*unfinished, tokens[start:end]]) if unfinished else tokens[start:end]
-            unfinished, start = [], end
-            waiting[split].append(ids)
-            held = records.held[split]
-            held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
-        if start < len(tokens):
-            unfinished.append(tokens[start:])
-        wrote = False
+    for name, corpus, counts, found in clean_splits(corpora, records):
+        unfinished: list[np.ndarray] = []  # tokens of a document that goes on in the next batch
+        for tokens, ends in tokenize_texts(texts(name, corpus, counts, found), tokenizer):
+            start = 0
+            for end in ends.tolist():
+                split, size, so_far = documents.popleft()
+                ids = np.concatenate([*unfinished, tokens[start:end]]) if unfinished else tokens[start:end]
+                unfinished, start = [], end
+                waiting[split].append(ids)
+                held = records.held[split]
+                held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
+            if start < len(tokens):
+                unfinished.append(tokens[start:])
+            wrote = False
+            for split in SPLITS:
+                if sum(map(len, waiting[split])) >= full[split]:
+                    stream = np.concatenate(waiting[split])
+                    last = len(stream) - len(stream) % full[split]
+                    for begin in range(0, last, full[split]):
+                        write(split, stream[begin : begin + full[split]])
+                    waiting[split], wrote = [stream[last:].copy()], True
+            if wrote or records.due():
+                waiting = {split: [np.concatenate(waiting[split])] for split in SPLITS}
+                records.write(name, Accounting(**so_far), {split: waiting[split][0] for split in SPLITS})
         for split in SPLITS:
-            if sum(map(len, waiting[split])) >= full[split]:
-                stream = np.concatenate(waiting[split])
-                last = len(stream) - len(stream) % full[split]
-                for begin in range(0, last, full[split]):
-                    write(split, stream[begin : begin + full[split]])
-                waiting[split], wrote = [stream[last:].copy()], True
-        if wrote or records.due():
-            waiting = {split: [np.concatenate(waiting[split])] for split in SPLITS}
-            at = Accounting(**so_far | {"seconds": round(time.monotonic() - started, 3)})
-            records.write(at, {split: waiting[split][0] for split in SPLITS})
-    for split in SPLITS:
-        rest = np.concatenate(waiting[split])
-        if len(rest) >= T:
-            write(split, rest[: len(rest) - len(rest) % T])
-    counts.seconds = round(time.monotonic() - started, 3)
-    return counts
+            rest = np.concatenate(waiting[split])
+            if len(rest) >= T:
+                write(split, rest[: len(rest) - len(rest) % T])
+            waiting[split] = [np.empty(0, dtype)]
 
 
-def write_text_shards(corpus: Corpus, records: Records, settings: dict) -> Accounting:
-    """All text shards of the source: kept documents, all columns. Returns the counts of its documents."""
-    counts = Accounting(**records.counts.as_dict())
-    started = time.monotonic() - counts.seconds
-    documents: list[dict] = []
-    if "documents" in records.pending:
-        documents = pa.ipc.open_stream(records.pending["documents"].tobytes()).read_all().to_pylist()
-    size = sum(len(document[corpus.text_column].encode()) for document in documents)
+def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: dict) -> None:
+    """All text shards of the source: kept documents, all columns."""
+    full = settings["shard_mb"] * 1e6
 
-    def write() -> None:
-        table, shards = documents_to_table(documents, corpus.columns, records.schema), records.shards["train"]
+    def write(split: str, documents: list[dict], columns: list[str]) -> None:
+        table, shards = documents_to_table(documents, columns, records.schema), records.shards[split]
         data = to_parquet(table, TEXT_ROWS_PER_GROUP)
-        shards.append(write_shard(records.folder, "train", len(shards), data, documents=len(documents)))
+        shards.append(write_shard(records.folder, split, len(shards), data, documents=len(documents)))
         records.schema = table.schema
         documents.clear()
 
-    def pending() -> dict[str, np.ndarray]:
-        if not documents:
-            return {}
-        sink, table = pa.BufferOutputStream(), documents_to_table(documents, corpus.columns, None)
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        return {"documents": np.frombuffer(sink.getvalue(), np.uint8)}
+    for split, corpus, counts, found in clean_splits(corpora, records):
+        documents = unpack_documents(records.pending.pop("documents", None))
+        size = sum(len(document[corpus.text_column].encode()) for document in documents)
+        for document in found:
+            documents.append(document)
+            size += len(document[corpus.text_column].encode())
+            records.held[split] = [counts.kept, counts.bytes, 0]
+            if size >= full:
+                write(split, documents, corpus.columns)
+                size = 0
+            if not size or records.due():
+                records.write(split, counts, {"documents": pack_documents(documents, corpus.columns)})
+        if documents:
+            write(split, documents, corpus.columns)
 
-    for document in kept_documents(corpus, records, counts):
-        documents.append(document)
-        size += len(document[corpus.text_column].encode())
-        if full := size >= settings["shard_mb"] * 1e6:
-            write()
-            size = 0
-        if full or records.due():
-            counts.seconds = round(time.monotonic() - started, 3)
-            records.write(Accounting(**counts.as_dict()), pending())
-    if documents:
-        write()
-    records.held["train"] = [counts.kept, counts.bytes, 0]
-    counts.seconds = round(time.monotonic() - started, 3)
-    return counts
+
+def pack_documents(documents: list[dict], columns: list[str]) -> np.ndarray:
+    """Documents that wait for their shard: as JSON where it gives the very same back, for columns of several
+    types; else as an Arrow table, for times and bytes."""
+    try:
+        packed = json.dumps(documents).encode()
+        if repr(json.loads(packed)) == repr(documents):
+            return np.frombuffer(packed, np.uint8)
+    except TypeError:
+        pass
+    sink, table = pa.BufferOutputStream(), documents_to_table(documents, columns, None)
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    return np.frombuffer(sink.getvalue(), np.uint8)
+
+
+def unpack_documents(packed: np.ndarray | None) -> list[dict]:
+    if packed is None or not len(packed):
+        return []
+    data = packed.tobytes()
+    return json.loads(data) if data[:1] == b"[" else pa.ipc.open_stream(data).read_all().to_pylist()
 
 
 def documents_to_table(documents: list[dict], columns: list[str], schema: pa.Schema | None) -> pa.Table:

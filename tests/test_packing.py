@@ -110,6 +110,26 @@ def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_p
     assert all_rows(prepared.eval).flatten().tolist() == stream[: len(stream) // T * T]
 
 
+def test_what_is_evaluated_on_is_counted_told_and_not_trained_on(corpus, tokenizer, tmp_path, capsys):
+    texts = list(dict.fromkeys(document["content"] for document in corpus))
+    for name, found in {"one": [*texts[:10], "of its own " * 50], "two": texts[5:15]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in found))
+    one, two = (load_corpus(Source(str(tmp_path / f"{name}.jsonl"))) for name in ("one", "two"))
+    found = prepare(corpus, tokenizer, tmp_path, eval_corpus=one, also_evaluated=(two,), progress=True)
+    stream = expected_stream(texts[15:], tokenizer)
+    assert all_rows(found.train).flatten().tolist() == stream[: len(stream) // T * T]
+    train, validation = found.accounting["train"], found.accounting["validation"]
+    assert (train["evaluated"], train["kept"], validation["kept"]) == (15, len(texts) - 15, 11)
+    assert train["read"] == train["kept"] + 15 + train["duplicate"]
+    assert f"15 documents of {corpus.name} are in the evaluation data too" in capsys.readouterr().out
+    apart = prepare(corpus, tokenizer, tmp_path, eval_corpus=one)
+    assert apart.accounting["train"]["evaluated"] == 10 and apart.folder != found.folder
+    same = prepare(corpus, tokenizer, tmp_path, eval_corpus=corpus)  # to see whether a model can learn it all
+    assert (np.array(same.eval.rows) == np.array(same.train.rows)).all()
+    with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
+        prepare(two, tokenizer, tmp_path, eval_corpus=corpus)
+
+
 def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer, monkeypatch):
     documents = [document["content"] for document in corpus]
     documents += ["\n".join(documents), "", "<|endoftext|> is only text here", "a\0b"]

@@ -20,7 +20,7 @@ import pytest
 
 from data import packing, prepare, records
 from data.filters import in_validation
-from data.shards import check_shards
+from data.shards import check_shards, open_shards
 from data.sources import storage
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
@@ -99,11 +99,18 @@ def test_a_document_of_50_mb_on_one_line_is_one_document(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("text_only", [False, True])
 def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, tokenizer, monkeypatch, text_only):
-    texts = make_texts(120)
-    source = write_jsonl(tmp_path / "texts.jsonl", texts[:70] + texts[50:])
+    """Of a source with three splits, documents in several of them, and columns of mixed types."""
+    texts, source = make_texts(160), tmp_path / "source"
+    source.mkdir()
+    x = [1, 2.5, {"b": 1}, {"a": 2}, None, True, [1, 2.5], "text"]
+    y = [*[1, 2.5] * 12, "text"]  # a shard or more is numbers when a record is made, and texts follow
+    splits = {"test": texts[110:130], "valid": texts[125:150], "train": texts[:115] + texts[100:]}
+    for name, found in splits.items():
+        rows = [{"text": text, "x": x[i % 8], "y": y[i % 25]} for i, text in enumerate(found)]
+        (source / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"text_only": []} if text_only else {}
     settings["shard_mb"] = 0.02
-    assert run(source, tmp_path / "whole", tokenizer, **settings) == 0
+    assert run(str(source), tmp_path / "whole", tokenizer, **settings) == 0
     # A record after every batch of one or two documents; every ninth write is the end of a run.
     monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
     monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
@@ -123,7 +130,7 @@ def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, token
     while status is None:
         runs += 1
         with contextlib.suppress(Killed):
-            status = run(source, tmp_path / "parts", tokenizer, **settings)
+            status = run(str(source), tmp_path / "parts", tokenizer, **settings)
     assert runs > 3 and status == 0
     assert shard_bytes(tmp_path / "parts") == shard_bytes(tmp_path / "whole")
     whole, parts = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "parts")
@@ -184,6 +191,40 @@ def test_text_shards_hold_the_kept_documents_with_all_columns(tmp_path):
     assert len(shard_bytes(tmp_path / "all")) > 1
     again = [document["text"] for document in load_corpus(Source(str(tmp_path / "all")))]
     assert again == [text for text in texts[:103] if text], "they are a source again"
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_all_splits_of_a_source_become_shards_and_what_is_evaluated_on_is_not_trained_on(
+        tmp_path, tokenizer, text_only, capsys):
+    texts = make_texts(150)
+    splits = {"train": texts[:100], "validation": texts[90:120], "test": texts[115:]}
+    (tmp_path / "source").mkdir()
+    for name, found in splits.items():
+        write_jsonl(tmp_path / "source" / f"my-{name}.jsonl", found)
+    made, settings = tmp_path / "shards", {"text_only": []} if text_only else {}
+    assert run(str(tmp_path / "source"), made, None if text_only else tokenizer, **settings) == 0
+    expected = {"train": texts[:90], "validation": texts[90:115], "test": texts[115:]}
+    manifest = manifest_of(made)
+    accounts = manifest["accounting"]
+    assert {name: account["read"] for name, account in accounts.items()} == {
+        "train": 100, "validation": 30, "test": 35}
+    assert (accounts["train"]["evaluated"], accounts["validation"]["duplicate"]) == (10, 5)
+    assert "evaluated" in capsys.readouterr().out
+    if text_only:
+        for name, found in expected.items():
+            again = load_corpus(Source(str(made), split=name))
+            assert [document["text"] for document in again] == found
+        return
+    own = load_tokenizer(tokenizer)
+    for name, found in expected.items():
+        ids = [own(text, add_special_tokens=False)["input_ids"] + [own.eos_token_id] for text in found]
+        ids = sum(ids, [])
+        assert tokens_of(made, name).tolist() == ids[: len(ids) // 32 * 32]
+        assert manifest["splits"][name]["rows"] == len(ids) // 32
+    one = tmp_path / "one"
+    assert run(str(tmp_path / "source"), one, tokenizer, split="test", validation_fraction=0) == 0
+    assert tokens_of(one, "train").tolist() == tokens_of(made, "test").tolist()
+    assert open_shards(str(made), "test", cache_dir=tmp_path / "cache").rows.shape == (len(ids) // 32, 32)
 
 
 def test_mixed_and_late_columns_are_kept_as_text_told_or_refused(tmp_path, capsys):
