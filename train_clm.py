@@ -30,7 +30,7 @@ from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_t
 from utils.learning.model import build_model, model_problems
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
-from utils.settings import common_problems, evaluate_what_is_saved, parse_args, stop_at
+from utils.settings import common_problems, evaluate_what_is_saved, parse_args, saved_data, stop_at
 from utils.state.preemption import handle_stop_signals
 from utils.steps import Steps
 from utils.tasks import CAUSAL
@@ -153,7 +153,7 @@ def main(args: TrainArgs | None = None) -> None:
     args = args or parse_args(TrainArgs, PRESETS)
     evaluate_what_is_saved(args)
     problems = check_args(args)
-    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)
+    sources = open_sources(Recipe.of(args, algorithm="bpe", saved=saved_data(args)), problems)
     build = "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
     problems += model_problems(*build, sources.tokenizer)
     stop_at(problems)

@@ -30,7 +30,7 @@ from utils.learning.losses import MaskedLMLoss, trust_row_positions
 from utils.learning.model import build_model, model_problems
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
-from utils.settings import common_problems, evaluate_what_is_saved, parse_args, stop_at
+from utils.settings import common_problems, evaluate_what_is_saved, parse_args, saved_data, stop_at
 from utils.state.preemption import handle_stop_signals
 from utils.steps import Steps
 from utils.tasks import MASKED
@@ -159,7 +159,7 @@ def main(args: TrainArgs | None = None) -> None:
     evaluate_what_is_saved(args)
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
-    sources = open_sources(Recipe.of(args, algorithm="unigram", special=special), problems)
+    sources = open_sources(Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args)), problems)
     kind = "pretraining" if args.next_sentence else "masked"
     build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
     problems += model_problems(*build, sources.tokenizer)

@@ -26,7 +26,7 @@ def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) ->
     build. Raises ValueError where the cache cannot be written."""
     key = hashlib.blake2b(json.dumps([FORMAT, settings]).encode(), digest_size=12).hexdigest()
     folder, building = Path(cache_dir) / f"{kind}-{key}", Path(cache_dir) / f"{kind}-{key}.tmp"
-    if _is_whole(folder):
+    if is_whole(folder):
         return folder
     try:
         os.makedirs(cache_dir, exist_ok=True)
@@ -34,7 +34,7 @@ def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) ->
             with contextlib.suppress(Timeout), FileLock(left.with_suffix(".lock"), timeout=0):
                 shutil.rmtree(left, ignore_errors=True)
         with FileLock(f"{folder}.lock"):
-            if not _is_whole(folder):
+            if not is_whole(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 building.mkdir()
                 try:
@@ -52,7 +52,8 @@ def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) ->
     return folder
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether a folder of the cache is complete."""
     try:
         sizes = json.loads((folder / MANIFEST).read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())

@@ -146,10 +146,17 @@ class PackedRows(torch.utils.data.Dataset):
 
 @dataclass
 class PreparedRows:
-    train: PackedRows
-    eval: PackedRows | None  # None where nothing was to be held out
-    accounting: dict[str, dict]  # "train" and "validation" -> Accounting.as_dict()
+    splits: dict[str, PackedRows]  # train, and validation where anything was to be held out
+    accounting: dict[str, dict]  # of each, Accounting.as_dict()
     folder: str
+
+    @property
+    def train(self) -> PackedRows:
+        return self.splits["train"]
+
+    @property
+    def eval(self) -> PackedRows | None:
+        return self.splits.get("validation")
 
     def bytes_per_token(self, split: str) -> float:
         """UTF-8 bytes of the documents of a split / their tokens, EOS included."""
@@ -231,10 +238,13 @@ def prepare_splits(cache_dir, kind: str, settings: dict, write, rows=PackedRows)
         manifest = {"settings": settings, "accounting": write(folder)}
         (folder / "preparation.json").write_text(json.dumps(manifest, indent=1))
 
-    folder = build_once(cache_dir, kind, settings, build)
+    return open_prepared(build_once(cache_dir, kind, settings, build), rows)
+
+
+def open_prepared(folder: Path, rows=PackedRows) -> PreparedRows:
     accounting = json.loads((folder / "preparation.json").read_text())["accounting"]
-    train, *held_out = (rows(folder / f"{split}.npy") for split in accounting)
-    return PreparedRows(train, held_out[0] if held_out else None, accounting, str(folder))
+    splits = {split: rows(folder / f"{split}.npy") for split in accounting}
+    return PreparedRows(splits, accounting, str(folder))
 
 
 class Split:

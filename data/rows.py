@@ -19,10 +19,10 @@ import numpy as np
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
-from data.cache import RowFile, build_once
+from data.cache import RowFile, build_once, is_whole
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
-from data.packing import PackedRows, prepare_rows, tokenizer_fingerprint, trained_tokenizer
-from data.pairs import holds_pairs, load_pair_source, prepare_pairs
+from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
+from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus
 from data.sources.storage import printable
@@ -50,6 +50,8 @@ class Recipe:
     pair_label_is_next: int = 0  # of prepared ones: the label that means B follows A
     streaming: bool = False
     cache_dir: str = "cache"
+    output_dir: str = ""
+    saved: dict | None = field(default=None, hash=False)  # fingerprints of the data of a run to continue
     seed: int = 42
     max_eval_samples: int = 0
     per_device_train_batch_size: int = 8
@@ -79,10 +81,15 @@ class Sources:
     shards: str | None = None  # URL of the token shards that are trained on instead of a corpus
     evals: dict[str, Corpus | str] = field(default_factory=dict)  # or such URLs; {}: a part of the documents
     tokenizer: object = None  # None: to be trained
+    prepared: tuple | None = None  # training rows and evals of a run to continue, from the cache
 
 
 def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
-    """Opens data and tokenizer. Each mistake is appended to `problems` as a line."""
+    """Opens data and tokenizer. Each mistake is appended to `problems` as a line.
+
+    A run that continues asks for none of them where the cache has the rows that it was trained on."""
+    if kept := _rows_of_run(recipe):
+        return kept
     sources, name, tokenizer_name = Sources(recipe), recipe.dataset_name, recipe.tokenizer_name
     source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords)
     load = load_pair_source if recipe.next_sentence else load_corpus
@@ -122,6 +129,28 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     return sources
 
 
+def _rows_of_run(recipe: Recipe) -> Sources | None:
+    """What the run to continue was trained and evaluated on and its tokenizer, whatever has become of their
+    sources; None where the cache has not all of it."""
+    if not recipe.saved or recipe.streaming:
+        return None
+    kinds, rows = ("pairs-*", PairRows) if recipe.next_sentence else ("[rs][oh]*-*", PackedRows)
+    cached = {}
+    for folder in filter(is_whole, Path(recipe.cache_dir).glob(kinds)):
+        made = open_prepared(folder, rows)
+        for split, kept in made.splits.items():
+            cached[kept.fingerprint] = EvalRows(kept, made.bytes_per_token(split))
+    names = recipe.saved["eval"]
+    try:
+        train, *evals = [cached[fingerprint] for fingerprint in (recipe.saved["train"], *names.values())]
+        tokenizer = load_tokenizer(recipe.output_dir)
+    except (KeyError, ValueError):
+        return None
+    if tokenizer_fingerprint(tokenizer) != recipe.saved["tokenizer"]:
+        return None
+    return Sources(recipe, tokenizer=tokenizer, prepared=(train.rows, dict(zip(names, evals, strict=True))))
+
+
 def _attempt(problems: list[str], function: Callable, *args):
     """function(*args); its ValueError becomes a line of `problems`, and the result None."""
     try:
@@ -158,6 +187,9 @@ def prepare(sources: Sources, accelerator) -> "Data":
     ValueError where there is no row, or shards do not fit."""
     recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
     cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
+    if sources.prepared:
+        accelerator.print(f"data       the rows of this run from {cache_dir}, {recipe.dataset_name} is not read")
+        return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
                                       algorithm=recipe.algorithm, model_type=recipe.model_type)

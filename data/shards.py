@@ -132,7 +132,7 @@ def open_shards(url: str, split: str, *, cache_dir: str) -> PackedRows:
         copy.close()
         return {split: manifest["accounting"][split]}
 
-    return prepare_splits(cache_dir, "shards", entry["shards"], write).train
+    return prepare_splits(cache_dir, "shards", entry["shards"], write).splits[split]
 
 
 def fetch_tokenizer(url: str, cache_dir: str) -> str:

@@ -5,6 +5,7 @@ checkpoint knows of the data.
 import itertools
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -301,6 +302,23 @@ def test_a_recipe_takes_its_settings_by_name(folder):
     assert found.row_size == 64 and hash(found)
     for none in (None, []):
         assert Recipe.of(Args(dataset_name="x", eval_dataset_name=none)).eval_dataset_name == ()
+
+
+@pytest.mark.parametrize("kind", ["text", "shards", "pairs"])
+def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_source(folder, kind, tmp_path):
+    first = opened(recipe(folder, kind, cache_dir=str(tmp_path / "cache")))
+    gone = recipe(folder, kind, cache_dir=str(tmp_path / "cache"), dataset_name="/gone", tokenizer_name="/gone",
+                  output_dir=f"{folder}/tokenizer", saved=first.fingerprints)
+    again = opened(gone)
+    assert again.fingerprints == first.fingerprints
+    assert lists(again.loader(0, 40)) == lists(first.loader(0, 40))
+    assert lists(again.evaluation()) == lists(first.evaluation())
+    assert again.evals[""].bytes_per_token == first.evals[""].bytes_per_token
+    for changed in ({"cache_dir": str(tmp_path / "other")}, {"saved": first.fingerprints | {"tokenizer": "x"}},
+                    {"output_dir": "/gone"}, {"saved": first.fingerprints | {"train": "x"}}):
+        problems = []
+        open_sources(replace(gone, **changed), problems)
+        assert any("/gone" in line for line in problems), changed
 
 
 @pytest.mark.parametrize("kind", KINDS)

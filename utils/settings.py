@@ -22,7 +22,7 @@ from utils.display.metrics import write_json
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import check_trackers
 from utils.publishing.secrets import without_secrets
-from utils.state.checkpoint import newest_settings
+from utils.state.checkpoint import newest_extra
 
 Args = TypeVar("Args")
 
@@ -198,7 +198,7 @@ def common_problems(args: Any) -> list[str]:
     if args.push_checkpoints and not args.push_to_hub:
         problems.append("push_checkpoints: needs push_to_hub.")
     if not args.eval_only and not args.show:
-        saved = newest_settings(args.output_dir, args.resume_from_checkpoint)
+        saved = newest_extra(args.output_dir, args.resume_from_checkpoint).get("settings", {})
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
         problems += changed_settings(saved, args) if saved else []
     return problems
@@ -279,6 +279,11 @@ def evaluate_what_is_saved(args: Any) -> None:
     if args.eval_only and not args.model_name_or_path:
         args.model_name_or_path = args.tokenizer_name = args.output_dir
         args.config_overrides = ""
+
+
+def saved_data(args: Any) -> dict:
+    """Fingerprints of the data that the run to continue was trained and evaluated on; {} at the beginning."""
+    return {} if args.eval_only else newest_extra(args.output_dir, args.resume_from_checkpoint).get("data", {})
 
 
 def save_args(args: Any, code: dict[str, str | None]) -> None:

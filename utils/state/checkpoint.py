@@ -397,11 +397,11 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, mode
     return False, f"{text}, but {_size(free)} are free: choose another output_dir or lower save_total_limit"
 
 
-def newest_settings(output_dir, resume_from: str) -> dict:
-    """Settings of the checkpoint that a start would continue from, {} without one; nothing is verified."""
+def newest_extra(output_dir, resume_from: str) -> dict:
+    """The extra of the checkpoint that a start would continue from, {} without one; nothing is verified."""
     found = _candidates(Path(output_dir) / "checkpoints", resume_from)
     with suppress(IndexError, KeyError, TypeError):
-        return _read_state(found[0])["extra"]["settings"]
+        return _read_state(found[0])["extra"]
     return {}
 
 

@@ -1,0 +1,42 @@
+"""What a run does when its data change, or are gone, between two starts."""
+
+import json
+import shutil
+
+from tests import forked
+from tests.runs import PROJECT, TINY, metrics, write_corpus
+
+FILES = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp_path):
+    """Exactly as if nothing had happened, and says it in a line; as long as the cache has them."""
+    corpus, output_dir, cache = tmp_path / "corpus.jsonl", tmp_path / "run", tmp_path / "cache"
+    flags = TINY | {"dataset_name": corpus, "cache_dir": cache, "prompts": "none", "output_dir": output_dir}
+
+    def start(status=0) -> str:
+        (tmp_path / "log").unlink(missing_ok=True)
+        process = forked.start(PROJECT, "train_clm.py", flags, tmp_path / "log")
+        process.join(120)
+        text = (tmp_path / "log").read_text()
+        assert process.exitcode == status, text
+        return text
+
+    def result() -> list:
+        return [metrics(output_dir), *((output_dir / name).read_bytes() for name in FILES)]
+
+    before = write_corpus(corpus).read_text()
+    assert "the rows of this run" not in start()
+    whole = result()
+    for change in ("edited", "gone", "and no cache"):
+        shutil.rmtree(output_dir / "checkpoints" / "step-00000006")
+        corpus.write_text(before + json.dumps({"content": "new " * 3000}) + "\n")
+        if change == "gone":
+            corpus.unlink()
+        if change == "and no cache":
+            shutil.rmtree(cache)
+            log = start(2)
+            assert "training_rows: " in log and "Traceback" not in log
+        else:
+            assert start().count(f"data       the rows of this run from {cache}, {corpus} is not read") == 1
+            assert result() == whole, change
