@@ -159,7 +159,8 @@ def main(args: TrainArgs | None = None) -> None:
     evaluate_what_is_saved(args)
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
-    sources = open_sources(Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args)), problems)
+    recipe = Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args))
+    sources = open_sources(recipe, problems)
     kind = "pretraining" if args.next_sentence else "masked"
     build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
     problems += model_problems(*build, sources.tokenizer)

@@ -11,11 +11,13 @@ B rows of a batch, T tokens of a row. Every batch says which rows it holds, at w
 import functools
 import itertools
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
@@ -188,7 +190,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
     recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
     cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
     if sources.prepared:
-        accelerator.print(f"data       the rows of this run from {cache_dir}, {recipe.dataset_name} is not read")
+        told = f"the rows of this run from {cache_dir}, {recipe.dataset_name} is not read"
+        accelerator.print(f"data       {told}")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
@@ -225,7 +228,17 @@ def prepare(sources: Sources, accelerator) -> "Data":
         else:
             made = make(found, validation_fraction=None)
             evals[name] = EvalRows(made.train, made.bytes_per_token("train"))
+    _await_all(accelerator.num_processes)
     return Data(recipe, accelerator, tokenizer, train, {name: evals[name] for name in sources.evals or evals})
+
+
+def _await_all(processes: int) -> None:
+    """Until every machine has its rows. No collective: one that waits for 10 minutes (NCCL) ends the run."""
+    if processes > 1 and dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        arrived = store.add("prepared", 1)  # a multiple of `processes` when all have
+        while store.add("prepared", 0) < arrived + -arrived % processes:
+            time.sleep(0.1)
 
 
 def _set_aside(recipe: Recipe, source: TextSource) -> EvalRows:

@@ -4,7 +4,10 @@ checkpoint knows of the data.
 
 import itertools
 import json
+import shutil
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from filelock import FileLock
 
 from data.cache import RowFile
 from data.masking import MaskTokens
@@ -187,6 +191,45 @@ def test_two_processes_see_together_what_one_sees(folder):
                 assert joined(batches, name) == joined(expected, name), (kind, part, name)
 
 
+APART = """
+import datetime, os, sys
+from pathlib import Path
+import torch.distributed as dist
+from accelerate import Accelerator
+from data.rows import open_sources, prepare
+from tests.test_rows import recipe
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+accelerator = Accelerator(cpu=True)
+for kind in ("text", "pairs"):
+    data = prepare(open_sources(recipe(folder, kind, cache_dir=f"{folder}/{rank}"), []), accelerator)
+    print(f"rank {rank}: {kind}", flush=True)
+accelerator.wait_for_everyone()
+os._exit(0)
+"""
+
+
+def test_a_machine_that_prepares_for_longer_than_a_collective_may_wait_is_waited_for(folder, tmp_path):
+    """Two caches, as on two machines; the second one is locked for longer than the group's time limit."""
+    shutil.copytree(folder, tmp_path / "all")
+    made = opened(recipe(tmp_path / "all", cache_dir=str(tmp_path / "cache")))
+    lock = tmp_path / "all" / "1" / f"{Path(made.train.path).parent.name}.lock"
+    lock.parent.mkdir()
+    (tmp_path / "apart.py").write_text(APART)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with FileLock(lock):
+        process = subprocess.Popen([*launch, tmp_path / "apart.py", tmp_path / "all"], cwd=PROJECT, text=True,
+                                   env=environment(2, PYTHONPATH=str(PROJECT)), stdout=subprocess.PIPE,
+                                   stderr=subprocess.STDOUT)
+        while not list((tmp_path / "all").glob("0/rows-*/sizes.json")) and process.poll() is None:
+            time.sleep(0.1)
+        time.sleep(6)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output[-3000:]
+    assert sorted(line for line in output.splitlines() if line.startswith("rank")) == [
+        "rank 0: pairs", "rank 0: text", "rank 1: pairs", "rank 1: text"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_takes_every_row_of_the_sample_once_and_marks_its_padding(folder, kind):
     most = 0 if kind == "stream of text" else 5  # of text that is streamed there are no more than it takes
@@ -307,15 +350,16 @@ def test_a_recipe_takes_its_settings_by_name(folder):
 @pytest.mark.parametrize("kind", ["text", "shards", "pairs"])
 def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_source(folder, kind, tmp_path):
     first = opened(recipe(folder, kind, cache_dir=str(tmp_path / "cache")))
-    gone = recipe(folder, kind, cache_dir=str(tmp_path / "cache"), dataset_name="/gone", tokenizer_name="/gone",
-                  output_dir=f"{folder}/tokenizer", saved=first.fingerprints)
+    gone = recipe(folder, kind, cache_dir=str(tmp_path / "cache"), dataset_name="/gone",
+                  tokenizer_name="/gone", output_dir=f"{folder}/tokenizer", saved=first.fingerprints)
     again = opened(gone)
     assert again.fingerprints == first.fingerprints
     assert lists(again.loader(0, 40)) == lists(first.loader(0, 40))
     assert lists(again.evaluation()) == lists(first.evaluation())
     assert again.evals[""].bytes_per_token == first.evals[""].bytes_per_token
-    for changed in ({"cache_dir": str(tmp_path / "other")}, {"saved": first.fingerprints | {"tokenizer": "x"}},
-                    {"output_dir": "/gone"}, {"saved": first.fingerprints | {"train": "x"}}):
+    for changed in ({"cache_dir": str(tmp_path / "other")}, {"output_dir": "/gone"},
+                    {"saved": first.fingerprints | {"tokenizer": "x"}},
+                    {"saved": first.fingerprints | {"train": "x"}}):
         problems = []
         open_sources(replace(gone, **changed), problems)
         assert any("/gone" in line for line in problems), changed

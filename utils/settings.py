@@ -282,8 +282,9 @@ def evaluate_what_is_saved(args: Any) -> None:
 
 
 def saved_data(args: Any) -> dict:
-    """Fingerprints of the data that the run to continue was trained and evaluated on; {} at the beginning."""
-    return {} if args.eval_only else newest_extra(args.output_dir, args.resume_from_checkpoint).get("data", {})
+    """Fingerprints of what the run to continue was trained and evaluated on; {} at the beginning."""
+    found = {} if args.eval_only else newest_extra(args.output_dir, args.resume_from_checkpoint)
+    return found.get("data", {})
 
 
 def save_args(args: Any, code: dict[str, str | None]) -> None:
