@@ -196,7 +196,7 @@ def test_starting_from_an_older_step_outdates_the_newer_ones(accelerator, tmp_pa
 
 
 def test_a_path_left_in_the_command_goes_on_from_what_descends_from_it(accelerator, tmp_path, caplog):
-    """A job that is started again by the same command neither repeats its steps nor deletes what it replaced."""
+    """A job started again by the same command neither repeats its steps nor deletes what it replaced."""
     model, optimizer = build(accelerator)
     keep = {"optimizer": optimizer}
 
@@ -344,7 +344,7 @@ from utils.state.checkpoint import Checkpoints
 folder, sharded = sys.argv[1], sys.argv[2] == "sharded"
 torch.set_num_threads(1)  # forking below
 accelerator = Accelerator(cpu=True)
-EVENTS = {"os.rename", "os.rmdir"} if sharded else {"os.rename", "os.rmdir", "os.mkdir", "os.remove", "open"}
+EVENTS = {"os.rename", "os.rmdir"} | (set() if sharded else {"os.mkdir", "os.remove", "open"})
 
 def build():
     model = torch.nn.Linear(8, 8)
@@ -401,8 +401,8 @@ for number in itertools.count(1):
 
 @pytest.mark.parametrize("state", ["whole", "sharded"])
 def test_the_same_step_saved_again_is_there_whenever_the_save_is_killed(tmp_path, state):
-    """kill -9 at each file operation of the second save (sharded: each renaming and deletion of a folder): what
-    comes back is whole, the first state or the new one, and both were met; with save_total_limit 1.
+    """kill -9 at each file operation of the second save (sharded: each renaming and deletion of a folder):
+    what comes back is whole, the first state or the new one, and both were met; with save_total_limit 1.
     """
     script = [sys.executable, "-c", KILLED_AT, str(tmp_path / "run"), state]
     result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=200)
@@ -455,8 +455,8 @@ for sharded in (False, True):
     checkpoints = Checkpoints(accelerator, place)
     checkpoints.save(5, model, keep, {"fine": True}, final=True)
     made = place / "checkpoints/step-00000005"
-    names = [".metadata", "__0_0.distcp", "pytorch_model.bin", "optimizer.bin", "optimizer.pt", "scheduler.bin",
-             "random_states_0.pkl", "rng_state_0.pth", "state.pkl", "sampler.bin", "model.pt"]
+    names = [".metadata", "__0_0.distcp", "pytorch_model.bin", "optimizer.bin", "optimizer.pt",
+             "scheduler.bin", "random_states_0.pkl", "rng_state_0.pth", "state.pkl", "sampler.bin", "model.pt"]
     for here in [made, *(path for path in made.iterdir() if path.is_dir())]:
         plant(here, *names)
     forge(made)

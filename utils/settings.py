@@ -21,6 +21,7 @@ from utils.display.doctor import check_devices
 from utils.display.metrics import write_json
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import check_trackers
+from utils.learning.optim import SCHEDULES
 from utils.publishing.secrets import without_secrets
 from utils.state.checkpoint import newest_extra
 
@@ -55,7 +56,8 @@ NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
     "seed skip_outlier_updates max_eval_samples eval_steps save_steps show".split()
 )
-BELOW_ONE = ("validation_fraction", "adam_beta2", "mlm_probability")
+BELOW = {"validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed": 2**32}
+PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 # What other scripts call a setting, or have a setting for, and what does it here.
 _PRECISION = "the launcher's: mixed_precision in accelerate_configs/*.yaml, or `accelerate launch "
@@ -183,12 +185,18 @@ def common_problems(args: Any) -> list[str]:
             problems.append(str(error))
     if not args.max_train_steps and not args.num_train_epochs:
         problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
-    warmup = getattr(args, "num_warmup_steps", 0)  # an edit with another schedule may have none
+    schedule = getattr(args, "lr_scheduler_type", SCHEDULES[0])  # an edit with its own schedule may have none
+    if schedule not in SCHEDULES:
+        near = "".join(difflib.get_close_matches(schedule, SCHEDULES, n=1)) or ", ".join(SCHEDULES)
+        problems.append(f"lr_scheduler_type: {schedule!r} is unknown, give one of: {near}.")
+    warmup = getattr(args, "num_warmup_steps", 0)
     if args.max_train_steps and warmup > args.max_train_steps:
         problems.append(
-            f"num_warmup_steps: {warmup:g} are more than max_train_steps, "
-            f"{args.max_train_steps}; give a share of them, such as 0.05."
+            f"num_warmup_steps: {warmup:g} are more than max_train_steps, {args.max_train_steps}: "
+            "add --num_warmup_steps 0.05, a share of them."
         )
+    if blank := [number for number, prompt in enumerate(args.prompts, 1) if not prompt.strip()]:
+        problems.append(f"prompts: number {blank[0]} is blank; leave it out, or give none for no prompts.")
     if args.streaming and not (args.max_train_steps and args.max_eval_samples):
         problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
     if args.streaming and not (args.eval_steps and args.save_steps):
@@ -201,6 +209,8 @@ def common_problems(args: Any) -> list[str]:
         saved = newest_extra(args.output_dir, args.resume_from_checkpoint).get("settings", {})
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
         problems += changed_settings(saved, args) if saved else []
+        if not saved and (path := args.resume_from_checkpoint) not in ("auto", "none"):
+            problems.append(f"resume_from_checkpoint: {path} is no checkpoint. Give auto, none, or another.")
     return problems
 
 
@@ -215,8 +225,8 @@ def number_problems(args: Any) -> list[str]:
                 lines.append(f"{name}: must be 0 (off) or greater, is {value}.")
             elif name in POSITIVE and value <= 0:
                 lines.append(f"{name}: must be greater than 0, is {value}.")
-            elif name in BELOW_ONE and value >= 1:
-                lines.append(f"{name}: must be less than 1, is {value}.")
+            elif value >= (most := BELOW.get(name, math.inf)):
+                lines.append(f"{name}: must be less than {most:,}, is {value}.")
     return lines
 
 
@@ -253,19 +263,18 @@ def _as_list(value: Any) -> Any:
 
 def output_dir_problems(output_dir: str) -> list[str]:
     """One line if `output_dir` could not be written; nothing is created."""
-    path = Path(output_dir)
-    if path.exists() and not path.is_dir():
-        return [f"output_dir: {output_dir} is a file, not a folder. Name another folder."]
-    parent = next(
-        folder for folder in [path, *path.absolute().parents] if folder.is_dir() or folder.is_file()
-    )
-    if not parent.is_dir():
-        return [f"output_dir: {output_dir} cannot be made, {parent} is not a folder. Name another folder."]
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return [
-            f"output_dir: {output_dir} cannot be written ({parent} is not writable). Name another folder."
-        ]
-    return []
+    path = Path(output_dir).absolute()
+    there = next(folder for folder in [path, *path.parents] if os.path.lexists(folder))
+    longest = max(len(os.fsencode(part)) for part in path.parts)
+    if not there.is_dir():
+        trouble = "is a file, not a folder" if there == path else f"cannot be made, {there} is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        trouble = f"cannot be written ({there} is not writable)"
+    elif longest > os.pathconf(there, "PC_NAME_MAX") or len(os.fsencode(path)) > PATH_BYTES:
+        trouble = f"cannot be made, its name is too long ({longest} bytes in one folder's name)"
+    else:
+        return []
+    return [f"output_dir: {output_dir} {trouble}. Name another folder."]
 
 
 def stop_at(problems: list[str]) -> None:

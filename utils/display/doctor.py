@@ -21,7 +21,7 @@ DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there 
 # Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 FAST_LINK = 10_000  # Mbit/s
-PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
+PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast"}
 
 
 def check_devices(processes: int | None = None, devices: int | None = None) -> None:
@@ -77,6 +77,7 @@ def report(
     block = {
         "target": f"{launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
         "precision": PRECISIONS.get(precision, precision)
+        + (" with loss scaling" if getattr(accelerator, "scaler", None) else "")
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
         "batch": f"{counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
         f"{counted(processes, 'process')} = {step_rows:,} rows = {step_rows * block_size:,} tokens per step"

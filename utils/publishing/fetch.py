@@ -15,8 +15,9 @@ from utils.state.checkpoint import list_checkpoints
 
 def newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
     """(step, folder) of the newest complete one; (-1, None) without any. Other names are the user's."""
-    made = [path for path in list_checkpoints(output_dir / "checkpoints") if (path / "manifest.json").exists()]
-    return (int(made[-1].name[-8:]), made[-1]) if made else (-1, None)
+    made = list_checkpoints(output_dir / "checkpoints")
+    complete = ((int(path.name[-8:]), path) for path in made if (path / "manifest.json").exists())
+    return max(complete, default=(-1, None))
 
 
 def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:

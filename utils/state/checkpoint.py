@@ -124,7 +124,7 @@ class Checkpoints:
             self._thread = None
 
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
-        """{name: tree} and {name: {path: tensor}} of the model and all that is kept, names of what is cut up."""
+        """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of what is cut up."""
         training_state.reshard(model)
         if "model" in keep:
             raise ValueError("keep: the model is kept as `model`; give yours another name")
@@ -399,8 +399,8 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, mode
 
 def newest_extra(output_dir, resume_from: str) -> dict:
     """The extra of the checkpoint that a start would continue from, {} without one; nothing is verified."""
-    found = _candidates(Path(output_dir) / "checkpoints", resume_from)
-    with suppress(IndexError, KeyError, TypeError):
+    with suppress(IndexError, KeyError, OSError, TypeError):
+        found = _candidates(Path(output_dir) / "checkpoints", resume_from)
         return _read_state(found[0])["extra"]
     return {}
 

@@ -79,13 +79,16 @@ class Watch:
         mine += [thing.optimizer for thing in keep.values() if hasattr(thing, "optimizer")]
         self.known = {id(thing) for thing in mine}
         self.before, self.inside = self._look(), self._look_inside()
+        self.told = set()
 
     def changed(self) -> str:
-        """What has changed since and nobody keeps, as a sentence; "" for nothing."""
+        """What has changed since, nobody keeps, and was not told before, as a sentence; "" for nothing."""
         now = self._look()
-        names = _roots(name for name in now if self.before.get(name) != now[name])
+        changed = _roots(name for name in now if self.before.get(name) != now[name])
+        names = [name for name in changed if name not in self.told]
         if not names:
             return ""
+        self.told.update(names)
         first = names[0].split(".")[0]
         return (
             f"keep: {self.function.__name__} changes {_listed(names)}, and nobody keeps it: a resumed run "

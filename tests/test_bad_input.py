@@ -1,0 +1,185 @@
+"""What people get wrong, as they type it: one message that names it, status 2, no traceback, nothing made before.
+
+Each row is a process of its own, forked from one that has imported torch, in an empty folder.
+"""
+
+import json
+import os
+import runpy
+import shlex
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.forked import OURS, context
+from tests.runs import PROJECT, environment
+
+CLM, MLM, PREPARE, TOKENIZER = "train_clm.py", "train_mlm.py", "data.prepare", "data.tokenizer"
+GENERATE, CURVES = "utils.generate", "utils.display.curves"
+TEXT = "--dataset_name ../corpus.jsonl --keywords none"  # where a row of a script says nothing else
+
+# what is run | its flags | what its one message says
+TABLE = """
+# settings
+CLM | --learning_rat 1                                  | --learning_rat: no such setting. Did you mean --learning_rate?
+CLM | --learning_rate fast                              | invalid float value: 'fast'
+CLM | --learning_rate 0                                 | learning_rate: must be greater than 0, is 0.0.
+CLM | --learning_rate nan                               | learning_rate: must be a finite number, is nan.
+CLM | --learning_rate inf                               | learning_rate: must be a finite number, is inf.
+CLM | --weight_decay -1                                 | weight_decay: must be 0 (off) or greater
+CLM | --hub_timeout inf                                 | hub_timeout: must be a finite number
+CLM | --num_train_epochs inf --max_train_steps 0        | num_train_epochs: must be a finite number, is inf.
+CLM | --num_train_epochs 0 --max_train_steps 0          | both are 0, set one of them
+CLM | --max_train_steps -5                              | max_train_steps: must be 0 (off) or greater
+CLM | --max_train_steps 1e3                             | invalid int value: '1e3'
+CLM | --adam_beta2 1                                    | adam_beta2: must be less than 1
+CLM | --seed 4294967296                                 | seed: must be less than 4,294,967,296
+CLM | --seed -1                                         | seed: must be 0 (off) or greater
+CLM | --save_steps -1                                   | save_steps: must be 0 (off) or greater
+CLM | --save_total_limit 0                              | save_total_limit: must be greater than 0
+CLM | --block_size 0                                    | block_size: must be greater than 0
+CLM | --block_size 1                                    | block_size: must be at least 2
+MLM | --block_size 2                                    | block_size: 2 are special tokens
+MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
+MLM | --pair_label_is_next 2                            | pair_label_is_next: must be 0 or 1
+CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
+CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
+CLM | --lr_scheduler_type cosin                         | lr_scheduler_type: 'cosin' is unknown, give one of: cosine
+CLM | --lr_scheduler_type x                             | give one of: linear, cosine, constant
+CLM | --max_train_steps 12 --num_warmup_steps 1000      | add --num_warmup_steps 0.05, a share of them
+CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | add --num_warmup_steps 0.05
+CLM | --num_warmup_steps nan                            | num_warmup_steps: must be a finite number
+CLM | --prompts 'import os' ' '                         | prompts: number 2 is blank
+MLM | --prompts ''                                      | prompts: number 1 is blank
+CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, codeparrot
+CLM | --fp16 true                                       | mixed_precision in accelerate_configs
+CLM | --report_to wandbb                                | report_to is 'wandbb'
+CLM | --log_level loud                                  | log_level is 'loud'
+CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
+CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
+# data
+CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
+CLM | --dataset_name ../empty                           | no such file, folder
+CLM | --dataset_name ../image.png                       | holds no file of the types
+CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
+CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one of its columns
+CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
+CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-data-set' cannot be loaded
+CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened
+CLM | --validation_fraction 1                           | validation_fraction: must be less than 1
+CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
+CLM | --dataset_name ../corpus.jsonl --streaming true   | streaming: set tokenizer_name
+CLM | --dataset_name ../corpus.jsonl --streaming true --tokenizer_name ../words --max_train_steps 0 | set max_train_steps and max_eval_samples
+MLM | --dataset_name ../corpus.jsonl --streaming true --next_sentence true | streaming: sentence pairs are prepared first
+# tokenizer
+CLM | --tokenizer_name ../no-words                      | no-words
+CLM | --vocab_size 0                                    | vocab_size: must be greater than 0
+MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
+# model
+CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers; near: gpt2
+CLM | --config_overrides n_layers=2                     | 'n_layers=2': gpt2 has no such setting; near: n_layer
+CLM | --config_overrides n_layer                        | not of the form name=value
+CLM | --config_overrides n_layer=two                    | 'two' is no int
+CLM | --config_overrides n_head=5,n_embd=192            | config_overrides, 'n_head=5,n_embd=192'
+CLM | --config_overrides n_positions=64                 | block_size, 128: needs n_positions of at least 128
+CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
+CLM | --model_name_or_path ../no                        | set tokenizer_name too
+# the Hub
+CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
+CLM | --push_checkpoints true                           | push_checkpoints: needs push_to_hub
+TOKENIZER | --output_dir words --push_to_hub --dataset_name ../corpus.jsonl | push_to_hub: found no Hub token
+# resume
+CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
+CLM | --resume_from_checkpoint ../no                    | resume_from_checkpoint: ../no is no checkpoint
+CLM | --resume_from_checkpoint ../empty                 | resume_from_checkpoint: ../empty is no checkpoint
+# disk
+CLM | --output_dir ../corpus.jsonl                      | output_dir: ../corpus.jsonl is a file
+CLM | --output_dir ../corpus.jsonl/run                  | is not a folder. Name another folder
+CLM | --output_dir LONG                                 | its name is too long (300 bytes
+# preparation
+PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | tokenizer_name: none given
+PREPARE | --output_dir shards --dataset_name ../no.jsonl --text_only | '../no.jsonl': no such file
+PREPARE | --output_dir shards --text_only --block_size 1 | block_size: must be 2 or greater
+PREPARE | --output_dir shards --text_only --validation_fraction nan | validation_fraction: must be in [0, 1)
+PREPARE | --output_dir shards --text_only --shard_mb -1  | shard_mb: must be greater than 0
+PREPARE | --output_dir shards --dataset_nam x            | unrecognized arguments: --dataset_nam
+PREPARE | --text_only                                    | the following arguments are required: --output_dir
+PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --text_only | is not empty and holds no shards
+TOKENIZER | --output_dir words --dataset_name ../no.jsonl | '../no.jsonl': no such file
+TOKENIZER | --output_dir words --algorithm bpee          | invalid choice: 'bpee'
+# what comes after a run
+GENERATE | ../no --prompt x                              | ../no: no folder with a trained model
+GENERATE | ../empty --prompt x                           | no folder with a trained model
+GENERATE | ../old                                        | the following arguments are required: --prompt
+CURVES | ../no                                           | ../no
+CURVES | ../empty                                        | ../empty
+CURVES | ../old --x epochs                               | invalid choice: 'epochs'
+"""
+ROWS = [[part.strip() for part in row.split(" | ")] for row in TABLE.splitlines() if row and row[0] != "#"]
+
+
+def run(folder, what, words, log):
+    """In the forked process: the script or the module as people call it, in `folder`."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+        del sys.modules[name]
+    os.environ.pop("HF_TOKEN", None)
+    os.environ["HF_HOME"] = str(folder.parent / "home")
+    os.chdir(folder)
+    sys.path[:] = [str(PROJECT), *(path for path in sys.path if path not in ("", str(PROJECT)))]
+    sys.argv = [what, *words]
+    if what.endswith(".py"):
+        runpy.run_path(str(PROJECT / what), run_name="__main__")
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+@pytest.fixture(scope="module")
+def around(tmp_path_factory):
+    """The folder around those of the rows, with what some of them name."""
+    folder = tmp_path_factory.mktemp("around")
+    (folder / "corpus.jsonl").write_text('{"content": "import os"}\n' * 3)
+    (folder / "empty.jsonl").write_text("")
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    (folder / "empty").mkdir()
+    state = folder / "old/checkpoints/step-00000003/state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text(json.dumps({"extra": {"settings": {"learning_rate": 0.002}}}))
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="<s>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>").save_pretrained(folder / "words")
+    return folder
+
+
+def left_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "home" not in path.parts)
+
+
+def test_the_table_is_long_enough():
+    assert len(ROWS) >= 60 and all(len(row) == 3 for row in ROWS)
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{what} {flags}"[:60] for what, flags, _ in ROWS])
+def test_it_is_told(around, number):
+    what, flags, said = ROWS[number]
+    folder, log = around / f"row-{number}", Path(f"{around}-{number}.log")
+    folder.mkdir()
+    before = left_in(around)
+    words = shlex.split(f"{TEXT if what in ('CLM', 'MLM') else ''} {flags.replace('LONG', 'x' * 300)}")
+    process = context.Process(target=run, args=(folder, globals()[what], words, log))
+    with mock.patch.dict(os.environ, environment(PYTHONPATH=str(PROJECT))):  # of the server, at its start
+        process.start()
+    process.join(60)
+    process.kill()
+    output = log.read_text()
+    assert process.exitcode == 2, output
+    assert "Traceback" not in output and output.count("error: ") <= 1, output
+    for part in said.split(" && "):
+        assert part in output, output
+    assert left_in(around) == before
