@@ -51,8 +51,11 @@ CLM | --lr_scheduler_type x                             | give one of: linear, c
 CLM | --max_train_steps 12 --num_warmup_steps 1000      | add --num_warmup_steps 0.05, a share of them
 CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | add --num_warmup_steps 0.05
 CLM | --num_warmup_steps nan                            | num_warmup_steps: must be a finite number
-CLM | --prompts 'import os' ' '                         | prompts: number 2 is blank
-MLM | --prompts ''                                      | prompts: number 1 is blank
+CLM | --prompts 'import os' ' '                         | prompts: holds a blank text
+MLM | --prompts ''                                      | prompts: holds a blank text
+CLM | --dataset_name '' --model_type ' '                | dataset_name, model_type: holds a blank text
+CLM | --eval_dataset_name ../corpus.jsonl ''            | eval_dataset_name: holds a blank text
+CLM | --max_train_steps 10000000000000000000000         | max_train_steps: must be less than 9,223,372
 CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, codeparrot
 CLM | --fp16 true                                       | mixed_precision in accelerate_configs
 CLM | --report_to wandbb                                | report_to is 'wandbb'
@@ -98,6 +101,8 @@ CLM | --resume_from_checkpoint ../empty                 | resume_from_checkpoint
 CLM | --output_dir ../corpus.jsonl                      | output_dir: ../corpus.jsonl is a file
 CLM | --output_dir ../corpus.jsonl/run                  | is not a folder. Name another folder
 CLM | --output_dir LONG                                 | its name is too long (300 bytes
+CLM | --cache_dir ../corpus.jsonl                       | cache_dir: ../corpus.jsonl is a file
+CLM | --cache_dir LONG                                  | cache_dir: && its name is too long (300 bytes
 # preparation
 PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | tokenizer_name: none given
 PREPARE | --output_dir shards --dataset_name ../no.jsonl --text_only | '../no.jsonl': no such file
@@ -112,6 +117,8 @@ TOKENIZER | --output_dir words --algorithm bpee          | invalid choice: 'bpee
 # what comes after a run
 GENERATE | ../no --prompt x                              | ../no: no folder with a trained model
 GENERATE | ../empty --prompt x                           | no folder with a trained model
+GENERATE | ../old --prompt x --temperature nan           | --temperature: 0 or greater, and finite
+GENERATE | ../old --prompt x --max_new_tokens 0          | --max_new_tokens: greater than 0
 GENERATE | ../old                                        | the following arguments are required: --prompt
 CURVES | ../no                                           | ../no
 CURVES | ../empty                                        | ../empty

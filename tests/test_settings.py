@@ -17,7 +17,7 @@ from utils.settings import (
     changed_settings,
     code_version,
     number_problems,
-    output_dir_problems,
+    folder_problems,
     parse_args,
     save_args,
     stop_at,
@@ -143,9 +143,9 @@ def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
 
 def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "is a file" in output_dir_problems(str(tmp_path / "file"))[0]
-    assert "not" in output_dir_problems(str(tmp_path / "file" / "below"))[0]
-    assert output_dir_problems(str(tmp_path / "new" / "deep")) == [] and not (tmp_path / "new").exists()
+    assert "is a file" in folder_problems("output_dir", str(tmp_path / "file"))[0]
+    assert "not" in folder_problems("output_dir", str(tmp_path / "file" / "below"))[0]
+    assert folder_problems("output_dir", str(tmp_path / "new" / "deep")) == [] and not (tmp_path / "new").exists()
 
 
 def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):

@@ -30,6 +30,8 @@ def main() -> None:
 
 def answers(model: str, prompt: str, max_new_tokens: int, temperature: float) -> list[str]:
     """The prompt completed, or the five likeliest words for its mask. ValueError where that cannot be."""
+    if not (0 <= temperature <= 1e6 and max_new_tokens > 0):
+        raise ValueError("--temperature: 0 or greater, and finite; --max_new_tokens: greater than 0")
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError):

@@ -150,12 +150,17 @@ def parse_args(
                 lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
             before = word if word.startswith("-") else before
         raise ValueError("\n".join(lines) + "\n`--help` lists every setting.")
+    blank = []
     for name, kind in get_type_hints(args_class).items():  # not fields(): the parser rewrites their types
         value = getattr(args, name)
         if isinstance(value, list) and [str(item).lower() for item in value] == ["none"]:
             setattr(args, name, [])
-        elif isinstance(value, str) and value.lower() == "none" and "None" in str(kind):
+        elif isinstance(value, str) and value.lower() in ("none", "") and "None" in str(kind):
             setattr(args, name, None)
+        elif name != "config_overrides" and not all(str(item).strip() for item in _as_list(value)):
+            blank.append(name)
+    if blank:
+        raise ValueError(f"{', '.join(blank)}: holds a blank text, leave that out. `none` empties a list.")
     return args
 
 
@@ -176,7 +181,9 @@ def _flag(argv: list[str], name: str) -> str | None:
 
 def common_problems(args: Any) -> list[str]:
     """What is wrong with the settings that both scripts have, a line each."""
-    problems = number_problems(args) + output_dir_problems(args.output_dir)
+    problems = number_problems(args)
+    for name in ("output_dir", "cache_dir"):
+        problems += folder_problems(name, getattr(args, name))
     checks = ((quiet_libraries, [args.log_level]), (check_trackers, [args.report_to]), (check_devices, []))
     for check, values in checks:
         try:
@@ -195,8 +202,6 @@ def common_problems(args: Any) -> list[str]:
             f"num_warmup_steps: {warmup:g} are more than max_train_steps, {args.max_train_steps}: "
             "add --num_warmup_steps 0.05, a share of them."
         )
-    if blank := [number for number, prompt in enumerate(args.prompts, 1) if not prompt.strip()]:
-        problems.append(f"prompts: number {blank[0]} is blank; leave it out, or give none for no prompts.")
     if args.streaming and not (args.max_train_steps and args.max_eval_samples):
         problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
     if args.streaming and not (args.eval_steps and args.save_steps):
@@ -225,7 +230,7 @@ def number_problems(args: Any) -> list[str]:
                 lines.append(f"{name}: must be 0 (off) or greater, is {value}.")
             elif name in POSITIVE and value <= 0:
                 lines.append(f"{name}: must be greater than 0, is {value}.")
-            elif value >= (most := BELOW.get(name, math.inf)):
+            elif value >= (most := BELOW.get(name, 2**63)):
                 lines.append(f"{name}: must be less than {most:,}, is {value}.")
     return lines
 
@@ -258,13 +263,13 @@ def _value_before(field: dataclasses.Field) -> Any:
 def _as_list(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
-    return [] if value is None else [value] if isinstance(value, str) else value
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def output_dir_problems(output_dir: str) -> list[str]:
-    """One line if `output_dir` could not be written; nothing is created."""
-    path = Path(output_dir).absolute()
-    there = next(folder for folder in [path, *path.parents] if os.path.lexists(folder))
+def folder_problems(name: str, folder: str) -> list[str]:
+    """One line if the folder of setting `name` could not be written; nothing is created."""
+    path = Path(folder).absolute()
+    there = next(place for place in [path, *path.parents] if os.path.lexists(place))
     longest = max(len(os.fsencode(part)) for part in path.parts)
     if not there.is_dir():
         trouble = "is a file, not a folder" if there == path else f"cannot be made, {there} is not a folder"
@@ -274,7 +279,7 @@ def output_dir_problems(output_dir: str) -> list[str]:
         trouble = f"cannot be made, its name is too long ({longest} bytes in one folder's name)"
     else:
         return []
-    return [f"output_dir: {output_dir} {trouble}. Name another folder."]
+    return [f"{name}: {folder} {trouble}. Name another folder."]
 
 
 def stop_at(problems: list[str]) -> None:
