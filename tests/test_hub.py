@@ -217,6 +217,31 @@ def test_passing_troubles_lose_nothing(both, tmp_path):
     program.end()
 
 
+NO_WAIT = ["inf", "nan", "-1", "1e300", "1e999", "soon", "Wed, 21 Oct 2026 07:28:00 GMT", ""]
+
+
+def test_a_wait_that_cannot_be_asked_for_is_not_waited(hub, tmp_path):
+    """`Retry-After` of a server gone mad, before training and at a commit: our own backoff does."""
+    program = Program(hub, tmp_path, f"""
+    for step in range(1, 1 + {len(NO_WAIT)}):
+        input()
+        pusher = HubPusher(check_hub("ada/model"), out)
+        save(step)
+        pusher.push(step)
+        while not pusher.thread.ident or not pusher.poll():
+            time.sleep(0.02)
+        assert pusher.finish(20), pusher.status
+        tell(pusher.poll()[-1]["state"])
+    """)
+    for step, asked in enumerate(NO_WAIT, 1):
+        mad = {"status": 429, "headers": {"Retry-After": asked}, "times": 1}
+        hub.faults = [Fault("whoami", **mad), Fault("POST .*/commit/", **mad)]
+        program.go()
+        assert program.told() == "> done\n", (asked, program.output)
+        assert [fault.times for fault in hub.faults] == [0, 0] and steps(hub)[-1] == step
+    program.end()
+
+
 def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
     """One ValueError each, naming what is wrong and the remedy; only the repository asked for is created."""
     hub.tokens["hf_reader"] = {**ADA, "role": "read"}

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import re
 import shlex
 import signal
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import xxhash
 from transformers import AutoModelForCausalLM
 
 from tests.hub_server import TOKEN, Fault, HubServer
@@ -214,6 +216,45 @@ def test_a_run_goes_on_on_another_machine(hub, corpus, tmp_path):
     assert metrics(one) == metrics(other)
     assert all(sha256(one / name) == sha256(other / name) for name in ("model.safetensors", "tokenizer.json"))
     assert state_steps(hub)[-1] == 120
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+def test_a_training_state_on_the_hub_runs_no_code_and_evaluation_makes_no_repository(hub, corpus, tmp_path):
+    """Whoever may write to the branch may plant pickles, with a manifest that fits: the run reads its tensors."""
+    end(start(hub, corpus, tmp_path / "one", push_checkpoints=True), 0)
+    marker = tmp_path / "marker"
+    pickle.loads(pickle.dumps(Bomb(marker)))
+    marker.unlink()
+    files = hub.commits(REPO, "checkpoints")[-1]["files"]
+    (name,) = [name for name in files if name.endswith("/manifest.json")]
+    manifest = json.loads(hub.read(files[name]))
+    bomb, planted = pickle.dumps(Bomb(marker)), {}
+    for plant in (".metadata", "__0_0.distcp", "optimizer.pt", "optimizer.bin", "pytorch_model.bin", "model.pt",
+                  "random_states_0.pkl", "rng_state_0.pth", "model/.metadata", "optimizer/.metadata"):  # fmt: skip
+        planted[plant] = bomb
+        manifest["files"][plant] = {"bytes": len(bomb), "xxh3_128": xxhash.xxh3_128_hexdigest(bomb)}
+    del manifest["checksum"]
+    text = json.dumps(manifest, sort_keys=True).encode()
+    planted["manifest.json"] = json.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(text)}).encode()
+    changes = [(name.replace("manifest.json", plant), content) for plant, content in planted.items()]
+    hub.commit(REPO, "models", "checkpoints", "planted", changes)
+    there = tmp_path / "two/tiny"
+    output = end(start(hub, corpus, there.parent, push_checkpoints=True), 0)
+    assert "this run is finished" in output and not marker.exists()
+    assert (there / name).with_name("optimizer.pt").read_bytes() == bomb  # it was there to be read
+
+    asked = len(hub.log)
+    output = end(start(hub, corpus, tmp_path / "one", eval_only=True, hub_model_id="ada/other"), 0)
+    assert json.loads(output.splitlines()[-1])["loss/eval"] and not hub.log[asked:]
 
 
 def newest_weights(hub):
