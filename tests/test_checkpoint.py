@@ -3,9 +3,12 @@
 import json
 import os
 import random
+import re
 import resource
+import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +291,42 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_older(accelerator, tmp_pat
         assert Checkpoints(accelerator, tmp_path).load("auto", model, {"optimizer": optimizer}) == {"step": 3}
     finally:
         subprocess.run(["umount", tmp_path])
+
+
+def test_only_what_a_run_replaces_counts_as_free_space(accelerator, tmp_path):
+    """Not a cache inside output_dir; and another run may delete files there at this moment."""
+    model, optimizer = build(accelerator)
+
+    def free():
+        text = disk_space(tmp_path, model, {"optimizer": optimizer}, save_total_limit=2)[1]
+        return float(re.search(r"([\d.]+) GB are free", text)[1])
+
+    for name, count in (("cache/rows.npy", 0), ("checkpoints/replaced-step-00000001/model.safetensors", 0),
+                        ("checkpoints/step-00000001/model.safetensors", 50), ("model.safetensors", 50)):
+        before = free()
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(count * 10**9 or 90 * 10**9)  # sparse: it takes nothing
+        assert free() - before == pytest.approx(count, abs=2), name
+
+    deleting = threading.Event()
+
+    def another():
+        folder = tmp_path / "checkpoints/step-00000002"
+        while not deleting.is_set():
+            folder.mkdir()
+            for number in range(20):
+                (folder / str(number)).touch()
+            shutil.rmtree(folder)
+
+    thread = threading.Thread(target=another)
+    thread.start()
+    try:
+        for _ in range(300):
+            free()
+    finally:
+        deleting.set()
+        thread.join()
 
 
 KILLED = """

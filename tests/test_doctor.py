@@ -41,6 +41,14 @@ def test_the_block_multiplies_the_batch_out():
     assert "one process, cpu" in text and "float32" in text
 
 
+def test_the_block_claims_no_loss_scaling_where_there_is_none():
+    text = report(
+        Accelerator(cpu=True), model="m", parameters=1, rows=1, accumulation=1, block_size=1, max_steps=1,
+        tokens=1, precision="fp16",
+    )  # fmt: skip
+    assert "float16 autocast\n" in text and "scaling" not in text and "fp16 is not for cpu" in text
+
+
 def test_the_block_says_when_the_batch_changes():
     text = report(
         Accelerator(cpu=True), model="gpt2", parameters=124_000_000, rows=32, accumulation=8, block_size=128,

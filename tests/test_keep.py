@@ -148,6 +148,23 @@ def test_the_rehearsal_notices_what_does_not_come_back(accelerator, tmp_path):
             train(model, keep, 1)
 
 
+def test_what_nobody_keeps_is_told_once(accelerator):
+    """Each save asks; and what changes later for the first time is still told."""
+    model, keep = build(accelerator)
+    early, late = [0], [0]
+
+    def update():
+        return early, late
+
+    watch = Watch(update, model, keep)
+    early[0] += 1
+    assert "changes early, and nobody keeps it" in watch.changed()
+    early[0] += 1
+    assert watch.changed() == ""
+    late[0] += 1
+    assert "changes late, and nobody" in watch.changed() and watch.changed() == ""
+
+
 calls = SimpleNamespace(count=0)
 
 

@@ -384,7 +384,8 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, mode
     count = (save_total_limit or 1) + 1
     needed = each * count + (models + 1) * weights
     folder, own = Path(output_dir).absolute(), 0
-    replaced = [path for made in list_checkpoints(folder / "checkpoints") for path in made.rglob("*")]
+    walks = (os.walk(made) for made in list_checkpoints(folder / "checkpoints"))
+    replaced = [Path(place, name) for walk in walks for place, _, names in walk for name in names]
     for path in [*replaced, *folder.glob("model*.safetensors")]:
         with suppress(OSError):  # another run in this folder may delete it at this moment
             own += path.stat().st_size
