@@ -1,5 +1,6 @@
 """Settings: one flat dataclass per script <-> command line <-> args.json; and all that is wrong with them."""
 
+import argparse
 import copy
 import dataclasses
 import difflib
@@ -31,6 +32,9 @@ Args = TypeVar("Args")
 class _Parser(HfArgumentParser):
     """A field's metadata are ours: transformers' parser would hand them to argparse."""
 
+    def error(self, message):
+        raise ValueError(f"{message}\n`--help` lists every setting.")
+
     @staticmethod
     def _parse_dataclass_field(parser, field):
         field = copy.copy(field)
@@ -60,57 +64,39 @@ BELOW = {"validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed"
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 # What other scripts call a setting, or have a setting for, and what does it here.
-_PRECISION = "the launcher's: mixed_precision in accelerate_configs/*.yaml, or `accelerate launch "
-_WARMUP = "--num_warmup_steps; below 1 it is a share of all steps."
-_OPTIMIZER = "build_optimizer in the script's main makes the optimizer: change it there."
-_ALWAYS = "leave it out: the script trains and evaluates; --eval_only true only evaluates."
-_WORKERS = "leave it out: rows come from memory-mapped files, ready to use."
-ELSEWHERE = {
-    "fp16": _PRECISION + "--mixed_precision fp16`.",
-    "bf16": _PRECISION + "--mixed_precision bf16`.",
-    "mixed_precision": _PRECISION + "--mixed_precision bf16`.",
+_ELSEWHERE = {
+    "fp16 bf16 mixed_precision": "the launcher's: mixed_precision in accelerate_configs/*.yaml, or "
+    "`accelerate launch --mixed_precision bf16`.",
     "torch_compile": "the launcher's: dynamo_backend in accelerate_configs/*.yaml, or `accelerate launch "
     "--dynamo_backend inductor`.",
     "fsdp": "the launcher's: accelerate_configs/fsdp.yaml.",
     "deepspeed": "not supported; accelerate_configs/fsdp.yaml divides a model over devices.",
     "gradient_checkpointing": "fsdp_activation_checkpointing in accelerate_configs/fsdp.yaml; else a "
     "smaller --per_device_train_batch_size with more --gradient_accumulation_steps.",
-    "no_cuda": "the launcher's: accelerate_configs/cpu.yaml.",
-    "use_cpu": "the launcher's: accelerate_configs/cpu.yaml.",
+    "no_cuda use_cpu": "the launcher's: accelerate_configs/cpu.yaml.",
     "local_rank": "the launcher's: `accelerate launch --config_file accelerate_configs/multi_gpu.yaml`.",
-    "warmup_steps": _WARMUP,
-    "warmup_ratio": _WARMUP,
+    "warmup_steps warmup_ratio": "--num_warmup_steps; below 1 it is a share of all steps.",
     "max_steps": "--max_train_steps.",
-    "epochs": "--num_train_epochs, with --max_train_steps 0.",
-    "num_epochs": "--num_train_epochs, with --max_train_steps 0.",
-    "max_seq_length": "--block_size.",
-    "max_length": "--block_size.",
+    "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0.",
+    "max_seq_length max_length": "--block_size.",
     "lr": "--learning_rate.",
-    "batch_size": "--per_device_train_batch_size.",
-    "train_batch_size": "--per_device_train_batch_size.",
-    "eval_batch_size": "--per_device_eval_batch_size.",
-    "per_gpu_train_batch_size": "--per_device_train_batch_size.",
-    "per_gpu_eval_batch_size": "--per_device_eval_batch_size.",
-    "eval_strategy": "--eval_steps; 0: once per epoch.",
-    "evaluation_strategy": "--eval_steps; 0: once per epoch.",
-    "save_strategy": "--save_steps; 0: once per epoch.",
-    "checkpointing_steps": "--save_steps; 0: once per epoch.",
+    "batch_size train_batch_size per_gpu_train_batch_size": "--per_device_train_batch_size.",
+    "eval_batch_size per_gpu_eval_batch_size": "--per_device_eval_batch_size.",
+    "eval_strategy evaluation_strategy": "--eval_steps; 0: once per epoch.",
+    "save_strategy checkpointing_steps": "--save_steps; 0: once per epoch.",
     "logging_strategy": "--logging_steps.",
     "logging_dir": "--output_dir: trackers write there; --report_to names them.",
     "with_tracking": "--report_to names the tracker.",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew.",
-    "do_train": _ALWAYS,
-    "do_eval": _ALWAYS,
+    "do_train do_eval": "leave it out: the script trains and evaluates; --eval_only true only evaluates.",
     "train_file": "--dataset_name takes files and folders, too.",
     "validation_file": "--eval_dataset_name takes files and folders, too.",
-    "num_workers": _WORKERS,
-    "dataloader_num_workers": _WORKERS,
+    "num_workers dataloader_num_workers": "leave it out: rows come from memory-mapped files, ready to use.",
     "preprocessing_num_workers": "leave it out: text is tokenized on all cores (RAYON_NUM_THREADS).",
-    "optim": _OPTIMIZER,
-    "adam_beta1": _OPTIMIZER,
-    "adam_epsilon": _OPTIMIZER,
+    "optim adam_beta1 adam_epsilon": "build_optimizer in the script's main makes it: change it there.",
     "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
 }
+ELSEWHERE = {name: there for names, there in _ELSEWHERE.items() for name in names.split()}
 
 
 def parse_args(
@@ -126,12 +112,13 @@ def parse_args(
     notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
     argv = ([] if notebook else sys.argv[1:]) if argv is None else argv
     parser = _Parser(args_class, allow_abbrev=False)
-    parser.error = lambda message: _raise(f"{message}\n`--help` lists every setting.")
     comments = dict(re.findall(r"^    (\w+):.*?#\s*(.+)$", inspect.getsource(args_class), re.M))
     for action in parser._actions:  # argparse formats help with %, so a literal one is doubled
         action.help = comments.get(action.dest, action.help or "").replace("%", "%%")
 
-    name = _flag(argv, "--preset") or parser.get_default("preset")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?")
+    name = first.parse_known_args(argv)[0].preset or parser.get_default("preset")
     if name not in presets:
         raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
     parser.set_defaults(**presets[name])
@@ -149,7 +136,7 @@ def parse_args(
             elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag
                 lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
             before = word if word.startswith("-") else before
-        raise ValueError("\n".join(lines) + "\n`--help` lists every setting.")
+        parser.error("\n".join(lines))
     blank = []
     for name, kind in get_type_hints(args_class).items():  # not fields(): the parser rewrites their types
         value = getattr(args, name)
@@ -162,21 +149,6 @@ def parse_args(
     if blank:
         raise ValueError(f"{', '.join(blank)}: holds a blank text, leave that out. `none` empties a list.")
     return args
-
-
-def _raise(message: str):
-    raise ValueError(message)
-
-
-def _flag(argv: list[str], name: str) -> str | None:
-    """The last value given for a flag, in either form (`--preset x`, `--preset=x`)."""
-    value = None
-    for i, word in enumerate(argv):
-        if word == name and i + 1 < len(argv):
-            value = argv[i + 1]
-        elif word.startswith(name + "="):
-            value = word.partition("=")[2]
-    return value
 
 
 def common_problems(args: Any) -> list[str]:
@@ -224,14 +196,14 @@ def number_problems(args: Any) -> list[str]:
     lines = []
     for name, value in vars(args).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                lines.append(f"{name}: must be a finite number, is {value}.")
-            elif name in NOT_NEGATIVE and value < 0:
-                lines.append(f"{name}: must be 0 (off) or greater, is {value}.")
-            elif name in POSITIVE and value <= 0:
-                lines.append(f"{name}: must be greater than 0, is {value}.")
-            elif value >= (most := BELOW.get(name, 2**63)):
-                lines.append(f"{name}: must be less than {most:,}, is {value}.")
+            most = BELOW.get(name, 2**63)
+            wrong = {
+                "a finite number": not math.isfinite(value),
+                "0 (off) or greater": name in NOT_NEGATIVE and value < 0,
+                "greater than 0": name in POSITIVE and value <= 0,
+                f"less than {most:,}": value >= most,
+            }
+            lines += [f"{name}: must be {what}, is {value}." for what, is_so in wrong.items() if is_so][:1]
     return lines
 
 
@@ -243,7 +215,8 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     says another. A single name equals a list of one.
     """
     now = dataclasses.asdict(args) | (counts or {})
-    before = {field.name: _value_before(field) for field in dataclasses.fields(args)}
+    made = type(args)()  # with the defaults
+    before = {f.name: f.metadata.get("before", getattr(made, f.name)) for f in dataclasses.fields(args)}
     lines = []
     for name in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
         was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
@@ -252,12 +225,6 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
             lines.append(f"{name}: {was} in the run, {is_now} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
     return [first, *lines] if lines else []
-
-
-def _value_before(field: dataclasses.Field) -> Any:
-    if "before" in field.metadata:
-        return field.metadata["before"]
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _as_list(value: Any) -> Any:

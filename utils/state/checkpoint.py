@@ -52,7 +52,7 @@ class Checkpoints:
         self.save_total_limit = save_total_limit
         self.background = background
         self.last_good = None  # Path of the newest complete checkpoint
-        self.failure = None  # why the newest save failed, None when it did not
+        self.failure = None  # why the newest save failed, in words; None when it did not
         self._written = None  # (step, state.json) of last_good
         self._origins = []  # the checkpoints, named by --resume_from_checkpoint, that this run descends from
         self._thread = None
@@ -189,20 +189,18 @@ class Checkpoints:
             for path in (*list_checkpoints(self.folder)[:-keep], *self.folder.glob("bad-*")):
                 shutil.rmtree(_hide(path), ignore_errors=True)
         except (Exception, CheckpointException) as error:  # training is worth more than this checkpoint
-            self.failure = error
+            last = f"The last good checkpoint is {self.last_good or 'missing'}"
+            self.failure = f"{str(error) or repr(error)}. {last}"
             if main:
                 shutil.rmtree(aside, ignore_errors=True)
-                logger.warning("%s was not saved: %s. %s", name, _reason(error), self._where())
-
-    def _where(self):
-        return f"The last good checkpoint is {self.last_good or 'missing'}"
+                logger.warning("%s was not saved: %s", name, self.failure)
 
     def _raise_if_failed(self):
         failed = torch.tensor([int(self.failure is not None)]).to(self.accelerator.device)
         if self.accelerator.num_processes > 1:
             failed = self.accelerator.gather(failed)
         if any(failed.tolist()):
-            raise RuntimeError(f"the last state was not saved: {_reason(self.failure)}. {self._where()}")
+            raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
 
     # Loading
 
@@ -281,14 +279,12 @@ class Checkpoints:
             found = torch.tensor([step, bool(chosen), bool(problem)], device=self.accelerator.device)
             step, chosen, bad = broadcast(found).tolist()
             problem = problem or ("see the main process" if bad else "")
-        if problem and resume_from == "auto":
-            raise ValueError(
-                f"no checkpoint in {self.folder} is valid ({problem}): repair one, or start from the "
-                "beginning with --resume_from_checkpoint none"
-            )
         if problem:
             there = ", ".join(path.name for path in list_checkpoints(self.folder)) or "none"
-            raise ValueError(f"resume_from_checkpoint {resume_from}: {problem}. In {self.folder}: {there}")
+            raise ValueError(
+                f"resume_from_checkpoint {resume_from}: no checkpoint is valid ({problem}). In {self.folder}: "
+                f"{there}. Repair one, or start from the beginning with --resume_from_checkpoint none"
+            )
         if not chosen:
             return None
         return self.folder / f"step-{step:08d}" if step >= 0 else Path(resume_from)
@@ -415,10 +411,6 @@ def available_memory() -> int:
         return min(free, limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):
         return free
-
-
-def _reason(error) -> str:
-    return "see the main process" if error is None else str(error) or repr(error)
 
 
 def _size(count) -> str:

@@ -15,6 +15,7 @@ What the launchers do with a signal that only they receive (read in their source
   imports the script, and passes the signal on.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -107,10 +108,8 @@ def _say(text):
 
 def _signal_children(number):
     for child in multiprocessing.active_children():
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
-        except ProcessLookupError:
-            pass
 
 
 def _watch_launcher():
@@ -168,18 +167,15 @@ class StopSignals:
                 mine = torch.tensor([self.requested], device=self.accelerator.device)
                 self.answer = int(self.accelerator.gather(mine).max())
         else:
-            self._finish_pending()
+            if self.pending:
+                work, number = self.pending
+                work.wait()
+                self.pending, self.answer = None, int(number)
             if not self.answer:
                 number = torch.tensor([self.requested], dtype=torch.int32)
                 work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
                 self.pending = work, number
         return self.answer
-
-    def _finish_pending(self):
-        if self.pending:
-            work, number = self.pending
-            work.wait()
-            self.pending, self.answer = None, int(number)
 
     def close(self) -> None:
         _state.training = False

@@ -176,10 +176,8 @@ def _encode(value) -> tuple[dict, dict]:
 def _decode(tree, tensors):
     if isinstance(tree, list):
         return [_decode(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if "__tensor__" in tree:
-        return tensors[tree["__tensor__"]]
+    if not isinstance(tree, dict) or "__tensor__" in tree:
+        return _mapped(tree, lambda spec: tensors[spec["__tensor__"]])
     if "__numpy__" in tree:
         return _decode(tree["__numpy__"], tensors).numpy()
     if "__tuple__" in tree:
@@ -189,23 +187,26 @@ def _decode(tree, tensors):
     return {key: _decode(item, tensors) for key, item in tree.items()}
 
 
-def _specs(tree) -> list[dict]:
-    """Every tensor's place in a tree: {"__tensor__": path, "shape": ..., "dtype": ...}"""
+def _mapped(tree, change):
+    """The tree with change(spec) in each tensor's place: {"__tensor__": path, "shape": ..., "dtype": ...}"""
     if isinstance(tree, list):
-        return [spec for item in tree for spec in _specs(item)]
+        return [_mapped(item, change) for item in tree]
     if not isinstance(tree, dict):
-        return []
-    return [tree] if "__tensor__" in tree else [spec for item in tree.values() for spec in _specs(item)]
+        return tree
+    return change(tree) if "__tensor__" in tree else {k: _mapped(item, change) for k, item in tree.items()}
 
 
 def _targets(tree, like: dict) -> dict:
     """{path: empty tensor}, cut up as the tensor or parameter of that name in `like` is, where it is."""
     targets = {}
-    for spec in _specs(tree):
+
+    def add(spec):
         path, shape, dtype = spec["__tensor__"], spec["shape"], getattr(torch, spec["dtype"])
         model = like.get(path, like.get(path.rpartition("/")[0]))
         cut = isinstance(model, DTensor) and [*model.shape] == shape
         targets[path] = torch.empty_like(model, dtype=dtype) if cut else torch.empty(shape, dtype=dtype)
+
+    _mapped(tree, add)
     return targets
 
 
@@ -273,7 +274,11 @@ def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     on_host = {path: value.cpu().contiguous() for path, value in tensors.items()}
     files = gather_bytes(accelerator, save(on_host))
     merged = {f"{i}/{path}": tensor for i, file in enumerate(files) for path, tensor in load(file).items()}
-    return {"__processes__": [_prefixed(tree, f"{i}/") for i, tree in enumerate(trees)]}, merged
+    of_process = [
+        _mapped(tree, lambda spec, i=i: spec | {"__tensor__": f"{i}/{spec['__tensor__']}"})
+        for i, tree in enumerate(trees)
+    ]
+    return {"__processes__": of_process}, merged
 
 
 def tree_of_process(tree: dict, index: int) -> dict:
@@ -281,16 +286,6 @@ def tree_of_process(tree: dict, index: int) -> dict:
     if not (isinstance(tree, dict) and "__processes__" in tree):
         return tree
     return tree["__processes__"][index % len(tree["__processes__"])]
-
-
-def _prefixed(tree, prefix: str):
-    if isinstance(tree, list):
-        return [_prefixed(item, prefix) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if "__tensor__" in tree:
-        return tree | {"__tensor__": prefix + tree["__tensor__"]}
-    return {key: _prefixed(item, prefix) for key, item in tree.items()}
 
 
 def _sums(tensors: dict) -> list[int]:
