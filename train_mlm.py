@@ -77,11 +77,15 @@ class TrainArgs:
     per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
+    optimizer_type: str = "adamw"  # or muon: on the matrices of the blocks, AdamW on the rest
     learning_rate: float = 2e-3  # peak
+    muon_learning_rate: float = 0.0  # peak, of these matrices; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
-    lr_scheduler_type: str = "cosine"  # linear, cosine, constant, constant_with_warmup, ...
+    lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.0334  # steps; below 1: a share of all steps
+    num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
+    min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 6000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -191,9 +195,14 @@ def main(args: TrainArgs | None = None) -> None:
     lm = build_model(*build, data.tokenizer)
     model = MaskedLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
     lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
-    optimizer = build_optimizer(model, args.learning_rate, args.weight_decay, betas=(0.9, args.adam_beta2))
-    warmup = steps.count(args.num_warmup_steps)
-    schedule = build_schedule(optimizer, args.lr_scheduler_type, warmup, steps.last)
+    optimizer = build_optimizer(
+        model, args.learning_rate, args.weight_decay, betas=(0.9, args.adam_beta2),
+        optimizer_type=args.optimizer_type, muon_learning_rate=args.muon_learning_rate,
+    )  # fmt: skip
+    warmup, decay = steps.count(args.num_warmup_steps), steps.count(args.num_decay_steps)
+    schedule = build_schedule(
+        optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
+    )
     accelerator.print(describe_groups(optimizer))
     run.plan(lm, kind, predicted=args.mlm_probability)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes

@@ -4,9 +4,12 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import get_scheduler
 
+from utils.learning.muon import MuonAdamW, block_matrices
 from utils.xla import sync
 
-SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
+SCHEDULES = (
+    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "warmup_stable_decay",
+)  # fmt: skip
 
 
 def decays(module, name, parameter):
@@ -29,28 +32,42 @@ def parameter_groups(model, weight_decay):
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), eps=1e-8):
+def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), eps=1e-8,
+                    optimizer_type="adamw", muon_learning_rate=0.0):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
-    Move the model to its device, and tie its weights there, before: XLA makes new parameters on the way.
+    optimizer_type "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the
+    same. Move the model to its device, and tie its weights there, before: XLA makes new parameters.
     """
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    groups = [group for group in parameter_groups(model, weight_decay) if group["params"]]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
+    groups = parameter_groups(model, weight_decay)
+    if optimizer_type == "muon":
+        matrices, decayed = block_matrices(model), groups[0]["params"]
+        groups[0]["params"] = [weight for weight in decayed if weight not in matrices]
+        groups.append({
+            "params": [weight for weight in decayed if weight in matrices], "weight_decay": weight_decay,
+            "lr": muon_learning_rate or learning_rate, "momentum": 0.95,
+        })  # fmt: skip
+    groups = [group for group in groups if group["params"]]
+    optimizer = MuonAdamW if optimizer_type == "muon" else torch.optim.AdamW
+    return optimizer(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
 
 
 def describe_groups(optimizer):
-    """One line per group: weight decay, tensors, parameters."""
+    """One line per group: who updates it, weight decay, tensors, parameters."""
     return "\n".join(
+        f"{'Muon' if 'momentum' in group else type(optimizer).__name__.removeprefix('Muon')}, "
         f"weight decay {group['weight_decay']:g}: {len(group['params'])} tensors, "
         f"{sum(p.numel() for p in group['params']):,} parameters"
         for group in optimizer.param_groups
     )
 
 
-def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps):
-    """A learning-rate schedule in optimizer steps, 0 after `max_train_steps` for linear and cosine.
+def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,
+                   min_lr_ratio=0.0):
+    """A learning-rate schedule in optimizer steps, after `max_train_steps` at min_lr_ratio of its peak.
 
+    warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, arXiv 2405.18392).
     Leave it out of accelerator.prepare, which would step it once per process, and step it once per update.
     """
     if lr_scheduler_type not in SCHEDULES:
@@ -59,7 +76,19 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
         raise ValueError(
             f"num_warmup_steps, {num_warmup_steps}, must be 0 to {max_train_steps}, the steps of the run"
         )
-    return get_scheduler(lr_scheduler_type, optimizer, num_warmup_steps, max_train_steps)
+    name, options = lr_scheduler_type, {}
+    if name == "warmup_stable_decay":
+        options = {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio, "decay_type": "1-sqrt"}
+        if num_warmup_steps + num_decay_steps > max_train_steps:
+            raise ValueError(f"num_decay_steps: {num_decay_steps} and {num_warmup_steps} steps of warm-up are "
+                             f"more than the {max_train_steps} of the run")
+    elif min_lr_ratio and name == "cosine":
+        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
+    elif min_lr_ratio and name == "linear":
+        name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
+    elif min_lr_ratio:
+        raise ValueError(f"min_lr_ratio: {name} has no such end; leave it at 0")
+    return get_scheduler(name, optimizer, num_warmup_steps, max_train_steps, options)
 
 
 class UpdateGuard:

@@ -1,0 +1,128 @@
+"""Muon on the matrices of the blocks, AdamW on the rest, against torch.optim.Muon and torch.optim.AdamW."""
+
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from tests.forked import finish, start_all
+from tests.runs import PROJECT, TINY, metrics, write_corpus
+from utils.learning import muon
+from utils.learning.muon import MuonAdamW, block_matrices, orthogonalize
+from utils.learning.optim import build_optimizer
+
+SHAPES = [(8, 8), (8, 24), (24, 8), (8, 24), (5, 7)]
+
+
+def parameters():
+    torch.manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in [*SHAPES, (8,)]]
+
+
+def optimizer_of(weights):
+    matrices = {"params": weights[:-1], "momentum": 0.95, "lr": 0.01, "weight_decay": 0.1}
+    return MuonAdamW([{"params": weights[-1:]}, matrices], lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("at_once", [1, 1 << 24])
+def test_it_is_torchs_muon_in_the_same_precision(at_once, monkeypatch):
+    """torch iterates in bfloat16, matrix after matrix."""
+    monkeypatch.setitem(muon.PRECISION, "cpu", torch.bfloat16)
+    monkeypatch.setattr(muon, "AT_ONCE", at_once)
+    mine, theirs = parameters(), parameters()
+    ours = optimizer_of(mine)
+    matrices = torch.optim.Muon(theirs[:-1], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    others = torch.optim.AdamW(theirs[-1:], 0.01, fused=True)
+    for seed in range(10):
+        torch.manual_seed(seed)
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        for optimizer in (ours, matrices, others):
+            optimizer.step()
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_singular_values_come_near_one_and_vectors_stay():
+    torch.manual_seed(0)
+    matrices = torch.randn(3, 20, 50)
+    u, s, v = torch.linalg.svd(orthogonalize(matrices), full_matrices=False)
+    assert 0.5 < s.min() and s.max() < 1.5
+    u0, _, v0 = torch.linalg.svd(matrices, full_matrices=False)
+    alike = (u0.mT @ orthogonalize(matrices) @ v0.mT).abs()  # diagonal, if the vectors are the same
+    assert (alike - torch.diag_embed(alike.diagonal(dim1=1, dim2=2))).max() < 1e-3
+
+
+def test_a_skipped_update_changes_nothing():
+    weights = parameters()
+    optimizer = optimizer_of(weights)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    before = [weight.clone() for weight in weights]
+    state = [value.clone() for weight in weights for value in optimizer.state[weight].values()]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, torch.nan)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert all(map(torch.equal, weights, before))
+    assert all(map(torch.equal, (v for w in weights for v in optimizer.state[w].values()), state))
+
+
+@pytest.mark.parametrize("kind, sizes", [
+    ("gpt2", dict(n_layer=2, n_embd=32, n_head=2)),
+    ("llama", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
+    ("roberta", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
+    ("modernbert", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
+])
+def test_every_matrix_of_the_blocks_and_nothing_else(kind, sizes):
+    config = AutoConfig.for_model(kind, vocab_size=100, pad_token_id=1, bos_token_id=0, eos_token_id=2,
+                                  cls_token_id=0, sep_token_id=2, **sizes)
+    masked = kind in ("roberta", "modernbert")
+    lm = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
+    outside = {p for m in (lm.get_input_embeddings(), lm.get_output_embeddings()) for p in m.parameters()}
+    matrices = block_matrices(lm)
+    assert matrices and not matrices & outside
+    names = [name for name, parameter in lm.named_parameters() if parameter in matrices]
+    assert all(".0." in name or ".1." in name for name in names), "of the two blocks"
+    expected = [n for n, p in lm.named_parameters() if p.ndim == 2 and (".0." in n or ".1." in n)]
+    assert names == expected
+    optimizer = build_optimizer(lm, 1e-3, 0.1, optimizer_type="muon", muon_learning_rate=2e-2)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held)) and set(held) == set(lm.parameters())
+    [group] = [group for group in optimizer.param_groups if "momentum" in group]
+    assert set(group["params"]) == matrices and group["lr"] == 2e-2
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("muon")
+    return TINY | {"dataset_name": write_corpus(folder / "c.jsonl"), "cache_dir": folder / "cache",
+                   "optimizer_type": "muon", "lr_scheduler_type": "warmup_stable_decay", "save_steps": 2}
+
+
+def train(flags, folder, processes=1, **changes):
+    flags = flags | {"output_dir": folder, "per_device_train_batch_size": 8 // processes} | changes
+    log = folder.with_suffix(".log")
+    finish(start_all(PROJECT, "train_clm.py", flags, log, processes), log)
+    return metrics(folder), load_file(folder / "model.safetensors")
+
+
+def test_a_killed_run_ends_with_the_same_bits_and_two_processes_with_the_same_losses(flags, tmp_path):
+    straight, weights = train(flags, tmp_path / "straight")
+    folder, log = tmp_path / "killed", tmp_path / "log"
+    [process] = start_all(PROJECT, "train_clm.py", flags | {"output_dir": folder}, log, 1)
+    while not (folder / "checkpoints" / "step-00000002").exists() and process.is_alive():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    lines, again = train(flags, folder)
+    assert lines == straight
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    both, _ = train(flags, tmp_path / "two", processes=2)
+    for one, two in zip(straight, both, strict=True):
+        for name in {"loss/train", "loss/eval"} & one.keys():
+            assert one[name] == pytest.approx(two[name], rel=1e-5)
