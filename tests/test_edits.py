@@ -100,14 +100,14 @@ def check_growing_batch(runs):
 
 
 def check_second_optimizer(runs):
-    """Each weight has one optimizer, Muon the matrices of the blocks; and neither stands still."""
-    muon, adamw = ({path.rpartition("/")[0] for path in saved(runs.whole, STEPS, name)}
-                   for name in ("muon", "optimizer"))  # fmt: skip
+    """Each weight has one optimizer, Adafactor the embeddings; and neither stands still."""
+    adafactor, adamw = ({path.rpartition("/")[0] for path in saved(runs.whole, STEPS, name)}
+                   for name in ("adafactor", "optimizer"))  # fmt: skip
     early, late = (saved(runs.whole, step, "model") for step in (SAVE_STEPS, STEPS))
-    assert muon == {name for name in late if ".h." in name and late[name].ndim == 2}
-    assert adamw == late.keys() - muon
+    assert adafactor == {"lm.transformer.wte.weight"}
+    assert adamw == late.keys() - adafactor
     assert not any(torch.equal(early[name], late[name]) for name in late)
-    assert state(runs.whole)["keep"]["muon"]["groups"][0]["lr"] == 0  # at the end of the cosine
+    assert state(runs.whole)["keep"]["adafactor"]["groups"][0]["lr"] == 0  # at the end of the cosine
 
 
 def check_layer_wise_learning_rates(runs):
@@ -371,7 +371,7 @@ def test_a_forgotten_keep_is_named(name, workspace, tmp_path):
     process.join(120)
     message = (tmp_path / "log").read_text()
     assert process.exitcode == 2, message
-    assert re.search(r"error: keep: update changes .*\b(ema|muon)\b.*nobody keeps it", message), message
+    assert re.search(r"error: keep: update changes .*\b(ema|adafactor)\b.*nobody keeps it", message), message
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
