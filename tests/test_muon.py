@@ -126,3 +126,25 @@ def test_a_killed_run_ends_with_the_same_bits_and_two_processes_with_the_same_lo
     for one, two in zip(straight, both, strict=True):
         for name in {"loss/train", "loss/eval"} & one.keys():
             assert one[name] == pytest.approx(two[name], rel=1e-5)
+
+
+def test_a_stable_run_is_extended_and_decayed_more_than_once(flags, tmp_path):
+    """Both as if from scratch, bit for bit; a run is not extended where its rate has begun to fall."""
+    flags = flags | {"num_decay_steps": 2, "save_total_limit": 1, "eval_steps": 100, "save_steps": 100}
+    short, short_weights = train(flags, tmp_path / "short", max_train_steps=6)
+    _, long_weights = train(flags, tmp_path / "long", max_train_steps=8)
+    kept = sorted(path.name for path in (tmp_path / "short" / "checkpoints").glob("step-*"))
+    assert kept == ["step-00000004", "step-00000006"]
+    stable = tmp_path / "short" / "checkpoints" / "step-00000004"
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "short").rglob("*")}
+    _, extended = train(flags, tmp_path / "branch", max_train_steps=8, resume_from_checkpoint=stable)
+    assert all(torch.equal(extended[name], long_weights[name]) for name in long_weights)
+    stable = tmp_path / "branch" / "checkpoints" / "step-00000006"
+    assert stable.exists()
+    decayed = tmp_path / "long" / "checkpoints" / "step-00000008"
+    log = tmp_path / "refused"
+    late = flags | {"output_dir": log, "max_train_steps": 20, "resume_from_checkpoint": decayed}
+    [process] = start_all(PROJECT, "train_clm.py", late, tmp_path / "log", 1)
+    process.join(120)
+    assert process.exitcode == 2 and "go on from one of the steps" in (tmp_path / "log").read_text()
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "short").rglob("*")}

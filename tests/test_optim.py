@@ -58,7 +58,7 @@ def test_no_bias_and_no_norm_decays_and_every_parameter_is_there_once(model_type
 def test_the_printed_groups_add_up():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1]))
     lines = describe_groups(build_optimizer(model, 1e-3, 0.1)).splitlines()
-    numbers = [int(line.split(", ")[1].split()[0].replace(",", "")) for line in lines]
+    numbers = [int(line.split(", ")[2].split()[0].replace(",", "")) for line in lines]
     assert sum(numbers) == model.num_parameters() and "weight decay 0.1: 10 tensors" in lines[0]
 
 
@@ -77,9 +77,25 @@ def test_schedules_count_optimizer_steps_warm_up_and_end_at_zero(kind):
     assert schedule.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["linear", "cosine", "warmup_stable_decay"])
+def test_schedules_may_end_above_zero(kind):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
+    schedule = build_schedule(optimizer, kind, 4, 20, num_decay_steps=6, min_lr_ratio=0.1)
+    rates = []
+    for _ in range(21):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert max(rates) == rates[4] == 3 and rates[20] == pytest.approx(0.3)
+    if kind == "warmup_stable_decay":  # 1 - sqrt of the part that is done
+        assert rates[4:15] == [3.0] * 11
+        assert rates[15:20] == pytest.approx([3 * (0.1 + 0.9 * (1 - math.sqrt(i / 6))) for i in range(1, 6)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("lineer", 0, 10), "lr_scheduler_type"), (("linear", 11, 10), "num_warmup_steps")],
+    [(("lineer", 0, 10), "lr_scheduler_type"), (("linear", 11, 10), "num_warmup_steps"),
+     (("warmup_stable_decay", 4, 10, 7), "num_decay_steps"), (("constant", 0, 10, 0, 0.1), "min_lr_ratio")],
 )
 def test_a_schedule_that_cannot_be_is_refused_by_name(arguments, named):
     with pytest.raises(ValueError, match=named):

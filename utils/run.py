@@ -22,7 +22,7 @@ from utils.display.throughput import Throughput, device_name, flops_per_token, p
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.entry import live_until_exit
 from utils.learning.evaluation import sums_over_dataset
-from utils.learning.optim import skipped_updates
+from utils.learning.optim import skipped_updates, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.fetch import fetch_checkpoint
 from utils.publishing.hub_client import check_hub
@@ -89,9 +89,12 @@ class Run:
         accelerator.wait_for_everyone()
         self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last}
         self.counts["training_rows"] = data.length
+        self.counts["stable"] = stable_steps(args, steps)
         self.code = code_version(args)
         limit, background = args.save_total_limit, args.background_save
         self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, background)
+        if args.lr_scheduler_type == "warmup_stable_decay":
+            self.checkpoints.kept_step = self.counts["stable"][1]  # runs of other lengths may begin there
         saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
         if saved:
             self.state = saved["state"]
@@ -120,6 +123,13 @@ class Run:
         step = saved["state"]["step"]
         if not problems and saved["rows"] != (rows := self.steps.rows_before(step)):
             problems.append(f"rows of the first {step} steps: {saved['rows']} in the run, {rows} now")
+        was, now = saved["settings"].get("stable"), self.counts["stable"]
+        if not problems and was and was != now and not max(was[0], now[0]) <= step <= min(was[1], now[1]):
+            problems.append(
+                f"max_train_steps: the learning rate of step {step} was another; go on from one of the steps "
+                f"{max(was[0], now[0])} to {min(was[1], now[1])} (--resume_from_checkpoint), in an --output_dir "
+                "of its own"
+            )
         for name, setting in (("tokenizer", "tokenizer_name"), ("train", "dataset_name")):
             if not problems and saved["data"][name] != self.data.fingerprints[name]:
                 problems.append(
@@ -221,8 +231,9 @@ class Run:
         self.stop.agreed()
 
     def due(self, steps: int) -> bool:
-        """Every so many steps (0: every epoch), and after the last one."""
-        return self.step == self.steps.last or self.step % self.steps.every(steps) == 0
+        """Every so many steps (0: every epoch), after the last one, and before the learning rate falls."""
+        ends = self.steps.last, self.checkpoints.kept_step
+        return self.step in ends or self.step % self.steps.every(steps) == 0
 
     def log(self, record: dict, skipped=()) -> None:
         """A line of training. skipped: for each update since the last line 1 if it was skipped, else 0."""

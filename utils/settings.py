@@ -51,6 +51,9 @@ MAY_CHANGE = set(
     "max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
     "gradient_accumulation_steps".split()
 )
+# So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
+LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps", "stable"}
+STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 POSITIVE = set(
     "validation_fraction vocab_size block_size mlm_probability per_device_train_batch_size "
     "per_device_eval_batch_size gradient_accumulation_steps learning_rate max_skipped_updates logging_steps "
@@ -58,7 +61,7 @@ POSITIVE = set(
 )
 NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
-    "seed skip_outlier_updates max_eval_samples eval_steps save_steps show".split()
+    "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps save_steps show".split()
 )
 BELOW = {"validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed": 2**32}
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
@@ -218,7 +221,8 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     made = type(args)()  # with the defaults
     before = {f.name: f.metadata.get("before", getattr(made, f.name)) for f in dataclasses.fields(args)}
     lines = []
-    for name in sorted((saved.keys() | now.keys()) - MAY_CHANGE):
+    free = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
+    for name in sorted((saved.keys() | now.keys()) - free):
         was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
         was, is_now = without_secrets((was, is_now))  # as they were saved
         if _as_list(was) != _as_list(is_now):

@@ -91,6 +91,12 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     return get_scheduler(name, optimizer, num_warmup_steps, max_train_steps, options)
 
 
+def stable_steps(args, steps):
+    """[first, last] of the steps between warm-up and decay, in which the learning rate stands still."""
+    falls = getattr(args, "lr_scheduler_type", "") == "warmup_stable_decay" and steps.count(args.num_decay_steps)
+    return [steps.count(getattr(args, "num_warmup_steps", 0)), steps.last - falls]
+
+
 class UpdateGuard:
     """Skips an update whose gradient norm is not finite, or is an outlier: of all optimizers together.
 

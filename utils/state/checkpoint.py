@@ -49,7 +49,7 @@ class Checkpoints:
     def __init__(self, accelerator, output_dir, save_total_limit: int | None = 2, background: bool = True):
         self.accelerator = accelerator
         self.folder = Path(output_dir) / "checkpoints"
-        self.save_total_limit = save_total_limit
+        self.save_total_limit, self.kept_step = save_total_limit, 0  # beside those: the one of this step
         self.background = background
         self.last_good = None  # Path of the newest complete checkpoint
         self.failure = None  # why the newest save failed, in words; None when it did not
@@ -187,7 +187,8 @@ class Checkpoints:
             self.last_good, self._written = self.folder / name, (step, text)
             keep = self.save_total_limit or 0
             for path in (*list_checkpoints(self.folder)[:-keep], *self.folder.glob("bad-*")):
-                shutil.rmtree(_hide(path), ignore_errors=True)
+                if path.name != f"step-{self.kept_step:08d}":
+                    shutil.rmtree(_hide(path), ignore_errors=True)
         except (Exception, CheckpointException) as error:  # training is worth more than this checkpoint
             last = f"The last good checkpoint is {self.last_good or 'missing'}"
             self.failure = f"{str(error) or repr(error)}. {last}"
