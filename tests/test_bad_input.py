@@ -82,7 +82,7 @@ CLM | --vocab_size 0                                    | vocab_size: must be gr
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
 # model
 CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers; near: gpt2
-CLM | --config_overrides n_layers=2                     | 'n_layers=2': gpt2 has no such setting; near: n_layer
+CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
 CLM | --config_overrides n_layer                        | not of the form name=value
 CLM | --config_overrides n_layer=two                    | 'two' is no int
 CLM | --config_overrides n_head=5,n_embd=192            | config_overrides, 'n_head=5,n_embd=192'
