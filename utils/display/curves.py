@@ -6,7 +6,6 @@
 
 import argparse
 import os
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.display.metrics import by_set, read_metrics, read_run
-from utils.display.progress import numbers
+from utils.display.progress import numbers, readable
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
 DASHES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1))]  # of evaluation sets
@@ -27,7 +26,7 @@ PANELS = {
 
 
 def draw_curves(output_dir) -> bool:
-    """Redraw output_dir/curves.png from metrics.jsonl, atomically. A failure warns: no run ends over it."""
+    """Redraw output_dir/curves.png, atomically. A failure warns: no run ends over it."""
     try:
         draw([output_dir], Path(output_dir) / "curves.png")
         return True
@@ -36,22 +35,20 @@ def draw_curves(output_dir) -> bool:
         return False
 
 
-def draw(runs: list, output: Path, x: str = "step", size=(9.0, 7.0), dpi: int = 110):
+def draw(runs: list, output: Path, x: str = "step"):
     """One picture of one run, or of several overlaid. x: the horizontal axis: step, tokens or seconds."""
-    # a Figure without pyplot has no global state and needs no display, as suits a training process
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # without pyplot there is no global state, and no display is needed
 
     histories = {Path(run): read_metrics(run) for run in runs}
     if empty := [str(run) for run, lines in histories.items() if not lines]:
         raise ValueError(f"no metrics.jsonl with lines in {', '.join(empty)}: give the output_dir of runs")
     logged = dict.fromkeys(key for lines in histories.values() for line in lines for key in line)
     panels = {key: name for key, name in PANELS.items() if key != "accuracy" or by_set(logged, key)}
-    sets = list(by_set(logged, "loss/eval") | by_set(logged, "accuracy"))
+    sets = by_set(logged, "loss/eval") | by_set(logged, "accuracy")
+    sets = {name and f"/{name}": f"evaluation, {name}".removesuffix(", ") for name in sets}
     alone = len(histories) == 1
 
-    figure = Figure(size, dpi, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
+    figure = Figure((9.0, 7.0), 110, layout="constrained")
     grid = figure.add_gridspec(2, len(panels), height_ratios=[2, 1])
     loss = figure.add_subplot(grid[0, :])
     axes = {key: figure.add_subplot(grid[1, i]) for i, key in enumerate(panels)}
@@ -62,12 +59,11 @@ def draw(runs: list, output: Path, x: str = "step", size=(9.0, 7.0), dpi: int = 
         _draw_panel(axis, list(histories.values()), key, sets, x)
         axis.set_title(panels[key], fontsize=9, loc="left")
     if alone:
-        run, lines = next(iter(histories.items()))
-        loss.set_title(_title(run, lines), fontsize=10, loc="left")
+        loss.set_title(_title(run.resolve().name, lines), fontsize=10, loc="left")
         _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
-    elif sets != [""]:  # whose dashes are the same for all runs
-        for i, name in enumerate(sets):
-            loss.plot([], [], lw=1.5, label=_label(name), **_style(i, -1))
+    elif list(sets) != [""]:  # whose dashes are the same for all runs
+        for place, label in enumerate(sets.values()):
+            loss.plot([], [], lw=1.5, label=label, **_style(place, -1))
     _label_loss(loss, visible, "exp(loss)" if by_set(logged, "loss/nsp") else "perplexity")
     loss.set_xlabel(x, fontsize=9)
     for axis in (loss, *axes.values()):
@@ -75,105 +71,89 @@ def draw(runs: list, output: Path, x: str = "step", size=(9.0, 7.0), dpi: int = 
         _tidy(axis, 8 if axis is loss else 3)
 
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    canvas.print_figure(temporary, format="png")
+    figure.savefig(temporary, format="png")
     os.replace(temporary, output)
 
 
-def _title(run: Path, lines: list[dict]) -> str:
+def _title(name: str, lines: list[dict]) -> str:
     for line in reversed(lines):
         known = {key: value for key, value in line.items() if value is not None}
         if loss := numbers(known, "loss/eval", ".3f"):
             perplexity = numbers(known, "perplexity", ",.2f")
-            perplexity = f"; perplexity {perplexity}" if perplexity else ""
-            title = f"{run.resolve().name}: evaluation loss {loss}{perplexity}"
+            title = f"{name}: evaluation loss {loss}" + (f"; perplexity {perplexity}" if perplexity else "")
             return textwrap.fill(title, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")
-    return run.resolve().name
-
-
-def _key(metric: str, name: str) -> str:
-    return f"{metric}/{name}" if name else metric
-
-
-def _label(name: str) -> str:
-    return f"evaluation, {name}" if name else "evaluation"
+    return name
 
 
 def _style(place: int, number: int | None) -> dict:
     """Of the evaluation set at this place: in the picture of one run a colour of its own, else the run's."""
-    if number is None:
-        return {"color": COLOURS[(1 + place) % len(COLOURS)], "ls": DASHES[place % len(DASHES)]}
-    return {"color": COLOURS[number % len(COLOURS)], "ls": DASHES[(1 + place) % len(DASHES)]}
+    colour, dashes = (1 + place, place) if number is None else (number, 1 + place)
+    return {"color": COLOURS[colour % len(COLOURS)], "ls": DASHES[dashes % len(DASHES)]}
 
 
-def _draw_loss(axis, run: str, lines: list[dict], sets: list[str], number: int | None, x: str) -> list:
-    """Training loss, raw and smoothed, and evaluation loss. number: of this run if overlaid, None if alone.
+def _plot(axis, at: np.ndarray, values: np.ndarray, smooth: bool, **style) -> np.ndarray:
+    """Few points are marked, many smoothed over a pale curve of them all. Returns what is drawn boldly."""
+    if smooth:
+        axis.plot(*_thin(at, values), **style | {"lw": 0.6, "alpha": 0.3, "label": ""})
+        at, values = _smooth(at, values)
+    axis.plot(*_thin(at, values), **{"marker": "o" if len(values) <= FEW else "", **style})
+    return values
 
-    Returns the values that must be visible, arrays.
+
+def _draw_loss(axis, run: str, lines: list[dict], sets: dict, number: int | None, x: str) -> list[np.ndarray]:
+    """Training and evaluation loss; returns the values that must be visible.
+
+    sets: {the end of an evaluation set's keys: its label}; number: of this run if several are overlaid.
     """
     alone = number is None
-    colour = COLOURS[0 if alone else number % len(COLOURS)]
     plain = any("loss/train_plain" in line for line in lines)
     at, train = _series(lines, "loss/train_plain" if plain else "loss/train", x)
-    few = len(train) <= FEW
-    if not few:
-        axis.plot(*_thin(at, train), color=colour, lw=0.6, alpha=0.3)
-        at, train = _smooth(at, train)
-    label = run if not alone else "training" if few else "training, smoothed"
-    axis.plot(at, train, color=colour, lw=1.5, marker="o" if few else "", ms=3, label=label)
-    visible = [train]
-    drawn = [(_key("loss/eval", name), _label(name), _style(i, number)) for i, name in enumerate(sets)]
+    style, smooth = {"color": COLOURS[(number or 0) % len(COLOURS)], "lw": 1.5}, len(train) > FEW
+    label = run if not alone else "training, smoothed" if smooth else "training"
+    visible = [_plot(axis, at, train, smooth, ms=3, label=label, **style)]
+    drawn = [(f"loss/eval{name}", sets[name], _style(place, number)) for place, name in enumerate(sets)]
     if alone and any("loss/nsp" in line for line in lines):
-        drawn.append(("loss/mlm", "evaluation, masked LM", {"color": COLOURS[1], "ls": ":"}))
-        drawn.append(("loss/nsp", "evaluation, next sentence", {"color": COLOURS[1], "ls": "-."}))
+        style = {"color": COLOURS[1], "marker": ""}
+        drawn.append(("loss/mlm", "evaluation, masked LM", style | {"ls": ":"}))
+        drawn.append(("loss/nsp", "evaluation, next sentence", style | {"ls": "-."}))
     for key, label, style in drawn:
-        at, values = _series(lines, key, x)
-        if len(values):
-            marker = "o" if key.startswith("loss/eval") and len(values) <= FEW else ""
-            axis.plot(*_thin(at, values), lw=1.5, marker=marker, ms=4, label=label if alone else "", **style)
-            visible.append(values)
+        curve = _series(lines, key, x)
+        visible.append(_plot(axis, *curve, False, lw=1.5, ms=4, label=label if alone else "", **style))
     return visible
 
 
-def _draw_panel(axis, histories: list[list[dict]], key: str, sets: list[str], x: str):
-    drawn = [(lines, key, {"color": COLOURS[i % len(COLOURS)]}) for i, lines in enumerate(histories)]
-    if key == "accuracy":
-        drawn = []
-        for number, lines in enumerate(histories) if len(histories) > 1 else [(None, histories[0])]:
-            drawn += [(lines, _key(key, name), _style(i, number)) for i, name in enumerate(sets)]
-            drawn.append((lines, "nsp_accuracy", {**_style(0, number), "ls": "-."}))
+def _draw_panel(axis, histories: list[list[dict]], key: str, sets: dict, x: str):
     top = 0.0
-    for lines, name, style in drawn:
-        at, values = _series(lines, name, x)
-        finite = values[np.isfinite(values)]
-        marker = "o" if len(values) <= FEW and name != "nsp_accuracy" else ""
-        if len(values) > FEW and key != "learning_rate":
-            axis.plot(*_thin(at, values), lw=0.6, alpha=0.3, **style)
-            axis.plot(*_smooth(at, values), lw=1.2, **style)
-            top = max(top, 1.4 * np.percentile(finite, 98) if len(finite) else 0)  # spikes may leave the top
-        else:
-            axis.plot(*_thin(at, values), lw=1.2, marker=marker, ms=3, **style)
-            top = max(top, 1.1 * finite.max(initial=0))
+    for i, lines in enumerate(histories):
+        drawn = [(key, {"color": COLOURS[i % len(COLOURS)]})]
+        if key == "accuracy":
+            number = i if len(histories) > 1 else None
+            drawn = [(key + name, _style(place, number)) for place, name in enumerate(sets)]
+            drawn.append(("nsp_accuracy", _style(0, number) | {"ls": "-.", "marker": ""}))
+        for name, style in drawn:
+            at, values = _series(lines, name, x)
+            smooth = len(values) > FEW and key != "learning_rate"
+            _plot(axis, at, values, smooth, lw=1.2, ms=3, **style)
+            if len(finite := values[np.isfinite(values)]):  # spikes may leave the top
+                top = max(top, 1.4 * np.percentile(finite, 98) if smooth else 1.1 * finite.max())
     axis.set_ylim(0, 1 if key == "accuracy" else top or 1)
 
 
 def _mark_events(axes, resumes: list, lines: list[dict], x: str):
     """Dotted lines where the run was resumed, triangles where updates were skipped."""
-    skipped = np.array([line["step"] for line in lines if line.get("event") == "skipped_update"], float)
+    skipped = [line["step"] for line in lines if line.get("event") == "skipped_update"]
     for axis in axes:
-        for i, at in enumerate(_positions(lines, np.array(resumes, float), x)):
-            label = "" if i else f"resumed ({len(resumes)})"
-            axis.axvline(at, color="#8a8f98", lw=0.9, ls=":", label=label)
-        if len(skipped):
+        for i, at in enumerate(_positions(lines, resumes, x)):
+            axis.axvline(at, color="#8a8f98", lw=0.9, ls=":", label="" if i else f"resumed ({len(resumes)})")
+        if skipped:
             foot = axis.get_xaxis_transform()  # x in data, y in heights of the axes
-            axis.plot(_positions(lines, skipped, x), np.full(len(skipped), 0.02), "^", color="#c53030", ms=5,
-                      transform=foot, label=f"skipped updates ({len(skipped)})")
+            axis.plot(_positions(lines, skipped, x), [0.02] * len(skipped), "^", color="#c53030", ms=5,
+                      transform=foot, label=f"skipped updates ({len(skipped)})")  # fmt: skip
 
 
 def _label_loss(axis, visible: list[np.ndarray], right_label: str):
     """Limits that a steep start cannot flatten; on the right the same scale read as perplexity."""
-    finite = [values[np.isfinite(values)] for values in visible]
-    finite = [values for values in finite if len(values)]
-    if finite:
+    if finite := [found for values in visible if len(found := values[np.isfinite(values)])]:
         low = min(values.min() for values in finite)
         high = max(np.percentile(values, 97) if len(values) > FEW else values.max() for values in finite)
         pad = 0.06 * (high - low) or 0.1
@@ -186,7 +166,7 @@ def _label_loss(axis, visible: list[np.ndarray], right_label: str):
             break
     ticks = ticks[:: len(ticks) // 10 + 1]
     right = axis.secondary_yaxis("right")
-    right.set_yticks(np.log(ticks), [f"{tick:,.4g}" if tick < 1000 else _short(tick) for tick in ticks])
+    right.set_yticks(np.log(ticks), list(map(_short, ticks)))
     right.set_ylabel(right_label, fontsize=9)
     right.tick_params(labelsize=8)
     right.spines["right"].set_visible(False)
@@ -196,12 +176,11 @@ def _label_loss(axis, visible: list[np.ndarray], right_label: str):
 
 
 def _tidy(axis, ticks: int):
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
-    axis.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axis.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axis.xaxis.set_major_formatter(FuncFormatter(_short))
-    axis.yaxis.set_major_formatter(FuncFormatter(_short))
+    for side, number in ((axis.xaxis, ticks), (axis.yaxis, 6)):
+        side.set_major_locator(MaxNLocator(number, integer=side is axis.xaxis, steps=[1, 2, 2.5, 5, 10]))
+        side.set_major_formatter(_short)
     axis.grid(alpha=0.25, lw=0.5)
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
@@ -214,20 +193,20 @@ def _short(value: float, _=None) -> str:
     for least, size, unit in ((1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             return f"{value / size:.4g}{unit}"
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return readable(float(value))
 
 
 def _series(lines: list[dict], key: str, x: str) -> tuple[np.ndarray, np.ndarray]:
     """Where (in units of x) and what; null is NaN, which leaves a gap in the curve."""
     having = [line for line in lines if key in line and "step" in line]
-    values = np.array([np.nan if line[key] is None else line[key] for line in having], float)
-    return _positions(lines, np.array([line["step"] for line in having], float), x), values
+    values = np.array([line[key] for line in having], float)
+    return _positions(lines, [line["step"] for line in having], x), values
 
 
-def _positions(lines: list[dict], steps: np.ndarray, x: str) -> np.ndarray:
+def _positions(lines: list[dict], steps: list, x: str) -> np.ndarray:
     """Steps in units of x. Evaluation lines have only a step: tokens and seconds come from training lines."""
     if x == "step":
-        return steps
+        return np.array(steps, float)
     known = [(line["step"], line[x]) for line in lines if line.get(x) is not None and "step" in line]
     return np.interp(steps, *np.array([(0, 0), *known], float).T) if known else np.full(len(steps), np.nan)
 
@@ -250,11 +229,9 @@ def _thin(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The lowest and the highest point of each bucket, in order: looks the same as all of them."""
     if len(values) <= 2 * BUCKETS:
         return at, values
-    keep = []
-    for part in np.array_split(np.arange(len(values)), BUCKETS):
-        part = part[np.isfinite(values[part])] if np.isfinite(values[part]).any() else part[:1]
-        keep += {part[values[part].argmin()], part[values[part].argmax()]}
-    keep = np.sort(keep)
+    low, high = (np.where(np.isfinite(values), values, gap) for gap in (np.inf, -np.inf))
+    parts = np.array_split(np.arange(len(values)), BUCKETS)
+    keep = sorted({i for part in parts for i in (part[low[part].argmin()], part[high[part].argmax()])})
     return at[keep], values[keep]
 
 
@@ -270,6 +247,5 @@ if __name__ == "__main__":
     try:
         draw(args.runs, output, args.x)
     except ValueError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"{error}\n")
     print(output)
