@@ -1,18 +1,13 @@
-"""What a run is about to do, in one block before it starts, and what will not do what the user thinks.
+"""What a run is about to do, in one block before it starts, and what will not do what the user thinks."""
 
-    check_devices()             before the Accelerator is made: more processes than devices
-    check_launch(accelerator)   after: processes that do not form one group
-    print(report(accelerator, ...))
-    lost_peer(error)            an error in this process that another one's end has caused, in words
-"""
-
+import contextlib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, is_torch_xla_available
 
 from utils.display.progress import duration
 from utils.display.throughput import device_name
@@ -25,11 +20,10 @@ PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 aut
 
 
 def check_devices(processes: int | None = None, devices: int | None = None) -> None:
-    """ValueError if this machine was given more processes than it has accelerators; 0 accelerators are the
-    CPU's affair (`check_launch`). Without it some processes end with "invalid device ordinal".
-    """
+    """Before the Accelerator is made: ValueError if this machine was given more processes than accelerators,
+    of which some would end with "invalid device ordinal". None at all is for `check_launch`."""
     processes = processes or local_processes()
-    devices = device_count() if devices is None else devices
+    devices = torch.accelerator.device_count() if devices is None else devices
     if processes > devices > 0 and not asks_for_cpu():
         raise ValueError(
             f"num_processes: {processes} processes were started on this machine and it shows "
@@ -45,13 +39,12 @@ def check_launch(accelerator) -> None:
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started == accelerator.num_processes:
         return
+    remedy = (
+        f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, or "
+        "for several processes set ACCELERATE_USE_CPU=true in the environment and --mixed_precision no."
+    )
     if accelerator.distributed_type == DistributedType.XLA:
         remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
-    else:
-        remedy = (
-            f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, or "
-            "for several processes set ACCELERATE_USE_CPU=true in the environment and --mixed_precision no."
-        )
     raise ValueError(
         f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
         f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
@@ -64,42 +57,42 @@ def report(
 ) -> str:  # fmt: skip
     """The block printed before training starts, warnings at its end.
 
-    parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches per
-    step, of the first where that changes; tokens: of all `max_steps` steps, over all processes; start: steps
-    done already; memory: estimated bytes per process, None: unknown; precision: "no", "bf16" or "fp16" where
-    accelerate does not know (XLA).
+    parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches of the
+    first step; tokens: of all `max_steps` steps and processes; start: steps done already; memory: estimated
+    bytes per process; precision: "no", "bf16" or "fp16" where accelerate does not know (XLA).
     """
     precision = precision or accelerator.mixed_precision
-    processes, device = accelerator.num_processes, accelerator.device
-    local, step_rows = local_processes(), rows * accumulation * processes
+    processes, device, local = accelerator.num_processes, accelerator.device, local_processes()
+    step_rows, compiler = rows * accumulation * processes, accelerator.state.dynamo_plugin.backend
     changing = tokens != max_steps * step_rows * block_size
-    room, compiler = memory_of(device), accelerator.state.dynamo_plugin.backend
-    block = {
-        "target": f"{launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
-        "precision": PRECISIONS.get(precision, precision)
+    lines = [
+        f"target     {launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
+        f"precision  {PRECISIONS.get(precision, precision)}"
         + (" with loss scaling" if getattr(accelerator, "scaler", None) else "")
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
-        "batch": f"{counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
+        f"batch      {counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
         f"{counted(processes, 'process')} = {step_rows:,} rows = {step_rows * block_size:,} tokens per step"
         + (" at first" if changing else ""),
-        "steps": f"{max_steps:,} steps = {_millions(tokens)} tokens"
+        f"steps      {max_steps:,} steps = {_millions(tokens)} tokens"
         + (f"; {start:,} are done" if start else ""),
-        "model": f"{model}, {_millions(parameters)} parameters",
-    }
-    if memory:
-        block["memory"] = f"about {_gib(memory)} per process" + (f" of {_gib(room)}" if room else "")
-    lines = [f"{name:<11}{text}" for name, text in block.items()]
-    doubts = device_warnings(device.type, device_count(), local, _cores(), torch.get_num_threads())
+        f"model      {model}, {_millions(parameters)} parameters",
+    ]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    devices, threads = torch.accelerator.device_count(), torch.get_num_threads()
+    doubts = device_warnings(device.type, devices, local, cores, threads)
     doubts += precision_warnings(precision, device)
-    if memory and room and memory > 0.95 * room:
-        doubts.append("memory: this will hardly fit; halve per_device_train_batch_size and double "
-                      "gradient_accumulation_steps, which changes nothing else.")
+    if memory:
+        room = memory_of(device)
+        lines.append(f"memory     about {_gib(memory)} per process" + (f" of {_gib(room)}" if room else ""))
+        if room and memory > 0.95 * room:
+            doubts.append("memory: this will hardly fit; halve per_device_train_batch_size and double "
+                          "gradient_accumulation_steps, which changes nothing else.")  # fmt: skip
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not sharded:
         doubts.append("FSDP: asked for, but not in use on this device: every process holds the whole model.")
     if processes > local and device.type != "xla":
         doubts += network_warnings(parameters)
-    return "\n".join(lines + [f"{'warning':<11}{text}" for text in doubts])
+    return "\n".join(lines + [f"warning    {text}" for text in doubts])
 
 
 def lost_peer(error: RuntimeError) -> str | None:
@@ -129,13 +122,12 @@ def device_warnings(
     lines = []
     on_cpu = device == "cpu"
     if on_cpu and not asks_for_cpu(env):
-        for maker in [drivers[file] for file in drivers if Path(file).exists()]:
-            lines.append(f"device: the {maker} driver is loaded, but torch {torch.__version__} sees none of "
-                         f"its devices{hiding(env)}: is this torch built for them?")  # fmt: skip
-        launcher = "ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env
-        if launcher and not lines:
+        lines = [f"device: the {maker} driver is loaded, but torch {torch.__version__} sees none of "
+                 f"its devices{hiding(env)}: is this torch built for them?"
+                 for file, maker in drivers.items() if Path(file).exists()]  # fmt: skip
+        if not lines and ("ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env):
             lines.append(f"device: launched for an accelerator, none is visible{hiding(env)}: on the CPU.")
-    if device == "xla" and not _tpu() and env.get("PJRT_DEVICE") != "CPU":
+    if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_torch_xla_available(check_is_tpu=True):
         lines.append("device: torch_xla found no TPU, this is its CPU device (PJRT_DEVICE=CPU asks for it).")
     if on_cpu and processes > cores:
         lines.append(f"num_processes: {processes} processes share {cores} cores.")
@@ -152,8 +144,6 @@ def device_warnings(
 
 
 def precision_warnings(precision: str, device: torch.device) -> list[str]:
-    if precision == "no":
-        return []
     if precision == "fp16" and device.type in ("cpu", "xla"):
         return [f"mixed_precision: fp16 is not for {device.type}; use bf16 or no."]
     if precision == "bf16" and computes_bf16(device) is False:
@@ -176,21 +166,18 @@ def computes_bf16(device: torch.device) -> bool | None:
 
 def network_warnings(parameters: int, root: str | Path = "/sys/class") -> list[str]:
     """For several machines: float32 gradients of `parameters` numbers cross each machine's link twice."""
-    root = Path(root)
-    if any(root.glob("infiniband/*")):  # RDMA of any kind: InfiniBand, RoCE, EFA
+    if any(Path(root).glob("infiniband/*")):  # RDMA of any kind: InfiniBand, RoCE, EFA
         return []
-    speeds = {}
-    for link in root.glob("net/*"):
-        try:
-            speeds[link.name] = int((link / "speed").read_text())  # Mbit/s; an error or -1 where it has none
-        except (OSError, ValueError):
-            continue
-    name = max(speeds, key=speeds.get, default=None)
-    if name is None or speeds[name] <= 0 or speeds[name] >= FAST_LINK:
+    speeds = {"": 0}  # Mbit/s
+    for link in Path(root).glob("net/*"):
+        with contextlib.suppress(OSError, ValueError):  # or -1, where it has none
+            speeds[link.name] = int((link / "speed").read_text())
+    speed, name = max((speed, name) for name, speed in speeds.items())
+    if not 0 < speed < FAST_LINK:
         return []
-    seconds = 2 * 4 * 8 * parameters / (speeds[name] * 1e6)
+    seconds = 2 * 4 * 8 * parameters / (speed * 1e6)
     time = f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
-    return [f"network: no RDMA device, and the fastest interface, {name}, has {speeds[name]:,} Mbit/s: "
+    return [f"network: no RDMA device, and the fastest interface, {name}, has {speed:,} Mbit/s: "
             f"exchanging the gradients takes about {time} per step; raising "
             "gradient_accumulation_steps makes steps rarer."]  # fmt: skip
 
@@ -211,11 +198,6 @@ def counted(number: int, noun: str) -> str:
 # ---- What the machine says
 
 
-def device_count() -> int:
-    """Accelerators visible to this process, of any maker; XLA's are not among them."""
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
 def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -234,8 +216,7 @@ def memory_of(device: torch.device) -> int | None:
     """Bytes of the device; on the CPU one process's share of the machine's. None: it cannot be asked."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_processes()
-    ask = getattr(_module(device), "get_device_properties", None)
-    if ask is not None:
+    if ask := getattr(_module(device), "get_device_properties", None):
         return ask(device).total_memory
     ask = getattr(_module(device), "recommended_max_memory", None)
     return ask() if ask else None
@@ -244,16 +225,6 @@ def memory_of(device: torch.device) -> int | None:
 def _module(device: torch.device):
     """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, whose device is no part of torch."""
     return None if device.type == "xla" else torch.get_device_module(device)
-
-
-def _tpu() -> bool:
-    from accelerate.utils import is_torch_xla_available
-
-    return is_torch_xla_available(check_is_tpu=True)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gib(number: float) -> str:
