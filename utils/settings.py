@@ -61,45 +61,35 @@ POSITIVE = set(
 )
 NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
-    "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps save_steps show".split()
+    "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps "
+    "save_steps show".split()
 )
 BELOW = {"validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed": 2**32}
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
-# What other scripts call a setting, or have a setting for, and what does it here.
-_ELSEWHERE = {
-    "fp16 bf16 mixed_precision": "the launcher's: mixed_precision in accelerate_configs/*.yaml, or "
-    "`accelerate launch --mixed_precision bf16`.",
-    "torch_compile": "the launcher's: dynamo_backend in accelerate_configs/*.yaml, or `accelerate launch "
-    "--dynamo_backend inductor`.",
-    "fsdp": "the launcher's: accelerate_configs/fsdp.yaml.",
-    "deepspeed": "not supported; accelerate_configs/fsdp.yaml divides a model over devices.",
-    "gradient_checkpointing": "fsdp_activation_checkpointing in accelerate_configs/fsdp.yaml; else a "
-    "smaller --per_device_train_batch_size with more --gradient_accumulation_steps.",
-    "no_cuda use_cpu": "the launcher's: accelerate_configs/cpu.yaml.",
-    "local_rank": "the launcher's: `accelerate launch --config_file accelerate_configs/multi_gpu.yaml`.",
-    "warmup_steps warmup_ratio": "--num_warmup_steps; below 1 it is a share of all steps.",
-    "max_steps": "--max_train_steps.",
-    "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0.",
-    "max_seq_length max_length": "--block_size.",
-    "lr": "--learning_rate.",
-    "batch_size train_batch_size per_gpu_train_batch_size": "--per_device_train_batch_size.",
-    "eval_batch_size per_gpu_eval_batch_size": "--per_device_eval_batch_size.",
-    "eval_strategy evaluation_strategy": "--eval_steps; 0: once per epoch.",
+# What transformers' scripts and nanoGPT call a setting, or have a setting for, and what does it here.
+ELSEWHERE = {name: there for names, there in {
+    "fp16 bf16": "the launcher's: --mixed_precision, or mixed_precision in accelerate_configs/*.yaml.",
+    "torch_compile compile": "the launcher's: dynamo_backend in accelerate_configs/*.yaml.",
+    "fsdp deepspeed": "the launcher's: accelerate_configs/fsdp.yaml divides a model over devices.",
+    "gradient_checkpointing": "fsdp_activation_checkpointing in accelerate_configs/fsdp.yaml; else a smaller "
+    "--per_device_train_batch_size with more --gradient_accumulation_steps.",
+    "use_cpu": "the launcher's: accelerate_configs/cpu.yaml.",
+    "warmup_steps warmup_ratio warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps.",
+    "max_steps max_iters": "--max_train_steps.",
+    "max_seq_length": "--block_size.",
+    "batch_size": "--per_device_train_batch_size.",
+    "eval_strategy eval_interval": "--eval_steps; 0: once per epoch.",
     "save_strategy checkpointing_steps": "--save_steps; 0: once per epoch.",
-    "logging_strategy": "--logging_steps.",
-    "logging_dir": "--output_dir: trackers write there; --report_to names them.",
     "with_tracking": "--report_to names the tracker.",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew.",
-    "do_train do_eval": "leave it out: the script trains and evaluates; --eval_only true only evaluates.",
+    "do_train do_eval": "leave it out: both are done; --eval_only true only evaluates.",
     "train_file": "--dataset_name takes files and folders, too.",
     "validation_file": "--eval_dataset_name takes files and folders, too.",
-    "num_workers dataloader_num_workers": "leave it out: rows come from memory-mapped files, ready to use.",
-    "preprocessing_num_workers": "leave it out: text is tokenized on all cores (RAYON_NUM_THREADS).",
-    "optim adam_beta1 adam_epsilon": "build_optimizer in the script's main makes it: change it there.",
+    "dataloader_num_workers preprocessing_num_workers": "leave it out: rows are ready, all cores tokenize.",
+    "optim": "--optimizer_type adamw or muon; build_optimizer in the script's main makes it.",
     "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
-}
-ELSEWHERE = {name: there for names, there in _ELSEWHERE.items() for name in names.split()}
+}.items() for name in names.split()}  # fmt: skip
 
 
 def parse_args(
