@@ -130,9 +130,9 @@ def test_overrides_are_typed_by_the_configuration():
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (("causal", "gpt2", "n_layr=3,n_head=x,foo", None, 16), ["n_layer", "'x' is no int", "name=value"]),
+        (("causal", "gpt2", "n_layr=3,n_head=x,foo", None, 16), ["name=value", "n_layer", "'x' is no int"]),
         (("causal", "gpt3", "", None, 16), ["model_type, 'gpt3': unknown to transformers; near: gpt"]),
-        (("causal", "t5", "", None, 16), ["no causal language model"]),
+        (("causal", "t5", "", None, 16), ["model_type, 't5': transformers has no causal language model"]),
         (("causal", "gpt2", "n_embd=100,n_head=3", None, 16), ["divisible"]),
         (("causal", "llama", "num_attention_heads=2", None, 16), []),
         (("causal", "llama", BERT + ",num_key_value_heads=4", None, 16), ["size"]),

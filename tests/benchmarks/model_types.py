@@ -1,4 +1,4 @@
-"""Every causal and masked model type of the installed transformers, tiny and from scratch, through the scripts.
+"""Every causal and masked model type of the installed transformers, tiny, from scratch, through the scripts.
 
     python -m tests.benchmarks.model_types                                # all; minutes
     python -m tests.benchmarks.model_types --mapping causal --types mamba,bloom
@@ -36,18 +36,20 @@ TIME_LIMIT = 180  # seconds for a type
 
 # Values for whatever setting a configuration has of this name.
 SIZES = {
-    32: "hidden_size d_model n_embd dim emb_dim model_dim embed_dim embedding_size word_embed_proj_dim "
-    "embedding_dim hidden_size_per_layer_input hidden_size_global",
-    64: "intermediate_size d_ff d_inner n_inner ffn_dim ffn_hidden_size hidden_dim decoder_ffn_dim "
-    "encoder_ffn_dim shared_intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size "
-    "shared_expert_intermediate_size intermediate_size_mlp expert_ffn_hidden_size feed_forward_size "
-    "dense_intermediate_size entity_vocab_size pronunciation_vocab_size shape_vocab_size "
-    "encoder_hash_byte_group_vocab",
-    2: "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_experts_per_tok top_k "
-    "num_experts_per_token moe_k moe_topk experts_per_token",
-    4: "num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads decoder_attention_heads "
-    "encoder_attention_heads linear_num_heads linear_num_key_heads linear_num_value_heads num_experts num_local_experts n_routed_experts moe_num_experts",
-    8: "head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_rope_head_dim qk_nope_head_dim v_head_dim",
+    32: """hidden_size d_model n_embd dim emb_dim model_dim embed_dim embedding_size word_embed_proj_dim
+        embedding_dim hidden_size_per_layer_input hidden_size_global""",
+    64: """intermediate_size d_ff d_inner n_inner ffn_dim ffn_hidden_size hidden_dim decoder_ffn_dim
+        encoder_ffn_dim shared_intermediate_size moe_intermediate_size moe_shared_expert_intermediate_size
+        shared_expert_intermediate_size intermediate_size_mlp expert_ffn_hidden_size feed_forward_size
+        dense_intermediate_size entity_vocab_size pronunciation_vocab_size shape_vocab_size
+        encoder_hash_byte_group_vocab""",
+    2: """num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_experts_per_tok
+        top_k num_experts_per_token moe_k moe_topk experts_per_token""",
+    4: """num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads
+        decoder_attention_heads encoder_attention_heads linear_num_heads linear_num_key_heads linear_num_value_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts""",
+    8: """head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_rope_head_dim qk_nope_head_dim
+        v_head_dim""",
     16: "q_lora_rank kv_lora_rank mamba_d_state mamba_chunk_size chunk_size",
     1: "n_group topk_group",
     1024: "vocab_size_per_layer_input",
@@ -56,7 +58,7 @@ SIZES = {name: size for size, names in SIZES.items() for name in names.split()}
 # Where an architecture asks for more: settings that replace or join the above, None to leave one out.
 BLT = {"vocab_size": 512, "hidden_size_global": 32}
 SPECIAL = {
-    "blt": {"patcher_config": BLT, "encoder_config": BLT, "decoder_config": BLT, "global_config": BLT},
+    "blt": dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT),
     "bailing_hybrid": {"layer_group_size": 2, "n_group": 1},
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8},
     "codegen": {"rotary_dim": 4},
@@ -67,7 +69,7 @@ SPECIAL = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_hidden_layers": 2},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8},
-    "gemma3n_text": {"num_kv_shared_layers": 0, "num_hidden_layers": 5, "intermediate_size": 64},
+    "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "intermediate_size": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
@@ -291,7 +293,8 @@ def _check(mapping: str, flags: dict, work: Path) -> tuple[str, str]:
     if (statuses := finished(*[script("two", **env, **rank) for rank in ranks])) != [0, 0]:
         return "failed", f"two processes, statuses {statuses}: {end_of('rank0')} {end_of('rank1')}"
     losses = [
-        [line["loss/train"] for line in metrics(work / name) if "loss/train" in line] for name in ("whole", "two")
+        [line["loss/train"] for line in metrics(work / name) if "loss/train" in line]
+        for name in ("whole", "two")
     ]
     off = max(abs(one - two) for one, two in zip(*losses, strict=True))
     if not off <= 1e-5 * losses[0][0]:
@@ -335,7 +338,8 @@ def work_off(jobs, results, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    show = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
     parser.add_argument("--mapping", choices=list(SCRIPTS), help="none: both")
     parser.add_argument("--types", default="", help="mamba,bloom; none: all")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -351,8 +355,9 @@ def main() -> None:
 
 def survey(mapping: str | None = None, types: str = "", workers: int = 2):
     """(mapping, type, verdict, reason, seconds) of each, as they are done."""
-    import tests.preloaded  # noqa: F401  the processes are forked from what it has imported
     from transformers.models.auto import modeling_auto
+
+    import tests.preloaded  # noqa: F401  the processes are forked from what it has imported
 
     os.environ.update(environment())
     os.chdir(PROJECT)

@@ -7,23 +7,16 @@ import inspect
 import json
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForPreTraining,
-    activations,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, activations
 
 MODEL_CLASSES = {
-    "causal": AutoModelForCausalLM,
-    "masked": AutoModelForMaskedLM,
-    "pretraining": AutoModelForPreTraining,  # masked LM and next sentence together: BertForPreTraining
+    "causal": transformers.AutoModelForCausalLM,
+    "masked": transformers.AutoModelForMaskedLM,
+    "pretraining": transformers.AutoModelForPreTraining,  # masked LM and next sentence: BertForPreTraining
 }
-
 CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
 # (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
 LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
@@ -38,13 +31,12 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
 
     kind: "causal", "masked" or "pretraining" (masked LM with next sentence). config_overrides:
-    "n_layer=4,n_embd=256" or a JSON object, for random weights only. Vocabulary size, special ids and positions come from
-    tokenizer and block_size where they are not overridden. Raises ValueError, one problem per line, when they
-    cannot agree.
+    "n_layer=4,n_embd=256" or a JSON object, for random weights only. Vocabulary size, special ids and
+    positions come from tokenizer and block_size where they are not overridden. Raises ValueError, one problem
+    per line, when they cannot agree.
     """
-    config, problems = _configure(
-        kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
-    )
+    of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
+    config, problems = _configure(*of)
     if problems:
         raise ValueError("\n".join(problems))
     if model_name_or_path:
@@ -93,7 +85,7 @@ def freeze_unused(model, kind, block_size):
         try:
             torch.autograd.backward([value.float().square().mean() for value in outputs(block_size)])
             reached = {parameter for parameter in trained if parameter.grad is not None}
-        except (AssertionError, RuntimeError):  # Reformer, whose backward pass is its own and only of training
+        except (AssertionError, RuntimeError):  # Reformer's backward pass is its own, and only of training
             reached.update(model.base_model.parameters())
         model.zero_grad()
     for parameter in trained:
@@ -137,43 +129,33 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
                 f"model_name_or_path, {model_name_or_path!r}: no folder with a config.json and no model "
                 f"on the Hub that can be reached ({str(error).splitlines()[0]})"
             ]
-        blamed = source = f"model_name_or_path, {model_name_or_path!r}"
-        if unfit := _unfit(kind, config, source):
-            return None, problems + unfit
-        values, found = _agreement(config, {}, kind, block_size, tokenizer, source)
+        blamed = f"model_name_or_path, {model_name_or_path!r}"
+        if found := _unfit(kind, config, blamed):
+            return None, problems + found
+        values, found = _agreement(config, {}, kind, block_size, tokenizer, blamed)
         for name, value in values.items():
             with contextlib.suppress(StrictDataclassFieldValidationError):  # some cannot be None, and stay
                 setattr(config, name, value)
-        found = found or _shape_problems(kind, config, blamed)
-    else:
-        blamed = f"model_type, {model_type!r}"
-        if model_type not in CONFIG_MAPPING:
-            return None, problems + [f"{blamed}: unknown to transformers{_near(model_type, CONFIG_MAPPING)}"]
-        if unfit := _unfit(kind, CONFIG_MAPPING[model_type], blamed):
-            return None, problems + unfit
-        if config_overrides:
-            blamed = f"config_overrides, {config_overrides!r}"
-        default = AutoConfig.for_model(model_type)
-        chosen, found = _parse_overrides(default, config_overrides)
-        if not found:
-            values, found = _agreement(default, chosen, kind, block_size, tokenizer, "config_overrides")
-        if not found:
-            config, found = _made(kind, model_type, values, blamed)
-            if found and values.get("pad_token_id", 0) is None:  # some cannot be without: one that no text has
-                values["pad_token_id"] = values["vocab_size"]
-                values["vocab_size"] += 1
-                other, still_found = _made(kind, model_type, values, blamed)
-                config, found = (config, found) if still_found else (other, [])
+        return config, problems + (found or _built(kind, lambda: config, blamed)[1])
+    blamed = f"model_type, {model_type!r}"
+    if model_type not in CONFIG_MAPPING:
+        return None, problems + [f"{blamed}: unknown to transformers{_near(model_type, CONFIG_MAPPING)}"]
+    if found := _unfit(kind, CONFIG_MAPPING[model_type], blamed):
+        return None, problems + found
+    blamed = f"config_overrides, {config_overrides!r}" if config_overrides else blamed
+    default = AutoConfig.for_model(model_type)
+    chosen, found = _parse_overrides(default, config_overrides)
+    if not found:
+        values, found = _agreement(default, chosen, kind, block_size, tokenizer, "config_overrides")
+    if found:
+        return None, problems + found
+    config, found = _built(kind, lambda: AutoConfig.for_model(model_type, **values), blamed)
+    if found and values.get("pad_token_id", 0) is None:  # some cannot be without: one that no text has
+        size = values["vocab_size"]
+        other = values | {"pad_token_id": size, "vocab_size": size + 1}
+        made = _built(kind, lambda: AutoConfig.for_model(model_type, **other), blamed)
+        config, found = (config, found) if made[1] else made
     return config, problems + found
-
-
-def _made(kind, model_type, values, blamed):
-    """(configuration, problems)."""
-    try:
-        config = AutoConfig.for_model(model_type, **values)
-    except Exception as error:  # transformers checks little, with whatever exception comes
-        return None, [f"{blamed}: {_one_line(error)}"]
-    return config, _shape_problems(kind, config, blamed)
 
 
 def _agreement(config, chosen, kind, block_size, tokenizer, source):
@@ -204,25 +186,22 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
             # The embedding of a pad id gets no gradient: EOS would not be learned.
             pad_id = values["pad_token_id"] = None
         if after_pad and pad_id is None:
-            problems.append(
-                f"tokenizer: a {config.model_type} counts its positions from the pad token's id; choose a "
-                "tokenizer with a pad token that is not the end of text"
-            )
+            told = "tokenizer: positions count from the id of the pad token here, and it has none beside EOS"
+            problems.append(told)
         elif pretrained and after_pad and pad_id != config.pad_token_id:
             problems.append(
                 f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}, and its "
                 "positions count from there; choose the tokenizer of the model"
             )
-    else:
-        for name in ("vocab_size", "pad_token_id"):  # any, to try the rest
-            if getattr(config, name, 0) is None:
-                values.setdefault(name, 0 if name == "pad_token_id" else 512)
+    else:  # any, to try the rest
+        unknown = {"vocab_size": 512, "pad_token_id": 0}
+        values = {name: any for name, any in unknown.items() if getattr(config, name, 0) is None} | values
     if getattr(config, "languages", None):  # adapters of X-MOD
         values.setdefault("default_language", config.default_language or config.languages[0])
     key = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    if key in config.to_dict():
+    if default := setting(config, key):
         offset = (pad_id or 0) + 1 if after_pad else 0
-        has = config.max_position_embeddings if pretrained else values.setdefault(key, block_size + offset)
+        has = default if pretrained else values.setdefault(key, block_size + offset)
         if has < block_size + offset:
             problems.append(
                 f"block_size, {block_size}: needs {key} of at least {block_size + offset}, but {source} says "
@@ -247,7 +226,7 @@ def _positions_after_pad(kind, config, values):
             setattr(asked, name, value)
         with torch.device("meta"):
             modules = MODEL_CLASSES[kind].from_config(asked).named_modules()
-    except Exception:  # `_shape_problems` tells it
+    except Exception:  # `_built` tells it
         return False
     return any(
         name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
@@ -323,30 +302,30 @@ def _unfit(kind, config, blamed):
     return []
 
 
-def _shape_problems(kind, config, blamed):
-    """Build the model without memory, to hear what the model's own constructor objects to."""
+def _built(kind, make_config, blamed):
+    """(configuration, problems): the model is built without memory, to hear what it objects to."""
+    config = None
     try:
+        config = make_config()
         with torch.device("meta"):
             model = MODEL_CLASSES[kind].from_config(config)
-            names = [name for name, _ in model.named_modules()]
-            if any(name.endswith(("encoder_attn", "cross_attn")) for name in names):
-                return [f"model_type, {config.model_type!r}: attends to an encoder apart, which is not here"]
-            try:
-                model(input_ids=torch.zeros(1, 4, dtype=torch.long), **CALL[kind])
-            except (RuntimeError, NotImplementedError) as error:
-                if "size" in str(error):  # parts do not fit together; other failures are the meta device's
-                    raise
-    except Exception as error:
-        return [f"{blamed}: {_one_line(error)}"]
+            for options in (CALL[kind], CALL["masked"]):  # one may look into its data, where there are none
+                try:
+                    model(input_ids=torch.zeros(1, 4, dtype=torch.long), **options)
+                except Exception as error:
+                    of_meta = isinstance(error, RuntimeError) or options != CALL[kind]
+                    if "size" in str(error) or not of_meta:  # parts do not fit together
+                        raise
+    except Exception as error:  # transformers checks little, with whatever exception comes
+        return config, [f"{blamed}: {' '.join(f'{type(error).__name__}: {error}'.split())}"]
+    names, of_type = [name for name, _ in model.named_modules()], f"model_type, {config.model_type!r}"
+    if any(name.endswith(("encoder_attn", "cross_attn")) for name in names):
+        return config, [f"{of_type}: attends to an encoder, and there is no input for one here"]
     if kind == "pretraining" and not any("seq_relationship" in name for name in names):
-        return [f"model_type, {config.model_type!r}: has no next-sentence head; choose bert"]
-    return []
+        return config, [f"{of_type}: has no next-sentence head; choose bert"]
+    return config, []
 
 
 def _near(name, known):
     near = difflib.get_close_matches(str(name), sorted(known), n=3)
     return f"; near: {', '.join(near)}" if near else ""
-
-
-def _one_line(error):
-    return " ".join(f"{type(error).__name__}: {error}".split())
