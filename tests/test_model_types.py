@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_transformers(mapping, model_type, more,
         ("masked", "mvp", "an encoder-decoder"),
         ("causal", "trocr", "attends to an encoder"),
         ("causal", "gemma3", "for more than text; its text part: gemma3_text"),
-        ("causal", "gemma4_unified_assistant", "made of text_config"),
+        ("causal", "gemma4_assistant", "made of text_config"),
         ("causal", "cpmant", "attends in both directions"),
         ("causal", "t5", "no causal language model of this type"),
     ],
@@ -76,8 +76,8 @@ def test_what_text_does_not_reach_is_not_waited_for(texts):
 
 def test_types_of_each_kind_go_through_the_scripts():
     """Three steps on one and two processes, killed and resumed: the whole table is made in the same way."""
-    command = [sys.executable, "-m", "tests.benchmarks.model_types", "--types", "mamba,bloom,fnet,bart"]
-    done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True, timeout=500)
+    command = [sys.executable, "-m", "tests.benchmarks.model_types", "--types", "mamba,fnet,bart"]
+    done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True)
     assert done.stdout.splitlines()[-2:] == [
-        "causal: 2 ok, 1 refused, 0 failed", "masked: 1 ok, 1 refused, 0 failed",
+        "causal: 1 ok, 1 refused, 0 failed", "masked: 1 ok, 1 refused, 0 failed",
     ], done.stdout + done.stderr  # fmt: skip

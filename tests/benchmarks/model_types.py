@@ -46,8 +46,8 @@ SIZES = {
     2: """num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers num_experts_per_tok
         top_k num_experts_per_token moe_k moe_topk experts_per_token""",
     4: """num_attention_heads n_head n_heads num_heads num_key_value_heads num_kv_heads
-        decoder_attention_heads encoder_attention_heads linear_num_heads linear_num_key_heads linear_num_value_heads num_experts
-        num_local_experts n_routed_experts moe_num_experts""",
+        decoder_attention_heads encoder_attention_heads linear_num_heads linear_num_key_heads
+        linear_num_value_heads num_experts num_local_experts n_routed_experts moe_num_experts""",
     8: """head_dim linear_head_dim linear_key_head_dim linear_value_head_dim qk_rope_head_dim qk_nope_head_dim
         v_head_dim""",
     16: "q_lora_rank kv_lora_rank mamba_d_state mamba_chunk_size chunk_size",
@@ -64,7 +64,8 @@ SPECIAL = {
     "codegen": {"rotary_dim": 4},
     "cohere_compass_text": {"rope_parameters": {
         "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}, "num_key_value_heads": None},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+             "num_key_value_heads": None},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_hidden_layers": 2},
@@ -83,8 +84,8 @@ SPECIAL = {
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 2,
                   "num_self_attention_heads": 4, "num_cross_attention_heads": 4, "qk_channels": 32,
                   "v_channels": 32},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16,
-                       "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+                       "indexer_budget": 16, "indexer_compress_ratio": 4},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16],
                  "attn_layers": ["local", "lsh"], "hash_seed": 1,
@@ -124,11 +125,12 @@ def _shrunk(values: dict) -> dict:
 
 def settings(mapping: str, model_type: str, folder: Path) -> dict:
     return {
-        "dataset_name": str(folder / "corpus.jsonl"), "cache_dir": str(folder / "cache"), "keywords": ["none"],
+        "dataset_name": str(folder / "corpus.jsonl"), "cache_dir": str(folder / "cache"),
         "validation_fraction": 0.1, "vocab_size": 400, "block_size": T, "model_type": model_type,
         "config_overrides": json.dumps(overrides(model_type)), "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 8, "max_eval_samples": 8, "max_train_steps": 3, "num_warmup_steps": 0,
         "logging_steps": 1, "eval_steps": 3, "save_steps": 1, "save_total_limit": 1, "background_save": False,
+        **({"keywords": ["none"]} if mapping == "causal" else {}),
         "prompts": ["import os"] if mapping == "causal" else ["It is [MASK]."],
     }  # fmt: skip
 
@@ -252,9 +254,10 @@ def finished(*runs: tuple) -> list[int]:
 def check(mapping: str, model_type: str, folder: Path) -> tuple[str, str]:
     """(verdict, reason) of a type, through its script."""
     work = Path(tempfile.mkdtemp(dir=folder))
+    module = model_type_to_module_name(model_type)
     try:
         flags = settings(mapping, model_type, folder)
-        importlib.import_module(f"transformers.models.{model_type_to_module_name(model_type)}")  # for all runs
+        importlib.import_module(f"transformers.models.{module}")  # for all runs
         return _check(mapping, flags, work)
     finally:
         shutil.rmtree(work)

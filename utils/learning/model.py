@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import difflib
-import inspect
 import json
 
 import torch
@@ -60,36 +59,32 @@ def setting(config, name):
 
 def freeze_unused(model, kind, block_size):
     """No gradient for parameters that text alone does not reach, such as an unused pooler: transformers' loss
-    gives them none, and DDP would wait for it.
-
-    A row of a few tokens is enough to see that none is left out; if some are, a full row is trained on.
+    gives them none, and DDP would wait. Where a few tokens leave some out, a full row is trained on.
     """
-    training, device = model.training, next(model.parameters()).device
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    training, trained = model.training, {p for p in model.parameters() if p.requires_grad}
     model.eval()
 
     def outputs(length):
-        ids = torch.arange(length, device=device)[None] % model.config.vocab_size
+        ids = torch.arange(length)[None] % model.config.vocab_size
         out = model(input_ids=ids, **CALL[kind])
         return [value for value in out.values() if getattr(value, "grad_fn", None)]
 
     # Reformer's first row says how many buckets it has.
     few = block_size if getattr(model.config, "num_buckets", 0) is None else min(8, block_size)
-    nodes = {value.grad_fn for value in outputs(few)}
-    new = nodes
+    nodes = new = {value.grad_fn for value in outputs(few)}
     while new:
         new = {parent for node in new for parent, _ in node.next_functions if parent} - nodes
-        nodes |= new
+        nodes = nodes | new
     reached = {getattr(node, "variable", None) for node in nodes}
-    if not reached.issuperset(trained):
+    if trained - reached:
         try:
             torch.autograd.backward([value.float().square().mean() for value in outputs(block_size)])
-            reached = {parameter for parameter in trained if parameter.grad is not None}
+            reached = {p for p in trained if p.grad is not None}
         except (AssertionError, RuntimeError):  # Reformer's backward pass is its own, and only of training
             reached.update(model.base_model.parameters())
         model.zero_grad()
-    for parameter in trained:
-        parameter.requires_grad_(parameter in reached)
+    for parameter in trained - reached:
+        parameter.requires_grad_(False)
     model.train(training)
 
 
@@ -267,39 +262,34 @@ def _parse_overrides(config, overrides):
 
 
 def _typed(text, default):
-    """`text` as the type of `default`; where that is None, as the narrowest type that it reads as."""
-    if isinstance(default, bool):
-        if text.lower() not in ("true", "false"):
-            raise ValueError
-        return text.lower() == "true"
-    if isinstance(default, (int, float, str)):
+    """`text` as the type of `default`; where that is None, as JSON if it is some."""
+    if isinstance(default, (int, float, str)) and not isinstance(default, bool):
         return type(default)(text)
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    try:
+        value = None if text.lower() == "none" else json.loads(text.lower())
+    except ValueError:
+        value = text
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise ValueError
+    return value
 
 
 def _unfit(kind, config, blamed):
     """What the architecture needs beside text, by its configuration or the class of that, as one line."""
-    classes, name = MODEL_CLASSES[kind]._model_mapping, config.model_type
+    classes, reason = MODEL_CLASSES[kind]._model_mapping, ""
     model = classes.get(config if isinstance(config, type) else type(config), None)
     if model is None:
-        return [f"{blamed}: transformers has no {kind} language model of this type"]
-    parts, takes = sorted(config.sub_configs), inspect.signature(model.forward).parameters
-    if any(part.startswith(("text_", "vision_", "audio_")) for part in parts):
-        text = getattr(config.sub_configs.get("text_config"), "model_type", name)
-        near = f"; its text part: {text}" if text != name and CONFIG_MAPPING.get(text) in classes else ""
-        return [f"{blamed}: made of {', '.join(parts)}, for more than text{near}"]
-    if getattr(config, "is_encoder_decoder", False):
-        return [f"{blamed}: an encoder-decoder, and there is no input for an encoder here"]
-    if "labels" not in takes:
-        return [f"{blamed}: takes hidden states of another model"]
-    if kind == "causal" and hasattr(config, "prompt_length"):
-        return [f"{blamed}: attends in both directions, as if all the text were a prompt"]
-    return []
+        reason = f"transformers has no {kind} language model of this type"
+    elif any(part.startswith(("text_", "vision_", "audio_")) for part in config.sub_configs):
+        reason = f"made of {', '.join(sorted(config.sub_configs))}, for more than text"
+        text = getattr(config.sub_configs.get("text_config"), "model_type", "")
+        if text in CONFIG_MAPPING and CONFIG_MAPPING[text] in classes:
+            reason += f"; its text part: {text}"
+    elif getattr(config, "is_encoder_decoder", False):
+        reason = "an encoder-decoder, and there is no input for an encoder here"
+    elif kind == "causal" and hasattr(config, "prompt_length"):
+        reason = "attends in both directions, as if all the text were a prompt"
+    return [f"{blamed}: {reason}"] if reason else []
 
 
 def _built(kind, make_config, blamed):
