@@ -29,15 +29,7 @@ from data.records import Records
 from data.shard_writers import write_text_shards, write_token_shards
 from data.shards import MANIFEST, PROGRESS
 from data.sources.corpus import Corpus, Source, has_split, load_corpus
-from data.sources.storage import (
-    FIRST_CONTACT,
-    SILENCE,
-    Folder,
-    bound_waiting,
-    explained,
-    printable,
-    with_retries,
-)
+from data.sources.storage import FIRST_CONTACT, Folder, bound_waiting, explained, printable, with_retries
 from data.tokenizer import load_tokenizer
 
 
@@ -84,7 +76,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     Raises ValueError for a user's mistake, ConnectionError when source or target stay away.
     """
     check_args(args)
-    bound_waiting(SILENCE)
+    bound_waiting()
     folder = Folder(args.output_dir)
     keywords = tuple(sorted(set(args.keywords)))
     named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
@@ -120,8 +112,7 @@ def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer)
     content, corpus = {name: corpus.fingerprint for name, corpus in corpora.items()}, corpora["train"]
     settings = {"format": "token-rows-1" if tokenizer else "text-1"}
     settings |= {name: getattr(args, name) for name in ("dataset_name", "dataset_config_name", "split")}
-    settings["dataset_name"] = printable(args.dataset_name)
-    settings |= {"content": content, "text_column": corpus.text_column}
+    settings |= {"dataset_name": corpus.name, "content": content, "text_column": corpus.text_column}
     settings |= {"keywords": list(corpus.keywords), "shard_mb": args.shard_mb}
     if tokenizer:
         settings["tokenizer"] = tokenizer_fingerprint(tokenizer)

@@ -1,4 +1,4 @@
-"""What people get wrong, as they type it: one message that names it, status 2, no traceback, nothing made before.
+"""What people get wrong, as they type it: one message that names it, status 2, no traceback, nothing made.
 
 Each row is a process of its own, forked from one that has imported torch, in an empty folder.
 """
@@ -123,7 +123,7 @@ GENERATE | ../old                                        | the following argumen
 CURVES | ../no                                           | ../no
 CURVES | ../empty                                        | ../empty
 CURVES | ../old --x epochs                               | invalid choice: 'epochs'
-"""
+"""  # noqa: E501
 ROWS = [[part.strip() for part in row.split(" | ")] for row in TABLE.splitlines() if row and row[0] != "#"]
 
 

@@ -16,8 +16,8 @@ from utils.settings import (
     ELSEWHERE,
     changed_settings,
     code_version,
-    number_problems,
     folder_problems,
+    number_problems,
     parse_args,
     save_args,
     stop_at,
@@ -145,7 +145,8 @@ def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is a file" in folder_problems("output_dir", str(tmp_path / "file"))[0]
     assert "not" in folder_problems("output_dir", str(tmp_path / "file" / "below"))[0]
-    assert folder_problems("output_dir", str(tmp_path / "new" / "deep")) == [] and not (tmp_path / "new").exists()
+    assert folder_problems("output_dir", str(tmp_path / "new" / "deep")) == []
+    assert not (tmp_path / "new").exists()
 
 
 def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):

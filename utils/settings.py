@@ -1,6 +1,7 @@
 """Settings: one flat dataclass per script <-> command line <-> args.json; and all that is wrong with them."""
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -81,7 +82,8 @@ ELSEWHERE = {name: there for names, there in {
     "batch_size": "--per_device_train_batch_size.",
     "eval_strategy eval_interval": "--eval_steps; 0: once per epoch.",
     "save_strategy checkpointing_steps": "--save_steps; 0: once per epoch.",
-    "with_tracking": "--report_to names the tracker.",
+    "logging_strategy": "--logging_steps.",
+    "with_tracking logging_dir": "--report_to names the trackers; they write to --output_dir.",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew.",
     "do_train do_eval": "leave it out: both are done; --eval_only true only evaluates.",
     "train_file": "--dataset_name takes files and folders, too.",
@@ -147,16 +149,13 @@ def parse_args(
 def common_problems(args: Any) -> list[str]:
     """What is wrong with the settings that both scripts have, a line each."""
     problems = number_problems(args)
-    for name in ("output_dir", "cache_dir"):
-        problems += folder_problems(name, getattr(args, name))
+    problems += folder_problems("output_dir", args.output_dir) + folder_problems("cache_dir", args.cache_dir)
     checks = ((quiet_libraries, [args.log_level]), (check_trackers, [args.report_to]), (check_devices, []))
     for check, values in checks:
         try:
             check(*values)
         except ValueError as error:
             problems.append(str(error))
-    if not args.max_train_steps and not args.num_train_epochs:
-        problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
     schedule = getattr(args, "lr_scheduler_type", SCHEDULES[0])  # an edit with its own schedule may have none
     if schedule not in SCHEDULES:
         near = "".join(difflib.get_close_matches(schedule, SCHEDULES, n=1)) or ", ".join(SCHEDULES)
@@ -167,14 +166,18 @@ def common_problems(args: Any) -> list[str]:
             f"num_warmup_steps: {warmup:g} are more than max_train_steps, {args.max_train_steps}: "
             "add --num_warmup_steps 0.05, a share of them."
         )
-    if args.streaming and not (args.max_train_steps and args.max_eval_samples):
-        problems.append("streaming: a stream has no known length, set max_train_steps and max_eval_samples.")
-    if args.streaming and not (args.eval_steps and args.save_steps):
-        problems.append("streaming: a stream has no known epochs, set eval_steps and save_steps.")
-    if args.model_name_or_path and not args.tokenizer_name:
-        problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
-    if args.push_checkpoints and not args.push_to_hub:
-        problems.append("push_checkpoints: needs push_to_hub.")
+    endless, steps = args.streaming, args.max_train_steps
+    together = {
+        "max_train_steps and num_train_epochs: both are 0, set one of them.": steps or args.num_train_epochs,
+        "streaming: a stream has no known length, set max_train_steps and max_eval_samples.":
+            not endless or steps and args.max_eval_samples,
+        "streaming: a stream has no known epochs, set eval_steps and save_steps.":
+            not endless or args.eval_steps and args.save_steps,
+        "model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.":
+            args.tokenizer_name or not args.model_name_or_path,
+        "push_checkpoints: needs push_to_hub.": args.push_to_hub or not args.push_checkpoints,
+    }  # fmt: skip
+    problems += [problem for problem, fine in together.items() if not fine]
     if not args.eval_only and not args.show:
         saved = newest_extra(args.output_dir, args.resume_from_checkpoint).get("settings", {})
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
@@ -265,24 +268,18 @@ def saved_data(args: Any) -> dict:
 def save_args(args: Any, code: dict[str, str | None]) -> None:
     """Writes args.json: every setting, the preset included, what it ran on and with which code."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
-    record = {
+    write_json(Path(args.output_dir) / "args.json", {
         "settings": without_secrets(dataclasses.asdict(args)),
         "versions": {package: importlib.metadata.version(package) for package in packages},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "code": code,
-    }
-    write_json(Path(args.output_dir) / "args.json", record)
+        "python": platform.python_version(), "platform": platform.platform(), "code": code,
+    })  # fmt: skip
 
 
 def code_version(args: Any) -> dict[str, str | None]:
     """{"script": sha256 of the file with these settings, "git": git describe --dirty there, or None}"""
     script = Path(inspect.getsourcefile(type(args)))
-    git = None
-    try:
-        command = ["git", "describe", "--always", "--dirty"]
+    git, command = None, ["git", "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         found = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=10)
         git = found.stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        pass
     return {"script": hashlib.sha256(script.read_bytes()).hexdigest(), "git": git}

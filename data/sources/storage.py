@@ -108,7 +108,7 @@ def retried(start_at: Callable[[int], Iterator[Item]], what: str, position: int 
         yield item
 
 
-def bound_waiting(seconds: float) -> None:
+def bound_waiting(seconds: float = SILENCE) -> None:
     """Limits each connect, read and write of the Hub's client, which otherwise waits for ever in silence."""
 
     def client():

@@ -2,8 +2,7 @@
 
     repo_id = check_hub("my-model", private=True)           # token, name, right to write
 
-The token is looked up by huggingface_hub (HF_TOKEN, else `hf auth login`) at each call, so a renewed login
-counts, and stored nowhere.
+The token is looked up by huggingface_hub at each call, so a renewed login counts, and stored nowhere.
 """
 
 import re
@@ -109,7 +108,7 @@ def diagnose(error: BaseException) -> Trouble:
     status = retry_after = None
     if response is not None:
         status = response.status_code
-        if re.fullmatch(r"\d+(\.\d*)?", asked := response.headers.get("retry-after", "")):
+        if re.fullmatch(r"\d+", asked := response.headers.get("retry-after", "")):
             retry_after = min(float(asked), 3600.0)  # else a date, or nonsense: our own backoff has to do
     elif found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
         status = int(found[1])

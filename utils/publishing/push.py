@@ -158,9 +158,11 @@ class HubPusher:
         try:
             for name in snapshot.names:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                # A finished checkpoint never changes either.
-                linked = name.endswith(".safetensors") or name.startswith("checkpoints/")
-                _copy(self.output_dir / name, folder / name, linked)
+                if name.endswith(".safetensors") or name.startswith("checkpoints/"):  # they never change
+                    with suppress(OSError):  # a file system without hard links
+                        os.link(self.output_dir / name, folder / name)
+                        continue
+                shutil.copyfile(self.output_dir / name, folder / name)
         except OSError as error:  # a full disk, most likely: no reason to end the training
             shutil.rmtree(folder, ignore_errors=True)
             return self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
@@ -261,11 +263,3 @@ class HubPusher:
             self.status = f"next push in {math.ceil(seconds / 60)} min (commit quota)"
             hurry = self.finishing
             self.changed.wait_for(lambda hurry=hurry: self.finished or self.finishing and not hurry, seconds)
-
-
-def _copy(source: Path, target: Path, linked: bool) -> None:
-    """Copy, or a hard link where that is as good and the file system has them."""
-    if linked:
-        with suppress(OSError):
-            return os.link(source, target)
-    shutil.copyfile(source, target)

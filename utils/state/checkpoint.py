@@ -109,7 +109,9 @@ class Checkpoints:
             else:
                 self._write(*arguments)
         if final:
-            self._raise_if_failed()
+            failed = torch.tensor([int(self.failure is not None)], device=accelerator.device)
+            if max(accelerator.gather(failed).tolist() if accelerator.num_processes > 1 else failed.tolist()):
+                raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
         return time.perf_counter() - start
 
     def reserve(self, model, keep: dict) -> None:
@@ -196,13 +198,6 @@ class Checkpoints:
                 shutil.rmtree(aside, ignore_errors=True)
                 logger.warning("%s was not saved: %s", name, self.failure)
 
-    def _raise_if_failed(self):
-        failed = torch.tensor([int(self.failure is not None)]).to(self.accelerator.device)
-        if self.accelerator.num_processes > 1:
-            failed = self.accelerator.gather(failed)
-        if any(failed.tolist()):
-            raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
-
     # Loading
 
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
@@ -216,7 +211,7 @@ class Checkpoints:
         self.wait()
         folder = self._choose(resume_from)
         extra, step = None, -1
-        if folder is not None:
+        if folder:
             state = json.loads((folder / "state.json").read_text())
             if state.get("format") != FORMAT:
                 raise ValueError(
@@ -224,7 +219,7 @@ class Checkpoints:
                     "or start anew in another output_dir (model_name_or_path takes its weights along)"
                 )
             extra, step = state["extra"], state["step"]
-            if check is not None:
+            if check:
                 check(extra)
             self._restore(folder, state, model, keep)
             self._origins = state.get("origins", [])
@@ -256,7 +251,7 @@ class Checkpoints:
                 logger.warning("%s: in %s, and nobody keeps it now", name, folder)
         for name in keep.keys() - state["keep"].keys():
             logger.warning("%s: not in %s, it begins anew", name, folder)
-        if state["scaler"] is not None and self.accelerator.scaler is not None:
+        if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         if index < len(state["random"]):
             training_state.set_random_state(state["random"][index], device)
@@ -283,8 +278,8 @@ class Checkpoints:
         if problem:
             there = ", ".join(path.name for path in list_checkpoints(self.folder)) or "none"
             raise ValueError(
-                f"resume_from_checkpoint {resume_from}: no checkpoint is valid ({problem}). In {self.folder}: "
-                f"{there}. Repair one, or start from the beginning with --resume_from_checkpoint none"
+                f"resume_from_checkpoint {resume_from}: no checkpoint is valid ({problem}). In "
+                f"{self.folder}: {there}. Repair one, or start from the beginning with --resume_from_checkpoint none"
             )
         if not chosen:
             return None
@@ -405,13 +400,11 @@ def newest_extra(output_dir, resume_from: str) -> dict:
 
 def available_memory() -> int:
     """Bytes that can be taken now: of the machine, or of this container (cgroup v2)."""
-    free = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
+    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
         limit = int((group / "memory.max").read_text())  # "max" without a limit
-        return min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return free
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
 
 
 def _size(count) -> str:

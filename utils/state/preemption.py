@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import itertools
 import logging
 import multiprocessing
 import os
@@ -197,9 +198,7 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0):
         file = open(path, "a+")
     except OSError as error:
         raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
-    deadline = time.monotonic() + wait_seconds
-    waiting = False
-    while True:
+    for tries in itertools.count():
         try:
             # lockf, not flock: a forked worker that outlives a killed run must not keep the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,15 +209,14 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0):
                 return file
         file.seek(0)
         holder = file.read().strip() or "unknown process"
-        if time.monotonic() > deadline:
+        if tries > 10 * wait_seconds:
             file.close()
             raise ValueError(
                 f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or choose "
                 "another output_dir for this one"
             )
-        if not waiting:
+        if tries == 0:
             logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
-            waiting = True
         time.sleep(0.1)
     file.seek(0)
     file.truncate()

@@ -86,29 +86,27 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     """
     optimizer = _bare_optimizer(thing)
     if thing is model:
-        here = targets = named_tensors(model)
+        here = named_tensors(model)
         if differences := _differences(tree, here):
             first = "; ".join(differences[:3])
             raise ValueError(f"{folder} fits another model, {len(differences)} tensors differ: {first}")
-    elif optimizer is None:
-        targets = _targets(tree, _encode(thing.state_dict())[1])
-    else:
-        optimizer.state.clear()
-        names = _parameter_names(optimizer, model)
-        here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-        if here != [group["params"] for group in tree["groups"]]:
-            raise ValueError(f"{folder} fits an optimizer with other parameter groups than {name}")
-        targets = _targets(tree["state"], {name: parameter for parameter, name in names.items()})
-    _fill(folder, name, targets)
-    if thing is model:
+        _fill(folder, name, here)
         return
     if optimizer is None:
+        targets = _fill(folder, name, _targets(tree, _encode(thing.state_dict())[1]))
         try:
             thing.load_state_dict(_decode(tree, targets))
         except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
             reason = f"{type(error).__name__}: {error}; {ANOTHER}"
             raise ValueError(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
         return
+    optimizer.state.clear()
+    names = _parameter_names(optimizer, model)
+    here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    if here != [group["params"] for group in tree["groups"]]:
+        raise ValueError(f"{folder} fits an optimizer with other parameter groups than {name}")
+    parameters = {name: parameter for parameter, name in names.items()}
+    targets = _fill(folder, name, _targets(tree["state"], parameters))
     groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
     numbers = {}
     for group, saved in zip(groups, tree["groups"], strict=True):
@@ -210,30 +208,27 @@ def _targets(tree, like: dict) -> dict:
     return targets
 
 
-def _fill(folder: Path, name: str, targets: dict) -> None:
+def _fill(folder: Path, name: str, targets: dict) -> dict:
     file = folder / f"{name}.safetensors"
-    if not file.exists():
-        if targets:
-            read_shards(folder, name, targets)
-        return
-    saved = load_file(file)
+    if targets and not file.exists():
+        read_shards(folder, name, targets)
+        return targets
+    saved = load_file(file) if targets else {}
     for path, target in targets.items():
         value = saved[path]
         if isinstance(target, DTensor):
             value = value.to(target.device)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)  # not the mapped file itself, which may be deleted
+    return targets
 
 
 def _differences(tree: dict, here: dict) -> list[str]:
     """A line for each tensor whose shape is not the same in both."""
     there = {name: tuple(spec["shape"]) for name, spec in tree.items()}
     found = {name: tuple(tensor.shape) for name, tensor in here.items()}
-    return [
-        f"{name}: {there.get(name, 'missing')} there, {found.get(name, 'missing')} here"
-        for name in sorted(there.keys() | found.keys())
-        if there.get(name) != found.get(name)
-    ]
+    both = {name: (there.get(name, "missing"), found.get(name, "missing")) for name in there | found}
+    return [f"{name}: {a} there, {b} here" for name, (a, b) in sorted(both.items()) if a != b]
 
 
 # Several processes
