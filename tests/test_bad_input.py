@@ -82,6 +82,9 @@ CLM | --vocab_size 0                                    | vocab_size: must be gr
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
 # model
 CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers; near: gpt2
+CLM | --optimizer_type sgd                             | 'sgd' is unknown, give adamw or muon
+MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay_steps: 9999 and warm-up are more
+CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
 CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
 CLM | --config_overrides n_layer                        | not of the form name=value
 CLM | --config_overrides n_layer=two                    | 'two' is no int

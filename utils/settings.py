@@ -65,7 +65,7 @@ NOT_NEGATIVE = set(
     "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps "
     "save_steps show".split()
 )
-BELOW = {"validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed": 2**32}
+BELOW = {"min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed": 2**32}
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 # What transformers' scripts and nanoGPT call a setting, or have a setting for, and what does it here.
@@ -166,8 +166,14 @@ def common_problems(args: Any) -> list[str]:
             f"num_warmup_steps: {warmup:g} are more than max_train_steps, {args.max_train_steps}: "
             "add --num_warmup_steps 0.05, a share of them."
         )
-    endless, steps = args.streaming, args.max_train_steps
+    endless, steps, optimizer = args.streaming, args.max_train_steps, getattr(args, "optimizer_type", "adamw")
+    decay = getattr(args, "num_decay_steps", 0) if schedule == "warmup_stable_decay" else 0
+    changing = sum(n if n >= 1 else n * steps for n in (warmup, decay))
     together = {
+        f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.": optimizer in ("adamw", "muon"),
+        f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.": not steps or changing <= steps,
+        "min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.":
+            not getattr(args, "min_lr_ratio", 0) or schedule in ("linear", "cosine", "warmup_stable_decay"),
         "max_train_steps and num_train_epochs: both are 0, set one of them.": steps or args.num_train_epochs,
         "streaming: a stream has no known length, set max_train_steps and max_eval_samples.":
             not endless or steps and args.max_eval_samples,
