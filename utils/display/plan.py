@@ -2,12 +2,9 @@
 
     python -m utils.display.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
         --devices 8 --device_name "NVIDIA H100" --precision bf16 --mfu 0.4 --tokens 10e9
-
-B rows per micro-batch, T tokens per row, V vocabulary, D width, P parameters.
 """
 
 import argparse
-import sys
 
 import torch
 from accelerate.utils import DistributedType
@@ -20,11 +17,6 @@ from utils.display.throughput import flops_per_token, peak_flops
 from utils.learning.fused_head import chunk_rows
 from utils.learning.model import MODEL_CLASSES, use_one_kernel_gelu
 
-DROPOUTS = (
-    "attn_pdrop", "resid_pdrop", "embd_pdrop", "attention_dropout", "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-)  # fmt: skip
-
 
 def estimate(
     config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False, accumulation: int = 1,
@@ -33,18 +25,17 @@ def estimate(
 ) -> dict[str, float]:  # fmt: skip
     """Bytes per device, FLOPs per token and bytes sent per update, for fused AdamW on float32 weights.
 
-    config: a transformers configuration; kind: as in learning/model.py; rows: B; sharding: "ddp" or "fsdp"
-    (all of it); predicted: the share of positions that pass the head (masked LM); kept_bytes: of what is kept
-    on each device beside model and optimizer, an average of the weights for example.
+    kind: as in learning/model.py; sharding: "ddp" or "fsdp" (all of it); predicted: the share of positions
+    that pass the head (masked LM); kept_bytes: on each device beside model and optimizer.
 
     The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
-    architecture, not a formula (a compiled model keeps less). Off the CPU, attention is taken to be fused and
-    dropout masks, one byte per element there, are left out. Raises RuntimeError for a model that looks into
-    its data.
+    architecture (a compiled model keeps less). Off the CPU, attention is taken to be fused and dropout masks,
+    one byte per element there, are left out. Raises RuntimeError for a model that looks into its data.
     """
     if device_type != "cpu":
-        off = {name: 0.0 for name in DROPOUTS if getattr(config, name, None)}
-        config = type(config)(**{**config.to_dict(), **off})
+        values = config.to_dict()
+        off = {name: 0.0 for name, share in values.items() if "drop" in name and isinstance(share, float)}
+        config = type(config)(**values | off)
     kept = {}
 
     def keep(tensor):
@@ -71,11 +62,9 @@ def estimate(
         units = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         flops = flops_per_token(model, block_size, predicted)
 
-    activations = sum(sizes)
+    activations, positions = sum(sizes), rows * block_size * predicted
     half = 2 if bf16 else 0  # bytes of a second copy in bfloat16
-    positions = rows * block_size * predicted
-    logits = min(chunk_rows(device_type, len(head)), positions) * len(head)
-    loss = logits * (4 + half)  # of one chunk
+    loss = min(chunk_rows(device_type, len(head)), positions) * len(head) * (4 + half)  # a chunk's logits
     loss += head.numel() * (4 + 2 * half)  # the head's gradient is made in the forward pass
     loss += positions * head.shape[1] * (2 * hidden.element_size() + half)  # the head's input, its gradient
     if device_type == "cpu":
@@ -109,8 +98,7 @@ def peak_memory(
         return estimate(
             config, rows, block_size, kind=kind, predicted=predicted, kept_bytes=kept_bytes,
             bf16=accelerator.mixed_precision == "bf16", devices=accelerator.num_processes,
-            accumulation=accelerator.gradient_accumulation_steps,
-            device_type=accelerator.device.type,
+            accumulation=accelerator.gradient_accumulation_steps, device_type=accelerator.device.type,
             sharding="fsdp" if accelerator.distributed_type == DistributedType.FSDP else "ddp",
         )["peak"]  # fmt: skip
     except (RuntimeError, AttributeError, TypeError):
@@ -119,10 +107,11 @@ def peak_memory(
 
 def describe(plan: dict, flops_per_second: float | None = None, tokens: float = 0) -> str:
     """The estimate as a table. flops_per_second: of all devices as used, peak times utilisation."""
-    lines = [f"parameters         {plan['parameters'] / 1e6:10,.1f} M"]
-    for part in ("weights", "gradients", "optimizer", "activations", "loss", "copies"):
-        lines.append(f"{part:<18} {plan[part] / 2**20:10,.0f} MiB")
-    lines += [  # the peak is less than the sum: gradients grow while activations go
+    parts = ("weights", "gradients", "optimizer", "activations", "loss", "copies")
+    lines = [
+        f"parameters         {plan['parameters'] / 1e6:10,.1f} M",
+        *(f"{part:<18} {plan[part] / 2**20:10,.0f} MiB" for part in parts),
+        # the peak is less than the sum: gradients grow while activations go
         f"peak per device    {plan['peak'] / 2**20:10,.0f} MiB  (libraries come on top)",
         f"FLOPs per token    {plan['flops_per_token'] / 1e6:10,.0f} M",
         f"tokens per update  {plan['tokens_per_update']:10,}",
@@ -138,7 +127,7 @@ def describe(plan: dict, flops_per_second: float | None = None, tokens: float = 
     return "\n".join(lines)
 
 
-def main():
+if __name__ == "__main__":
     show = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
     parser.add_argument("--model_type", default="gpt2")
@@ -157,24 +146,17 @@ def main():
     parser.add_argument("--tokens", type=float, default=0, help="of the whole run, for its hours")
     args = parser.parse_args()
     try:
-        if args.model_name_or_path:
-            config = AutoConfig.from_pretrained(args.model_name_or_path)
-        else:
-            config = AutoConfig.for_model(args.model_type)
+        made = AutoConfig.from_pretrained if args.model_name_or_path else AutoConfig.for_model
+        config = made(args.model_name_or_path or args.model_type)
         if args.config_overrides:
             config.update_from_string(args.config_overrides)
-        peak = peak_flops(args.device_name)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"{error}\n")
     plan = estimate(
         config, args.per_device_train_batch_size, args.block_size, kind=args.kind,
         bf16=args.precision == "bf16", accumulation=args.gradient_accumulation_steps,
         devices=args.devices, sharding=args.sharding, predicted=args.predicted,
         device_type="cpu" if args.device_name == "cpu" else "cuda",
     )  # fmt: skip
+    peak = peak_flops(args.device_name)
     print(describe(plan, peak and peak * args.mfu * args.devices, args.tokens))
-
-
-if __name__ == "__main__":
-    main()
