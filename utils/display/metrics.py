@@ -1,8 +1,4 @@
-"""What a run measures, in metrics.jsonl.
-
-    metrics = MetricsLog(output_dir, offset=saved_offset)  # None: append, 0: start anew, else: continue there
-    metrics.write({"step": step, "loss/train": loss})
-"""
+"""What a run measures, in metrics.jsonl."""
 
 import contextlib
 import json
@@ -28,15 +24,18 @@ class MetricsLog:
         if not is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = self.path.read_bytes() if self.path.exists() else b""
-        kept = kept[:offset]
+        self.path.touch()
+        self.file = open(self.path, "r+b", buffering=0)
+        kept = self.file.read()[:offset]
         kept = kept[: kept.rfind(b"\n") + 1]
         self.offset = len(kept)
-        self.file = open(self.path, "r+b" if self.path.exists() else "w+b", buffering=0)
         self.file.truncate(self.offset)
-        steps = (line.get("step") for line in _records(reversed(kept.splitlines())))
-        last_step = next((step for step in steps if isinstance(step, int)), 0)
-        _note_start(Path(output_dir), last_step if kept else None)
+        run = read_run(output_dir) if kept else _new_run()
+        if kept:  # noted here, so that metrics.jsonl reads like one uninterrupted run
+            steps = (line.get("step") for line in _records(reversed(kept.splitlines())))
+            last = next((step for step in steps if isinstance(step, int)), 0)
+            run["resumes"] = [step for step in run["resumes"] if step < last] + [last]
+        write_json(self.path.with_name("run.json"), run)
 
     def write(self, record: dict):
         """Append one line; NaN and infinity become null. A full disk costs the line, with a warning."""
@@ -83,17 +82,11 @@ def read_run(output_dir) -> dict:
     """{"id": the tracker run's id, "resumes": [last logged step before each resume]}"""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((Path(output_dir) / "run.json").read_text())
+    return _new_run()
+
+
+def _new_run() -> dict:
     return {"id": secrets.token_hex(4), "resumes": []}
-
-
-def _note_start(output_dir: Path, last_step):
-    """Lines before a start make it a resume. Noted here: metrics.jsonl reads like one uninterrupted run."""
-    run = read_run(output_dir)
-    if last_step is None:
-        run = {"id": secrets.token_hex(4), "resumes": []}
-    else:
-        run["resumes"] = [step for step in run["resumes"] if step < last_step] + [last_step]
-    write_json(output_dir / "run.json", run)
 
 
 def write_json(path: Path, content: dict):

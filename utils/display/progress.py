@@ -17,20 +17,21 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def bar(iterable=None, description="", total=None, is_main_process=True, **options):
-    """A tqdm bar for evaluation and preparation: shown on a terminal by the main process, gone when done."""
+def bar(iterable, description="", is_main_process=True):
+    """A tqdm bar for evaluation: shown on a terminal by the main process, gone when done."""
     hidden = not (is_main_process and on_terminal())
-    return tqdm(iterable, description, total, disable=hidden, leave=False, dynamic_ncols=True, **options)
+    return tqdm(iterable, description, disable=hidden, leave=False, dynamic_ncols=True)
 
 
 BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # first what narrow terminals keep
+SHOWN = {  # name in the line -> metric, format
+    "eval loss": ("loss/eval", ".4f"), "perplexity": ("perplexity", ",.2f"), "accuracy": ("accuracy", ".1%"),
+    "tok/s": ("tokens_per_second", ",.0f"),
+}  # fmt: skip
 
 
 class Progress:
-    """One bar on a terminal; elsewhere one line per log interval, without control characters.
-
-    Only the main process shows anything.
-    """
+    """The main process's bar on a terminal; elsewhere a line per log interval, without control characters."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
@@ -48,35 +49,27 @@ class Progress:
         """
         if not self.is_main_process:
             return
-        if record is not None:
-            train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
-            new = {
-                "loss": numbers(record, train, ".4f"),
-                "eval loss": numbers(record, "loss/eval", ".4f"),
-                "perplexity": numbers(record, "perplexity", ",.2f"),
-                "accuracy": numbers(record, "accuracy", ".1%"),
-                "tok/s": numbers(record, "tokens_per_second", ",.0f"),
-            }
-            new = {name: text for name, text in new.items() if text}
-            if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
-                new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-            if record.get("mfu") is not None:
-                new["mfu"] = f"{record['mfu']:.1%}"
-            if record.get("skipped_updates"):
-                new["skipped"] = str(record["skipped_updates"])
-            if eta is not None:
-                new["left"] = duration(eta)
-            if hub:
-                new["hub"] = hub
-            self.shown |= new
-            if self.plain:
-                line = "  ".join(f"{name} {value}" for name, value in new.items())
-                print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", flush=True)
-            shown = "  ".join(f"{name} {self.shown[name]}" for name in BAR if name in self.shown)
-            self.bar.set_description_str(shown, refresh=False)
         self.bar.update(step - self.bar.n)
-        if record is not None:
-            self.bar.refresh()
+        if record is None:
+            return
+        train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
+        named = {"loss": (train, ".4f"), **SHOWN}
+        new = {name: text for name, shown in named.items() if (text := numbers(record, *shown))}
+        if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
+            new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
+        if record.get("mfu") is not None:
+            new["mfu"] = f"{record['mfu']:.1%}"
+        if record.get("skipped_updates"):
+            new["skipped"] = str(record["skipped_updates"])
+        if eta is not None:
+            new["left"] = duration(eta)
+        if hub:
+            new["hub"] = hub
+        self.shown |= new
+        if self.plain:
+            line = "  ".join(f"{name} {value}" for name, value in new.items())
+            print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", flush=True)
+        self.bar.set_description_str("  ".join(f"{k} {self.shown[k]}" for k in BAR if k in self.shown))
 
     def write(self, text: str):
         """Print above the bar."""
@@ -88,8 +81,8 @@ class Progress:
 
 
 def quiet_libraries(log_level: str = "error"):
-    """Show libraries' messages from `log_level` on: debug, info, warning, error or critical. Processes other
-    than the first show errors only. Python's warnings come with "warning", progress bars with "info".
+    """Show libraries' messages from `log_level` on; processes other than the first show errors only. Python's
+    warnings come with "warning", progress bars with "info".
     """
     levels = ("debug", "info", "warning", "error", "critical")
     if log_level not in levels:
@@ -112,10 +105,8 @@ def quiet_libraries(log_level: str = "error"):
         huggingface_hub.utils.disable_progress_bars()
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """42 s, 3 min 20 s, 5 h 12 min, 3 d 4 h"""
-    if seconds is None:
-        return "?"
     seconds = round(seconds)
     for big, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
         if seconds >= size:
@@ -125,8 +116,8 @@ def duration(seconds: float | None) -> str:
 
 def numbers(record: Mapping, metric: str, spec: str) -> str:
     """1.65, or of several evaluation sets: books 1.65, news 2.10; "" without the metric"""
-    numbers = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
-    return ", ".join(f"{name} {number}".lstrip() for name, number in numbers.items())
+    found = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
+    return ", ".join(f"{name} {number}".lstrip() for name, number in found.items())
 
 
 def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
@@ -135,11 +126,9 @@ def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
     title: what was trained, in a line. results: label -> text or number. commands: what for -> what to try.
     """
     write_json(Path(output_dir) / "summary.json", {"title": title, **results, "next": commands})
-    width = max(map(len, [*results, *commands]), default=0)
+    width = max(map(len, [*results, *commands]))
     lines = [title, *(f"  {label:<{width}}  {readable(value)}" for label, value in results.items())]
-    if commands:
-        lines += ["Next:", *(f"  {label:<{width}}  {command}" for label, command in commands.items())]
-    return "\n".join(lines)
+    return "\n".join([*lines, "Next:", *(f"  {label:<{width}}  {text}" for label, text in commands.items())])
 
 
 def readable(value) -> str:

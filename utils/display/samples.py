@@ -12,25 +12,18 @@ MASK = "[MASK]"  # written so in prompts; each tokenizer has its own
 
 
 @torch.no_grad()
-def complete_prompts(
-    accelerator, model, tokenizer, prompts: list[str], max_new_tokens: int = 48
-) -> list[str]:
-    """Completions of `prompts` by the main process, by DECODING; the others return [].
-
-    None under FSDP, where no process holds the weights, nor on XLA, where each length would be a graph of
-    its own to compile.
-    """
+def complete_prompts(accelerator, model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[str]:
+    """Completions by the main process. [] of the others, under FSDP, where no process holds the weights, and
+    on XLA, where each length would be a graph of its own to compile."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    positions = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length
-    room = positions - max_new_tokens
+    positions, completions = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length, []
     lm.eval()
-    completions = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        ids = ids[:, -max(room, 1) :].to(accelerator.device)  # [1, prompt tokens]
+        ids = ids[:, -max(positions - max_new_tokens, 1) :].to(accelerator.device)  # [1, prompt tokens]
         new = min(max_new_tokens, positions - ids.shape[1])
         with accelerator.autocast():
             output = lm.generate(
@@ -44,12 +37,9 @@ def complete_prompts(
 
 
 @torch.no_grad()
-def fill_masks(accelerator, model, tokenizer, prompts: list[str], top: int = 5) -> list[str]:
-    """A line per mask, with its `top` most likely tokens and their probabilities, from the main process; the
-    others return []. None under FSDP, where no process holds the weights.
-
-    All prompts go through in one batch of fixed shape, so on XLA this is one graph.
-    """
+def fill_masks(accelerator, model, tokenizer, prompts: list[str]) -> list[str]:
+    """A line per mask, with its most likely tokens and their probabilities, from the main process; [] as
+    above. All prompts go through in one batch of fixed shape, so on XLA this is one graph."""
     if accelerator.distributed_type == DistributedType.FSDP or not accelerator.is_main_process or not prompts:
         return []
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
@@ -65,7 +55,7 @@ def fill_masks(accelerator, model, tokenizer, prompts: list[str], top: int = 5) 
     lm.train()
     lines = []
     for row, place in zip(rows.tolist(), places.tolist(), strict=True):
-        scores, ids = logits[row, place].softmax(-1).topk(top)
+        scores, ids = logits[row, place].softmax(-1).topk(5)
         words = (tokenizer.decode([i]).strip() or "▁" for i in ids.tolist())
         guesses = ", ".join(f"{word} {score:.0%}" for word, score in zip(words, scores.tolist(), strict=True))
         lines.append(f"{prompts[row]}  ->  {guesses}")

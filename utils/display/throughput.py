@@ -1,10 +1,4 @@
-"""How fast a run is: tokens per second, model FLOPs utilisation, time left.
-
-    throughput = Throughput(steps, flops_per_token(model, block_size), peak, every={"evaluation": eval_steps})
-    metrics.write({"step": step, "loss/train": loss, **throughput.measure(step)})
-    with throughput.aside("evaluation"):                   # not counted in tokens/s, counted in the time left
-        ...
-"""
+"""How fast a run is: tokens per second, model FLOPs utilisation, time left."""
 
 import contextlib
 import math
@@ -35,12 +29,11 @@ PEAK_TFLOPS = {
 def device_name(device: torch.device) -> str:
     """The name PEAK_TFLOPS is searched with: "NVIDIA H100 80GB HBM3", "TPU v5litepod-8", "cpu", ..."""
     if device.type == "xla":
-        import torch_xla.runtime
+        from torch_xla.runtime import device_type
 
-        if torch_xla.runtime.device_type() != "TPU":
-            return f"XLA's {torch_xla.runtime.device_type()} device"
-        kind = os.environ.get("TPU_ACCELERATOR_TYPE") or os.environ.get("ACCELERATOR_TYPE") or "?"
-        return f"TPU {kind}"
+        if device_type() != "TPU":
+            return f"XLA's {device_type()} device"
+        return f"TPU {os.environ.get('TPU_ACCELERATOR_TYPE') or os.environ.get('ACCELERATOR_TYPE') or '?'}"
     named = getattr(torch.get_device_module(device), "get_device_name", None)  # of torch.cuda, torch.xpu
     return named(device) if named else device.type
 
@@ -49,28 +42,24 @@ def peak_flops(name: str) -> float | None:
     """FLOP/s of one device by its name; None if PEAK_TFLOPS lacks it, and for laptop and MIG parts."""
     if re.search(r"laptop|\bMIG\b", name, re.IGNORECASE):
         return None
-    for known, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{known}\b", name, re.IGNORECASE):
-            return tflops * 1e12
-    return None
+    peaks = (peak for known, peak in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name, re.IGNORECASE))
+    return 1e12 * peak if (peak := next(peaks, None)) else None
 
 
 def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) -> float:
     """Training FLOPs per token: 6 N + 12 L D T (PaLM, arXiv 2204.02311, appendix B; nanoGPT's estimate, too).
 
     6 N: two for each multiply-add, once forward and twice backward. N counts the parameters that every token
-    is multiplied with: the head (tied or not), not the lookups (token, position and type embeddings).
-    head_share: the share of positions the head is applied to (masked LM: the share predicted).
+    is multiplied with: the head (tied or not; for the share `head_share` of positions, those predicted), not
+    the lookups (token, position and type embeddings).
     12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
     size; not halved because of the causal mask.
     Take it before FSDP cuts the parameters up.
     """
-    head = model.get_output_embeddings()
-    head_weight = None if head is None else head.weight
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    parameters = sum(p.numel() for p in set(model.parameters()) - (embeddings - {head_weight}))
-    if head_weight is not None:
-        parameters -= (1 - head_share) * head_weight.numel()
+    head = getattr(model.get_output_embeddings(), "weight", None)  # some models do not tell
+    lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
+    parameters = sum(p.numel() for p in set(model.parameters()) - lookups)
+    parameters -= (1 - head_share) * (0 if head is None else head.numel())
     names = "hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers"
     hidden, heads, head_size, layers = (setting(model.config, name) for name in names)
     if not (heads and layers):  # a state-space model
@@ -81,11 +70,10 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
 class Throughput:
     """Tokens per second over the last log interval, model FLOPs utilisation, time left for the whole run.
 
-    steps: utils.steps.Steps, or what has its `last` and `tokens_before`: rows x T over all processes, padding
-    included: work, as it is done.
+    steps: as utils.steps.Steps, whose tokens are rows x T over all processes, padding included.
     peak: FLOP/s of all devices together or None; the bf16 peak whatever the run's precision, so that a run in
     float32 shows what it leaves unused. mfu = flops_per_token * tokens/s / peak.
-    every: {"eval": eval_steps, "save": save_steps}: how often the time spent in `aside(name)` comes again.
+    every: {name: steps}: how often the time spent in `aside(name)` comes again.
     seconds: what earlier parts of a resumed run took.
     """
 
@@ -94,8 +82,7 @@ class Throughput:
         every: dict | None = None, seconds: float = 0.0,
     ):  # fmt: skip
         self.steps, self.flops_per_token, self.peak = steps, flops_per_token, peak
-        self.every = {name: period for name, period in (every or {}).items() if period}
-        self.step, self.measured, self.token_seconds = step, 0, None
+        self.every, self.step, self.measured, self.token_seconds = every or {}, step, 0, None
         self.aside_seconds, self.last_aside = Counter(), {}  # by name: in this log interval; the last one
         self.interval_start = time.perf_counter()
         self.run_start = self.interval_start - seconds
@@ -107,22 +94,19 @@ class Throughput:
 
     @contextlib.contextmanager
     def aside(self, name: str):
-        """Evaluation, saving: time that is not training."""
+        """Evaluation, saving: time that is not counted in tokens/s, but in the time left."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.last_aside[name] = time.perf_counter() - start
-            self.aside_seconds[name] += self.last_aside[name]
+        yield
+        self.last_aside[name] = time.perf_counter() - start
+        self.aside_seconds[name] += self.last_aside[name]
 
     def measure(self, step: int) -> dict:
-        """{"seconds", "tokens_per_second", "mfu"} at the end of a log interval, and "save_seconds" where
-        training stood still for a save in it. Call it when the device has finished (after reading the loss):
-        before, it would time the queueing.
+        """What is logged at the end of a log interval; "save_seconds" where training stood still for a save.
+
+        Call it when the device has finished (after reading the loss): before, it would time the queueing.
         """
-        now = time.perf_counter()
+        now, saving = time.perf_counter(), self.aside_seconds["save"]
         spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
-        saving = self.aside_seconds.get("save")
         tokens = max(self.steps.tokens_before(step) - self.steps.tokens_before(self.step), 1)
         # the first interval holds compilation and warm-up: the second replaces it, later ones are averaged in
         new = spent / tokens
@@ -142,8 +126,8 @@ class Throughput:
         """Seconds left, evaluations and saves included; None before the first measurement."""
         if self.token_seconds is None:
             return None
-        last = self.steps.last
-        left = (self.steps.tokens_before(last) - self.steps.tokens_before(self.step)) * self.token_seconds
+        last, tokens_before = self.steps.last, self.steps.tokens_before
+        left = (tokens_before(last) - tokens_before(self.step)) * self.token_seconds
         for name, took in self.last_aside.items():
             if period := self.every.get(name):  # once per multiple still ahead, the last step counts as one
                 left += took * (math.ceil(last / period) - self.step // period)

@@ -6,10 +6,8 @@ from utils.display.metrics import read_run
 
 
 def check_trackers(report_to: str) -> list[str]:
-    """report_to ("none", or names separated by commas) -> what Accelerator(log_with=...) takes.
-
-    accelerate leaves out a tracker whose package is missing without a word; here it is a ValueError.
-    """
+    """report_to ("none", or names separated by commas) -> what Accelerator(log_with=...) takes. ValueError
+    for a tracker whose package is missing, which accelerate leaves out without a word."""
     from accelerate.tracking import get_available_trackers
 
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
