@@ -3,7 +3,6 @@ everything."""
 
 import hashlib
 import sys
-import time
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -135,21 +134,13 @@ def in_validation(text: str, seed: int, fraction: float) -> bool:
 def show_progress(documents: Iterable[dict], counts: Accounting, what: str, enabled=True) -> Iterator[dict]:
     """Pass documents through while showing documents/s and the share kept: a bar on a terminal, else a line
     now and then, on stderr."""
-    if not enabled:
-        yield from documents
-        return
-    start = last = time.monotonic()
-    read_before = counts.read  # by an interrupted run that this one continues
     terminal = sys.stderr.isatty()
-    with tqdm(desc=what, unit=" documents", initial=counts.read, disable=not terminal) as bar:
+    line = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n"}
+    line |= dict.fromkeys(("mininterval", "delay"), SECONDS_BETWEEN_LINES)
+    line = {} if terminal else line
+    with tqdm(desc=what, unit=" documents", initial=counts.read, disable=not enabled, **line) as bar:
         for document in documents:
             yield document
-            now, share = time.monotonic(), counts.share_kept()
-            if terminal:
-                bar.set_postfix(kept=f"{share:.1%}", refresh=False)
+            if enabled:
+                bar.set_postfix(kept=f"{counts.share_kept():.1%}", refresh=False)
                 bar.update(counts.read - bar.n)
-            elif now - last > SECONDS_BETWEEN_LINES:
-                last = now
-                rate = (counts.read - read_before) / (now - start)
-                print(f"{what}: {counts.read:,} documents, {share:.1%} kept, {rate:,.0f} documents/s",
-                      file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sample_text
 SPLITS = ("train", "validation")
 FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
 TOKENIZER_FORMAT = 3  # the same of trained tokenizers
+AT_ONCE = 1 << 18  # tokens written in one go
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
 
 
@@ -81,6 +82,18 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
             yield convert(encodings.result(), lasts)
 
 
+def tokenize_documents(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of each text, EOS included, in `token_dtype`: views of what `tokenize_texts` yields."""
+    parts = []  # of a document that goes on in the next batch
+    for tokens, ends in tokenize_texts(texts, tokenizer):
+        start = 0
+        for end in ends.tolist():
+            yield np.concatenate([*parts, tokens[start:end]]) if parts else tokens[start:end]
+            parts, start = [], end
+        if start < len(tokens):
+            parts.append(tokens[start:])
+
+
 def _batches(texts) -> Iterator[tuple[list[str], list[bool]]]:
     """Pieces of documents, about BATCH_CHARACTERS at a time, and whether each is the last of its document."""
     pieces, lasts, size = [], [], 0
@@ -95,21 +108,6 @@ def _batches(texts) -> Iterator[tuple[list[str], list[bool]]]:
         lasts[-1] = True
     if pieces:
         yield pieces, lasts
-
-
-class RowPacker:
-    """Tokens in, rows of T tokens out; what does not fill a row waits in `rest` (fewer than T tokens)."""
-
-    def __init__(self, block_size: int, dtype):
-        self.block_size = block_size
-        self.rest = np.empty(0, dtype)
-
-    def add(self, tokens: np.ndarray) -> np.ndarray:
-        """tokens [k] -> the rows they complete [n, T], n >= 0."""
-        tokens = np.concatenate([self.rest, tokens])
-        cut = len(tokens) - len(tokens) % self.block_size
-        self.rest = tokens[cut:].copy()  # a copy, which does not keep the whole array alive
-        return tokens[:cut].reshape(-1, self.block_size)
 
 
 class PackedRows(torch.utils.data.Dataset):
@@ -251,17 +249,26 @@ class Split:
     """The rows of one split on their way to disk, and their account."""
 
     def __init__(self, path, block_size, tokenizer):
-        self.counts = Accounting()
-        self.packer = RowPacker(block_size, token_dtype(tokenizer))
-        self.file = RowFile(path, block_size, token_dtype(tokenizer))
+        self.counts, self.file = Accounting(), RowFile(path, block_size, token_dtype(tokenizer))
+        self.waiting, self.length = [], 0  # what does not fill a row, and what is not yet worth a write
 
     def add(self, tokens: np.ndarray):
         self.counts.tokens += len(tokens)
-        self.file.write(self.packer.add(tokens))
+        self.waiting.append(tokens)
+        self.length += len(tokens)
+        if self.length > AT_ONCE:
+            self.flush()
+
+    def flush(self):
+        tokens = np.concatenate(self.waiting or [np.empty(0, self.file.dtype)])
+        cut = len(tokens) - len(tokens) % self.file.block_size
+        self.file.write(tokens[:cut].reshape(-1, self.file.block_size))
+        self.waiting, self.length = [tokens[cut:].copy()], len(tokens) - cut
 
     def close(self):
+        self.flush()
         self.file.close()
-        self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.packer.rest)
+        self.counts.rows, self.counts.tokens_dropped = self.file.rows, self.length
 
 
 def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0, progress=True,
@@ -287,15 +294,8 @@ def _pack(documents, tokenizer, split):
             splits.append(into)
             yield text
 
-    for tokens, ends in tokenize_texts(texts(), tokenizer):
-        parts, start = {}, 0
-        for end in ends.tolist():
-            parts.setdefault(splits.popleft(), []).append(tokens[start:end])
-            start = end
-        if start < len(tokens):  # a document that goes on in the next batch
-            parts.setdefault(splits[0], []).append(tokens[start:])
-        for into, found in parts.items():
-            into.add(np.concatenate(found))
+    for ids in tokenize_documents(texts(), tokenizer):
+        splits.popleft().add(ids)
     split.counts.seconds = round(time.monotonic() - started, 3)
 
 

@@ -15,7 +15,6 @@ import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -178,24 +177,17 @@ def save_tokenizer(tokenizer, folder: Folder) -> None:
             folder.write(f"tokenizer/{file.name}", file.read_bytes())
 
 
-@contextlib.contextmanager
-def _only_run(folder: Folder) -> Iterator[None]:
+def _only_run(folder: Folder):
     """Two runs at once would write the same files. The lock ends with the process; local disks only."""
     if not folder.local:
-        yield
-        return
+        return contextlib.nullcontext()
     progress = Path(folder.path(PROGRESS))
-    lock = FileLock(progress / "lock", timeout=0)
     with explained(folder.url, "written"):
         progress.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(Timeout):
-            lock.acquire()
-    if not lock.is_locked:
-        raise ValueError(f"output_dir: another run is preparing {folder.url}. Wait for it.")
     try:
-        yield
-    finally:
-        lock.release()
+        return FileLock(progress / "lock").acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"output_dir: another run is preparing {folder.url}. Wait for it.") from error
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -324,8 +324,8 @@ class Data:
             order = SampleOrder(len(self.train), self.recipe.seed, start, stop)
             return self._packed_loader(self.train, batch_size, order, self.collate)
         self.stream.start, self.stream.stop = start, stop
-        loader = DataLoader(self.stream, batch_size, collate_fn=CollateRows(self.collate), drop_last=True,
-                            pin_memory=pinned)
+        collate = functools.partial(_collate_rows, self.collate)  # single rows to a batch; workers pickle it
+        loader = DataLoader(self.stream, batch_size, collate_fn=collate, drop_last=True, pin_memory=pinned)
         # The stream gives this process its own rows: accelerate must neither divide them again nor hand out
         # those of the first process to all, as it does by default.
         return prepare_data_loader(
@@ -365,11 +365,5 @@ class Data:
         return self.accelerator.device.type not in ("cpu", "mps", "xla")
 
 
-class CollateRows:
-    """Single rows to a batch, then `collate` (a class, because workers need to pickle it)."""
-
-    def __init__(self, collate):
-        self.collate = collate
-
-    def __call__(self, rows: list[dict]) -> dict:
-        return self.collate(default_collate(rows))
+def _collate_rows(collate, rows: list[dict]) -> dict:
+    return collate(default_collate(rows))

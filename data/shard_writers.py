@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.filters import Accounting, clean_documents, in_validation, show_progress
-from data.packing import token_dtype, tokenize_texts
+from data.packing import token_dtype, tokenize_documents
 from data.records import SPLITS, Records
 from data.shards import write_shard
 from data.sources.corpus import Corpus
@@ -51,6 +51,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
     # Tokens of a shard. Validation's is smaller, so that its waiting rows stay a small part of each record.
     full = dict.fromkeys(SPLITS, max(1, rows // 8) * T) | {"train": rows * T}
     waiting = {split: [records.pending.get(split, np.empty(0, dtype))] for split in SPLITS}
+    lengths = {split: len(ids) for split, [ids] in waiting.items()}
     documents = deque()  # that are being tokenized
 
     def texts(name, corpus, counts, found) -> Iterator[str]:
@@ -66,26 +67,18 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
         shards.append(write_shard(records.folder, split, len(shards), rows_to_parquet(rows), **counted))
 
     for name, corpus, counts, found in clean_splits(corpora, records):
-        unfinished: list[np.ndarray] = []  # tokens of a document that goes on in the next batch
-        for tokens, ends in tokenize_texts(texts(name, corpus, counts, found), tokenizer):
-            start = 0
-            for end in ends.tolist():
-                split, size, so_far = documents.popleft()
-                ids = np.concatenate([*unfinished, tokens[start:end]]) if unfinished else tokens[start:end]
-                unfinished, start = [], end
-                waiting[split].append(ids)
-                held = records.held[split]
-                held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
-            if start < len(tokens):
-                unfinished.append(tokens[start:])
-            wrote = False
-            for split in SPLITS:
-                if sum(map(len, waiting[split])) >= full[split]:
-                    stream = np.concatenate(waiting[split])
-                    last = len(stream) - len(stream) % full[split]
-                    for begin in range(0, last, full[split]):
-                        write(split, stream[begin : begin + full[split]])
-                    waiting[split], wrote = [stream[last:].copy()], True
+        for ids in tokenize_documents(texts(name, corpus, counts, found), tokenizer):
+            split, size, so_far = documents.popleft()
+            waiting[split].append(ids)
+            held = records.held[split]
+            held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
+            lengths[split] += len(ids)
+            if wrote := lengths[split] >= full[split]:
+                stream = np.concatenate(waiting[split])
+                last = len(stream) - len(stream) % full[split]
+                for begin in range(0, last, full[split]):
+                    write(split, stream[begin : begin + full[split]])
+                waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
             if wrote or records.due():
                 waiting = {split: [np.concatenate(waiting[split])] for split in SPLITS}
                 records.write(name, Accounting(**so_far), {split: waiting[split][0] for split in SPLITS})
@@ -93,12 +86,11 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
             rest = np.concatenate(waiting[split])
             if len(rest) >= T:
                 write(split, rest[: len(rest) - len(rest) % T])
-            waiting[split] = [np.empty(0, dtype)]
+            waiting[split], lengths[split] = [np.empty(0, dtype)], 0
 
 
 def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: dict) -> None:
     """All text shards of the source: kept documents, all columns."""
-    full = settings["shard_mb"] * 1e6
 
     def write(split: str, documents: list[dict], columns: list[str]) -> None:
         table, shards = documents_to_table(documents, columns, records.schema), records.shards[split]
@@ -108,41 +100,18 @@ def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: di
         documents.clear()
 
     for split, corpus, counts, found in clean_splits(corpora, records):
-        documents = unpack_documents(records.pending.pop("documents", None))
-        size = sum(len(document[corpus.text_column].encode()) for document in documents)
+        documents, size = [], 0
         for document in found:
             documents.append(document)
             size += len(document[corpus.text_column].encode())
             records.held[split] = [counts.kept, counts.bytes, 0]
-            if size >= full:
+            if size >= settings["shard_mb"] * 1e6:
                 write(split, documents, corpus.columns)
+                # Here alone: what waits is read again anyway, and no format keeps mixed types as they were.
+                records.write(split, counts, {})
                 size = 0
-            if not size or records.due():
-                records.write(split, counts, {"documents": pack_documents(documents, corpus.columns)})
         if documents:
             write(split, documents, corpus.columns)
-
-
-def pack_documents(documents: list[dict], columns: list[str]) -> np.ndarray:
-    """Documents that wait for their shard: as JSON where it gives the very same back, for columns of several
-    types; else as an Arrow table, for times and bytes."""
-    try:
-        packed = json.dumps(documents).encode()
-        if repr(json.loads(packed)) == repr(documents):
-            return np.frombuffer(packed, np.uint8)
-    except TypeError:
-        pass
-    sink, table = pa.BufferOutputStream(), documents_to_table(documents, columns, None)
-    with pa.ipc.new_stream(sink, table.schema) as stream:
-        stream.write_table(table)
-    return np.frombuffer(sink.getvalue(), np.uint8)
-
-
-def unpack_documents(packed: np.ndarray | None) -> list[dict]:
-    if packed is None or not len(packed):
-        return []
-    data = packed.tobytes()
-    return json.loads(data) if data[:1] == b"[" else pa.ipc.open_stream(data).read_all().to_pylist()
 
 
 def documents_to_table(documents: list[dict], columns: list[str], schema: pa.Schema | None) -> pa.Table:

@@ -31,7 +31,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data.filters import Accounting, clean_documents, in_validation
 from data.order import permuted
-from data.packing import token_dtype, tokenize_texts, tokenizer_fingerprint
+from data.packing import tokenize_documents, tokenizer_fingerprint
 from data.shards import check_shards, read_shard, split_entry
 from data.sources.storage import Folder
 
@@ -156,31 +156,24 @@ class TextSource:
                     yield text
 
         T, full = self.block_size, size * self.block_size
-        waiting = np.empty(0, token_dtype(self.tokenizer))
-        arrived = -offset  # tokens, counted from the first one to deliver
-        inside = False  # whether the last document goes on in the next batch
-        begins = [(-offset, document)]  # where documents begin, counted like `arrived`, and their numbers
-        parts = [waiting]
-        for tokens, ends in tokenize_texts(texts(), self.tokenizer):
-            starts = [end for end in ends.tolist() if end < len(tokens)]
-            for start in starts if inside else [0, *starts]:
-                begins.append((arrived + start, numbers.popleft()))
-            inside = not len(ends) or ends[-1] < len(tokens)
-            parts.append(tokens[max(0, -arrived) :])
-            arrived += len(tokens)
+        held, arrived = deque(), 0  # (document, tokens delivered of it, tokens that wait), and how many wait
+        for ids in tokenize_documents(texts(), self.tokenizer):
+            held.append((numbers.popleft(), offset, ids[offset:]))
+            arrived, offset = arrived + len(ids) - offset, 0
             if arrived < full:
                 continue
-            waiting = np.concatenate(parts)
-            while arrived >= full:
-                begins = [(begin - full, number) for begin, number in begins]
-                current = max(i for i, (begin, _) in enumerate(begins) if begin <= 0)
-                begins, arrived = begins[current:], arrived - full
-                yield waiting[:full].reshape(size, T), begins[0][1], -begins[0][0]
-                waiting = waiting[full:]
-            parts = [waiting.copy()]
-        waiting = np.concatenate(parts)
-        if len(waiting) >= T:
-            yield waiting[: len(waiting) - len(waiting) % T].reshape(-1, T), 0, 0
+            stream = np.concatenate([ids for _, _, ids in held])
+            for start in range(0, arrived - full + 1, full):
+                used = full
+                while len(held) > 1 and used >= len(held[0][2]):
+                    used -= len(held.popleft()[2])
+                number, delivered, ids = held[0]
+                held[0] = number, delivered + used, ids[used:]
+                yield stream[start : start + full].reshape(size, T), number, delivered + used
+            arrived %= full
+        if arrived >= T:
+            stream = np.concatenate([ids for _, _, ids in held])
+            yield stream[: arrived - arrived % T].reshape(-1, T), 0, 0
 
 
 class StreamingRows(IterableDataset):

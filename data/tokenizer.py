@@ -35,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from data.filters import Accounting, clean_documents, show_progress
 from data.sources.corpus import Source, load_corpus
-from data.sources.storage import FIRST_CONTACT, SILENCE, bound_waiting, explained, printable, with_retries
+from data.sources.storage import FIRST_CONTACT, bound_waiting, explained, printable, with_retries
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
@@ -233,7 +233,7 @@ def push(repo_id: str, folder: str, files: list[str], message: str) -> None:
         additions = [CommitOperationAdd(name, os.path.join(folder, name)) for name in files]
         HfApi().create_commit(repo_id, additions, commit_message=message)
 
-    bound_waiting(SILENCE)
+    bound_waiting()
     try:
         with explained(repo_id, "published"):
             with_retries(commit, f"publishing {repo_id}")

@@ -19,11 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import cache, packing
-from data.cache import RowFile
 from data.filters import in_validation
 from data.packing import (
     PackedRows,
-    RowPacker,
+    Split,
     prepare_rows,
     token_dtype,
     tokenize_texts,
@@ -154,17 +153,20 @@ def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer,
 original = packing.split_text
 
 
-def test_row_packer_carries_over_and_row_file_is_npy(tmp_path):
+def test_a_split_carries_over_and_its_file_is_npy(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "AT_ONCE", 1000)
     draw = np.random.default_rng(0)
     for block_size in (1, 7, 128):
-        packer, file = RowPacker(block_size, np.uint16), RowFile(tmp_path / "a.npy", block_size, np.uint16)
+        split = Split(tmp_path / "a.npy", block_size, tokenizer)
         chunks = [draw.integers(0, 1 << 16, draw.integers(0, 500), dtype=np.uint16) for _ in range(50)]
         for chunk in chunks:
-            file.write(packer.add(chunk))
-        file.close()
+            split.add(chunk)
+        split.close()
         stream, rows = np.concatenate(chunks), np.load(tmp_path / "a.npy")
         assert rows.dtype == np.uint16 and rows.shape == (len(stream) // block_size, block_size)
-        assert (np.concatenate([rows.ravel(), packer.rest]) == stream).all() and len(packer.rest) < block_size
+        [rest] = split.waiting
+        assert (np.concatenate([rows.ravel(), rest]) == stream).all() and len(rest) < block_size
+        assert split.counts.tokens == len(stream) and split.counts.tokens_dropped == len(rest)
 
 
 def test_packed_rows_deliver_batches_padding_and_themselves_to_workers(tmp_path):

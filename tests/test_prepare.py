@@ -111,22 +111,23 @@ def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, token
     settings = {"text_only": []} if text_only else {}
     settings["shard_mb"] = 0.02
     assert run(str(source), tmp_path / "whole", tokenizer, **settings) == 0
-    # A record after every batch of one or two documents; every ninth write is the end of a run.
+    # A record after every batch of one or two documents; after some writes a run ends.
     monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
     monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
-    writes, write = [], storage.Folder.write
+    runs, writes, write = 0, [], storage.Folder.write
 
     class Killed(BaseException):
         pass
 
     def write_or_die(folder, name, data, tries=None):
         writes.append(name)
-        if len(writes) % 9 == 0:
+        if len(writes) == 4 + runs:  # each run gets one write further than the one before
+            writes.clear()
             raise Killed
         write(folder, name, data, tries)
 
     monkeypatch.setattr(storage.Folder, "write", write_or_die)
-    runs, status = 0, None
+    status = None
     while status is None:
         runs += 1
         with contextlib.suppress(Killed):

@@ -57,43 +57,23 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno not in PERMANENT_ERRNO  # None: a damaged file
 
 
-def _wait(error: Exception, failures: int, what: str, tries: int | None = None) -> None:
-    """Sleeps before the next try, or raises: a permanent `error` itself, ConnectionError after the last."""
-    if not is_transient(error):
-        raise error
-    delays = DELAYS[:tries]
-    if failures >= len(delays) and tries is not None:
-        raise error
-    reason = f"{type(error).__name__}: {error}".strip(": ")
-    if failures >= len(delays):
-        message = f"{what} failed {failures + 1} times in {sum(delays)} s, the last time with {reason}."
-        raise ConnectionError(message) from error
-    told = printable(f"warning: {what} failed ({reason}); next try in {delays[failures]} s")
-    print(told, file=sys.stderr, flush=True)
-    time.sleep(delays[failures])
-
-
 def with_retries(action: Callable[[], Item], what: str, tries: int | None = None) -> Item:
     """action(), again with exponential backoff while it fails for a reason that may pass (`is_transient`).
 
     Raises ConnectionError naming `what` when it did not pass in time, or the error itself after `tries` more
     tries where that is given; anything else at once.
     """
-    failures = 0
-    while True:
-        try:
-            return action()
-        except Exception as error:
-            _wait(error, failures, what, tries)
-            failures += 1
+    return next(retried(lambda _: iter([action()]), what, tries=tries))
 
 
-def retried(start_at: Callable[[int], Iterator[Item]], what: str, position: int = 0) -> Iterator[Item]:
+def retried(
+    start_at: Callable[[int], Iterator[Item]], what: str, position: int = 0, tries: int | None = None
+) -> Iterator[Item]:
     """The items of start_at(position); after a failure that may pass, of start_at(items seen so far).
 
     The backoff starts over with every item that arrives. Raises like `with_retries`.
     """
-    iterator, failures = None, 0
+    iterator, failures, delays = None, 0, DELAYS[:tries]
     while True:
         try:
             iterator = start_at(position) if iterator is None else iterator
@@ -101,7 +81,17 @@ def retried(start_at: Callable[[int], Iterator[Item]], what: str, position: int 
         except StopIteration:
             return
         except Exception as error:
-            _wait(error, failures, f"{what}, item {position:,},", None)
+            if not is_transient(error) or failures == len(delays) and tries is not None:
+                raise
+            reason = f"{type(error).__name__}: {error}".strip(": ")
+            named = f"{what}, item {position:,}," if position else what
+            if failures == len(delays):
+                failed = f"failed {failures + 1} times in {sum(delays)} s, the last time with {reason}"
+                raise ConnectionError(f"{named} {failed}.") from error
+            wait = delays[failures]
+            told = printable(f"warning: {named} failed ({reason}); next try in {wait} s")
+            print(told, file=sys.stderr, flush=True)
+            time.sleep(wait)
             iterator, failures = None, failures + 1
             continue
         position, failures = position + 1, 0
