@@ -85,6 +85,7 @@ SMALL = {
     BENCHMARK + "checkpoint_stall": "--gigabytes 0.05 --rounds 1".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
+    BENCHMARK + "model_types": ["--types", "bart"],
 }
 NOT_HERE = {
     "pip install -r requirements.txt && accelerate": "CI installs; the rest makes the runs below",

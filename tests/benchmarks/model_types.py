@@ -75,6 +75,7 @@ SPECIAL = {
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 1},
     "longcat_flash": {"zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},

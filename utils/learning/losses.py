@@ -90,10 +90,9 @@ class ModelLoss(nn.Module):
 
     def _router_loss_weight(self):
         """Of the loss that keeps the experts of a mixture equally busy, in training; 0 for none."""
-        if not getattr(self.lm.config, "output_router_logits", False):
-            return 0.0
+        given = getattr(self.lm.config, "output_router_logits", False)
         names = "router_aux_loss_coef", "aux_loss_coef"
-        return next((getattr(self.lm, name) for name in names if hasattr(self.lm, name)), 0.0)
+        return next((getattr(self.lm, name) for name in names if given and hasattr(self.lm, name)), 0.0)
 
     @torch.no_grad()
     def _split_gives_same_logits(self):

@@ -94,9 +94,8 @@ def use_one_kernel_gelu(model):
     The configuration, and so what is saved, stays as it is. Written out, each keeps several copies of the
     widest activation for backward.
     """
-    written_out = (
-        activations.NewGELUActivation, activations.FastGELUActivation, activations.AccurateGELUActivation
-    )  # fmt: skip
+    names = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
+    written_out = tuple(getattr(activations, name) for name in names)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, written_out):
@@ -112,19 +111,15 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
         if missing:
             problems.append(f"tokenizer: a masked language model needs its {missing} token, which it lacks")
     if model_name_or_path:
+        blamed = f"model_name_or_path, {model_name_or_path!r}"
         if config_overrides:
-            problems.append(
-                f"config_overrides, {config_overrides!r}: only for random weights; leave it empty to "
-                f"continue from model_name_or_path, {model_name_or_path!r}"
-            )
+            found = f"config_overrides, {config_overrides!r}: for random weights, not with model_name_or_path"
+            problems.append(found)
         try:
             config = AutoConfig.from_pretrained(model_name_or_path)
         except (OSError, ValueError) as error:
-            return None, problems + [
-                f"model_name_or_path, {model_name_or_path!r}: no folder with a config.json and no model "
-                f"on the Hub that can be reached ({str(error).splitlines()[0]})"
-            ]
-        blamed = f"model_name_or_path, {model_name_or_path!r}"
+            told = f"{blamed}: no folder with a config.json and no model on the Hub that can be reached"
+            return None, problems + [f"{told} ({str(error).splitlines()[0]})"]
         if found := _unfit(kind, config, blamed):
             return None, problems + found
         values, found = _agreement(config, {}, kind, block_size, tokenizer, blamed)
@@ -158,20 +153,17 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
     pretrained = source != "config_overrides"
     values, problems = dict(chosen), []
     pad_id = getattr(config, "pad_token_id", None)
-    if kind == "causal":  # without it every token of an encoder sees the next one
-        for name, bidirectional, causal in LEFT_TO_RIGHT:
-            if getattr(config, name, None) == bidirectional:
-                values.setdefault(name, causal)
+    for name, bidirectional, causal in LEFT_TO_RIGHT if kind == "causal" else ():
+        if getattr(config, name, None) == bidirectional:  # every token would see the next one
+            values.setdefault(name, causal)
     after_pad = _positions_after_pad(kind, config, values)
     if tokenizer is not None:
         # Not len(tokenizer) alone: ids may have gaps.
         needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
         vocab_size = config.vocab_size if pretrained else values.setdefault("vocab_size", needed)
         if vocab_size < needed:
-            problems.append(
-                f"{source}: vocab_size {vocab_size} is smaller than the tokenizer's {needed}; choose the "
-                "tokenizer of the model, or a larger vocab_size with random weights"
-            )
+            told = f"{source}: vocab_size {vocab_size} is smaller than the tokenizer's {needed}; choose the "
+            problems.append(told + "tokenizer of the model, or a larger vocab_size with random weights")
         for key in (f"{name}_id" for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES):
             found = getattr(tokenizer, key)
             if key[:3] in ("bos", "eos", "pad") or key in config.to_dict() and found is not None:
@@ -184,10 +176,8 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
             told = "tokenizer: positions count from the id of the pad token here, and it has none beside EOS"
             problems.append(told)
         elif pretrained and after_pad and pad_id != config.pad_token_id:
-            problems.append(
-                f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}, and its "
-                "positions count from there; choose the tokenizer of the model"
-            )
+            told = f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}, and "
+            problems.append(told + "positions count from there; choose the tokenizer of the model")
     else:  # any, to try the rest
         unknown = {"vocab_size": 512, "pad_token_id": 0}
         values = {name: any for name, any in unknown.items() if getattr(config, name, 0) is None} | values
@@ -198,16 +188,12 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
         offset = (pad_id or 0) + 1 if after_pad else 0
         has = default if pretrained else values.setdefault(key, block_size + offset)
         if has < block_size + offset:
-            problems.append(
-                f"block_size, {block_size}: needs {key} of at least {block_size + offset}, but {source} says "
-                f"{has}; lower block_size or raise it"
-            )
+            told = f"block_size, {block_size}: needs {key} of at least {block_size + offset}, but {source} "
+            problems.append(told + f"says {has}; lower block_size or raise it")
     if kind == "pretraining" and hasattr(config, "type_vocab_size"):
         types = config.type_vocab_size if pretrained else values.setdefault("type_vocab_size", 2)
         if types < 2:
-            problems.append(
-                f"{source}: type_vocab_size {types} cannot tell the two sentences apart; it must be 2"
-            )
+            problems.append(f"{source}: type_vocab_size {types} must be 2, to tell two sentences apart")
     return values, problems
 
 
@@ -230,9 +216,8 @@ def _positions_after_pad(kind, config, values):
 
 
 def _parse_overrides(config, overrides):
-    """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config; or
-    a JSON object, for lists and parts: '{"block_sizes": [1, 1]}'.
-    """
+    """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config. Or
+    a JSON object, for lists and parts."""
     defaults, chosen, problems, items = config.to_dict(), {}, [], []
     known = {*defaults, *config.attribute_map}
     if (overrides or "").startswith("{"):
@@ -248,9 +233,8 @@ def _parse_overrides(config, overrides):
                 problems.append(f"config_overrides, {item!r}: not of the form name=value")
     for name, value in items:
         if name not in known:
-            problems.append(
-                f"config_overrides, {name!r}: {config.model_type} has no such setting{_near(name, known)}"
-            )
+            told = f"config_overrides, {name!r}: {config.model_type} has no such setting"
+            problems.append(told + _near(name, known))
             continue
         name = config.attribute_map.get(name, name)
         default = defaults.get(name)
