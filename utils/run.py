@@ -127,8 +127,8 @@ class Run:
         if not problems and was and was != now and not max(was[0], now[0]) <= step <= min(was[1], now[1]):
             problems.append(
                 f"max_train_steps: the learning rate of step {step} was another; go on from one of the steps "
-                f"{max(was[0], now[0])} to {min(was[1], now[1])} (--resume_from_checkpoint), in an --output_dir "
-                "of its own"
+                f"{max(was[0], now[0])} to {min(was[1], now[1])} (--resume_from_checkpoint), in an "
+                "--output_dir of its own"
             )
         for name, setting in (("tokenizer", "tokenizer_name"), ("train", "dataset_name")):
             if not problems and saved["data"][name] != self.data.fingerprints[name]:

@@ -171,7 +171,8 @@ def common_problems(args: Any) -> list[str]:
     changing = sum(n if n >= 1 else n * steps for n in (warmup, decay))
     together = {
         f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.": optimizer in ("adamw", "muon"),
-        f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.": not steps or changing <= steps,
+        f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.":
+            not steps or changing <= steps,
         "min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.":
             not getattr(args, "min_lr_ratio", 0) or schedule in ("linear", "cosine", "warmup_stable_decay"),
         "max_train_steps and num_train_epochs: both are 0, set one of them.": steps or args.num_train_epochs,

@@ -19,7 +19,7 @@ if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
 
 
 def block_matrices(lm) -> set:
-    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists; embeddings there excepted."""
+    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists; no embeddings."""
     lists = [module for module in lm.modules() if isinstance(module, torch.nn.ModuleList)]
     inside = {id(module) for blocks in lists for module in blocks.modules()}
     return {

@@ -8,7 +8,8 @@ from utils.learning.muon import MuonAdamW, block_matrices
 from utils.xla import sync
 
 SCHEDULES = (
-    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt", "warmup_stable_decay",
+    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
+    "warmup_stable_decay",
 )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
                    min_lr_ratio=0.0):
     """A learning-rate schedule in optimizer steps, after `max_train_steps` at min_lr_ratio of its peak.
 
-    warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, arXiv 2405.18392).
+    warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
     Leave it out of accelerator.prepare, which would step it once per process, and step it once per update.
     """
     if lr_scheduler_type not in SCHEDULES:
@@ -80,8 +81,8 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     if name == "warmup_stable_decay":
         options = {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio, "decay_type": "1-sqrt"}
         if num_warmup_steps + num_decay_steps > max_train_steps:
-            raise ValueError(f"num_decay_steps: {num_decay_steps} and {num_warmup_steps} steps of warm-up are "
-                             f"more than the {max_train_steps} of the run")
+            raise ValueError(f"num_decay_steps: {num_decay_steps}, and {num_warmup_steps} of warm-up, are more "
+                             f"than the {max_train_steps} steps of the run")
     elif min_lr_ratio and name == "cosine":
         name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     elif min_lr_ratio and name == "linear":
@@ -93,8 +94,9 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
 
 def stable_steps(args, steps):
     """[first, last] of the steps between warm-up and decay, in which the learning rate stands still."""
-    falls = getattr(args, "lr_scheduler_type", "") == "warmup_stable_decay" and steps.count(args.num_decay_steps)
-    return [steps.count(getattr(args, "num_warmup_steps", 0)), steps.last - falls]
+    falls = getattr(args, "lr_scheduler_type", "") == "warmup_stable_decay"
+    last = steps.last - (steps.count(args.num_decay_steps) if falls else 0)
+    return [steps.count(getattr(args, "num_warmup_steps", 0)), last]
 
 
 class UpdateGuard:

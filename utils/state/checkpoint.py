@@ -279,7 +279,8 @@ class Checkpoints:
             there = ", ".join(path.name for path in list_checkpoints(self.folder)) or "none"
             raise ValueError(
                 f"resume_from_checkpoint {resume_from}: no checkpoint is valid ({problem}). In "
-                f"{self.folder}: {there}. Repair one, or start from the beginning with --resume_from_checkpoint none"
+                f"{self.folder}: {there}. Repair one, or start from the beginning with "
+                "--resume_from_checkpoint none"
             )
         if not chosen:
             return None
