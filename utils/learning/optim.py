@@ -81,8 +81,8 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     if name == "warmup_stable_decay":
         options = {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio, "decay_type": "1-sqrt"}
         if num_warmup_steps + num_decay_steps > max_train_steps:
-            raise ValueError(f"num_decay_steps: {num_decay_steps}, and {num_warmup_steps} of warm-up are more "
-                             f"than the {max_train_steps} steps of the run")
+            raise ValueError(f"num_decay_steps: {num_decay_steps} and warm-up of {num_warmup_steps} steps "
+                             f"are more than the {max_train_steps} of the run")
     elif min_lr_ratio and name == "cosine":
         name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     elif min_lr_ratio and name == "linear":
