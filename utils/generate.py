@@ -22,10 +22,9 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the most likely token")
     args = parser.parse_args()
-    quiet_libraries("error")
+    quiet_libraries()
     with user_mistakes():
-        for line in answers(args.model, args.prompt, args.max_new_tokens, args.temperature):
-            print(line)
+        print(*answers(args.model, args.prompt, args.max_new_tokens, args.temperature), sep="\n")
 
 
 def answers(model: str, prompt: str, max_new_tokens: int, temperature: float) -> list[str]:

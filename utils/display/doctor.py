@@ -97,9 +97,7 @@ def report(
 
 def lost_peer(error: RuntimeError) -> str | None:
     """What to tell the user of an error that another process's end, or silence, has caused; None: it has not.
-
-    gloo names the other's address and raises at once when its connection closes; NCCL, and gloo where a
-    machine falls silent, raise after the process group's timeout.
+    NCCL, and gloo where a machine falls silent, raise after the process group's timeout.
     """
     text = str(error)
     if not re.search(r"(closed|reset) by peer|[Tt]imed out|NCCL .*(abort|timeout|remote)", text):
@@ -109,9 +107,6 @@ def lost_peer(error: RuntimeError) -> str | None:
         f"another process is gone: {cause}. Its own output says why. Start the same command again, on all "
         "machines: it continues from the newest complete checkpoint."
     )
-
-
-# ---- What the warnings are made of; plain values in, lines out
 
 
 def device_warnings(
@@ -195,9 +190,6 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-# ---- What the machine says
-
-
 def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
@@ -216,10 +208,9 @@ def memory_of(device: torch.device) -> int | None:
     """Bytes of the device; on the CPU one process's share of the machine's. None: it cannot be asked."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_processes()
-    if ask := getattr(_module(device), "get_device_properties", None):
-        return ask(device).total_memory
-    ask = getattr(_module(device), "recommended_max_memory", None)
-    return ask() if ask else None
+    if hasattr(module := _module(device), "get_device_properties"):
+        return module.get_device_properties(device).total_memory
+    return module.recommended_max_memory() if hasattr(module, "recommended_max_memory") else None
 
 
 def _module(device: torch.device):

@@ -114,12 +114,9 @@ class Throughput:
         self.measured += 1
         self.interval_start, self.aside_seconds, self.step = now, Counter(), step
         rate = tokens / spent
-        mfu = self.flops_per_token * rate / self.peak if self.peak and self.flops_per_token else None
-        return {
-            "seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1),
-            "mfu": None if mfu is None else round(mfu, 4),
-            **({"save_seconds": round(saving, 3)} if saving else {}),
-        }  # fmt: skip
+        mfu = round(self.flops_per_token * rate / self.peak, 4) if self.peak else None
+        record = {"seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1), "mfu": mfu}
+        return record | ({"save_seconds": round(saving, 3)} if saving else {})
 
     @property
     def eta(self) -> float | None:
