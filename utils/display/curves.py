@@ -101,10 +101,8 @@ def _plot(axis, at: np.ndarray, values: np.ndarray, smooth: bool, **style) -> np
 
 
 def _draw_loss(axis, run: str, lines: list[dict], sets: dict, number: int | None, x: str) -> list[np.ndarray]:
-    """Training and evaluation loss; returns the values that must be visible.
-
-    sets: {the end of an evaluation set's keys: its label}; number: of this run if several are overlaid.
-    """
+    """Returns the values that must be visible. sets: {the end of an evaluation set's keys: its label};
+    number: of this run if several are overlaid."""
     alone = number is None
     plain = any("loss/train_plain" in line for line in lines)
     at, train = _series(lines, "loss/train_plain" if plain else "loss/train", x)

@@ -43,10 +43,7 @@ class Progress:
         )  # fmt: skip
 
     def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = ""):
-        """Every step: moves the bar. With a metrics record (train or eval): shows its numbers.
-
-        eta: seconds left; hub: a few words on the state of pushes.
-        """
+        """Moves the bar; shows a metrics record (train or eval), seconds left, words on pushes."""
         if not self.is_main_process:
             return
         self.bar.update(step - self.bar.n)
@@ -82,8 +79,7 @@ class Progress:
 
 def quiet_libraries(log_level: str = "error"):
     """Show libraries' messages from `log_level` on; processes other than the first show errors only. Python's
-    warnings come with "warning", progress bars with "info".
-    """
+    warnings come with "warning", progress bars with "info"."""
     levels = ("debug", "info", "warning", "error", "critical")
     if log_level not in levels:
         raise ValueError(f"log_level is {log_level!r}: choose one of {', '.join(levels)}.")
@@ -122,9 +118,7 @@ def numbers(record: Mapping, metric: str, spec: str) -> str:
 
 def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
     """The block printed at the end of a run, also written to output_dir/summary.json.
-
-    title: what was trained, in a line. results: label -> text or number. commands: what for -> what to try.
-    """
+    results: label -> text or number; commands: what for -> what to try."""
     write_json(Path(output_dir) / "summary.json", {"title": title, **results, "next": commands})
     width = max(map(len, [*results, *commands]))
     lines = [title, *(f"  {label:<{width}}  {readable(value)}" for label, value in results.items())]
