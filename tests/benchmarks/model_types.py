@@ -91,6 +91,7 @@ SPECIAL = {
     "reformer": {"axial_pos_shape": [4, 8], "axial_pos_embds_dim": [16, 16],
                  "attn_layers": ["local", "lsh"], "hash_seed": 1,
                  "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "adapter_rank": 8},
 }  # fmt: skip
@@ -115,7 +116,7 @@ def overrides(model_type: str) -> dict:
 def _shrunk(values: dict) -> dict:
     found = {}
     for name, value in values.items():
-        if "drop" in name and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             found[name] = 0.0  # so that processes can be compared
         elif name in SIZES and (isinstance(value, int) and not isinstance(value, bool) or name == "head_dim"):
             found[name] = SIZES[name] if value is None else min(value, SIZES[name])
