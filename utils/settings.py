@@ -80,6 +80,7 @@ ELSEWHERE = {name: there for names, there in {
     "max_steps max_iters": "--max_train_steps.",
     "max_seq_length": "--block_size.",
     "batch_size": "--per_device_train_batch_size.",
+    "lr": "--learning_rate.",
     "eval_strategy eval_interval": "--eval_steps; 0: once per epoch.",
     "save_strategy checkpointing_steps": "--save_steps; 0: once per epoch.",
     "logging_strategy": "--logging_steps.",
