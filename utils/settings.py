@@ -269,7 +269,7 @@ def evaluate_what_is_saved(args: Any) -> None:
 
 def saved_data(args: Any) -> dict:
     """Fingerprints of what the run to continue was trained and evaluated on; {} at the beginning."""
-    found = {} if args.eval_only else newest_extra(args.output_dir, args.resume_from_checkpoint)
+    found = {} if args.eval_only or args.show else newest_extra(args.output_dir, args.resume_from_checkpoint)
     return found.get("data", {})
 
 
