@@ -33,7 +33,7 @@ from utils.settings import changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints, disk_space, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
 from utils.state.rehearsal import Watch, rehearsal
-from utils.state.training_state import is_optimizer
+from utils.state.training_state import bare_optimizer
 from utils.tasks import Task
 
 
@@ -78,21 +78,20 @@ class Run:
         """
         args, accelerator, is_main = self.args, self.accelerator, self.is_main
         self.model, self.evaluate_batch, self.data, self.steps, self.keep = model, evaluate, data, steps, keep
-        enough, disk = disk_space(
-            args.output_dir, model, keep, args.save_total_limit, models=1 + args.keep_best
-        )
+        limit, models = args.save_total_limit, 1 + args.keep_best
+        enough, disk = disk_space(args.output_dir, model, keep, limit, models)
         if not enough:
             raise ValueError(f"output_dir: {disk}.")
         self.lock = lock_output_dir(args.output_dir) if is_main else None  # until the end
         if is_main and args.push_checkpoints and args.resume_from_checkpoint == "auto":
             fetch_checkpoint(self.repo_id, args.output_dir)  # where this folder has none as new
         accelerator.wait_for_everyone()
-        self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last}
-        self.counts["training_rows"] = data.length
-        self.counts["stable"] = stable_steps(args, steps)
+        self.counts = {
+            "rows_per_step": steps.rows_before(1), "max_steps": steps.last, "training_rows": data.length,
+            "stable": stable_steps(args, steps),
+        }  # fmt: skip
         self.code = code_version(args)
-        limit, background = args.save_total_limit, args.background_save
-        self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, background)
+        self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, args.background_save)
         if args.lr_scheduler_type == "warmup_stable_decay":
             self.checkpoints.kept_step = self.counts["stable"][1]  # runs of other lengths may begin there
         saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
@@ -123,27 +122,29 @@ class Run:
         step = saved["state"]["step"]
         if not problems and saved["rows"] != (rows := self.steps.rows_before(step)):
             problems.append(f"rows of the first {step} steps: {saved['rows']} in the run, {rows} now")
-        was, now = saved["settings"].get("stable"), self.counts["stable"]
-        if not problems and was and was != now and not max(was[0], now[0]) <= step <= min(was[1], now[1]):
+        now = self.counts["stable"]
+        was = saved["settings"].get("stable") or now
+        first, last = max(was[0], now[0]), min(was[1], now[1])
+        if not problems and was != now and not first <= step <= last:
             problems.append(
                 f"max_train_steps: the learning rate of step {step} was another; go on from one of the steps "
-                f"{max(was[0], now[0])} to {min(was[1], now[1])} (--resume_from_checkpoint), in an "
-                "--output_dir of its own"
+                f"{first} to {last} (--resume_from_checkpoint), in an --output_dir of its own"
             )
-        for name, setting in (("tokenizer", "tokenizer_name"), ("train", "dataset_name")):
+        named = {"tokenizer": "tokenizer_name: the tokenizer", "train": "dataset_name: the training rows"}
+        for name, told in named.items():
             if not problems and saved["data"][name] != self.data.fingerprints[name]:
                 problems.append(
-                    f"{setting}: the {name if name == 'tokenizer' else 'training rows'} of the run in "
-                    f"{self.args.output_dir} had other content; restore it, or name another output_dir"
+                    f"{told} of the run in {self.args.output_dir} had other content; restore it, or name "
+                    "another output_dir"
                 )
         if problems:
             raise ValueError("\n".join(problems))
 
     def _open_log(self, saved: dict | None) -> None:
-        args, accelerator, steps, is_main = self.args, self.accelerator, self.steps, self.is_main
-        if is_main:
+        args, accelerator, steps = self.args, self.accelerator, self.steps
+        if self.is_main:
             save_args(args, self.code)
-        self.metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, is_main)
+        self.metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, self.is_main)
         project = Path(sys.modules[type(args).__module__].__file__).stem
         start_trackers(accelerator, project, args.output_dir, self.settings, self.step)
         name = device_name(accelerator.device)
@@ -153,22 +154,22 @@ class Run:
             seconds=self.state["seconds"],
             every={"evaluation": steps.every(args.eval_steps), "save": steps.every(args.save_steps)},
         )  # fmt: skip
-        self.progress = Progress(steps.last, self.step, is_main)
+        self.progress = Progress(steps.last, self.step, self.is_main)
         if self.pusher:
             self.pusher.say = self.progress.write  # above the bar
         self.stop = StopSignals(accelerator)
 
     def _report(self, disk: str) -> str:
         args, steps, rows = self.args, self.steps, self.args.per_device_train_batch_size
-        kept = sum(thing_bytes(thing, self.model) for thing in self.keep.values() if not is_optimizer(thing))
-        memory = peak_memory(
-            self.accelerator, self.config, rows, args.block_size, self.kind, self.predicted, kept_bytes=kept
-        )
+        others = (thing for thing in self.keep.values() if not bare_optimizer(thing))
+        kept = sum(thing_bytes(thing, self.model) for thing in others)
+        shape = rows, args.block_size, self.kind, self.predicted
         block = report(
             self.accelerator, model=args.model_name_or_path or args.model_type, parameters=self.parameters,
-            rows=rows, accumulation=steps.micro_batches(0), max_steps=steps.last,
+            rows=rows, accumulation=steps.micro_batches(0), max_steps=steps.last, start=self.step,
             block_size=steps.tokens_before(1) // steps.rows_before(1), tokens=steps.tokens_before(steps.last),
-            start=self.step, memory=memory, precision=xla.xla_precision() if xla.is_xla() else None,
+            memory=peak_memory(self.accelerator, self.config, *shape, kept_bytes=kept),
+            precision=xla.xla_precision() if xla.is_xla() else None,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"
 
@@ -199,11 +200,10 @@ class Run:
         self.evaluate()
         if self.state["evaluation_due"]:  # and another signal: all is saved, or not yet begun
             raise SystemExit(exit_status(self.stopping))
-        if self.step < self.steps.last:
-            return True
-        self.save()
-        self.finish()
-        return False
+        if done := self.step >= self.steps.last:
+            self.save()
+            self.finish()
+        return not done
 
     # ---- In the loop
 
@@ -266,13 +266,12 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint to continue from, the model for from_pretrained, and their push."""
-        tokenizer = self.data.tokenizer
+        tokenizer, rows = self.data.tokenizer, self.steps.rows_before(self.step)
         if told := self.watch.changed():  # only now, or the first step would have ended the run
             self.progress.write(f"warning: {told}")
         with self.throughput.aside("save"):
             self.state["seconds"] = self.throughput.seconds
             export_model(self.accelerator, self.model, tokenizer, self.args.output_dir)
-            rows = self.steps.rows_before(self.step)
             self.checkpoints.save(
                 self.step, self.model, self.keep, final=bool(self.step == self.steps.last or self.stopping),
                 beside=[("tokenizer.json", tokenizer.backend_tokenizer.to_str().encode())],
@@ -297,23 +296,22 @@ class Run:
 
     def finish(self) -> None:
         """Nothing is left in flight; the summary, or the exit status of a stop."""
-        args, steps, state = self.args, self.steps, self.state
-        last = self.step == steps.last
+        args, steps, last = self.args, self.steps, self.step == self.steps.last
         self.progress.close()
         self.checkpoints.wait()
         arrived = self.pusher.finish(20 if self.stop.requested else args.hub_timeout) if self.pusher else True
         self._log_pushes()
         if self.failure:
             raise RuntimeError(self.failure)
-        stopped_by = 0 if last and not state["evaluation_due"] else self.stopping  # too late to stop anything
+        done = last and not self.state["evaluation_due"]
+        stopped_by = 0 if done else self.stopping  # too late to stop anything
         if not (last or stopped_by):
             raise RuntimeError(f"the data ended at step {self.step} of {steps.last}: see above")
         self.accelerator.end_training()
         self.stop.close()
         if stopped_by:
-            self.accelerator.print(
-                f"Stopped at step {self.step} of {steps.last} and saved; run it again to go on."
-            )
+            told = f"Stopped at step {self.step} of {steps.last} and saved; run it again to go on."
+            self.accelerator.print(told)
             raise SystemExit(exit_status(stopped_by))
         if self.is_main:
             print(self._summary())
@@ -321,7 +319,7 @@ class Run:
             raise SystemExit(1)
 
     def _summary(self) -> str:
-        args, steps, folder = self.args, self.steps, self.args.output_dir
+        steps, folder, settings = self.steps, self.args.output_dir, self.settings
         results = {
             "steps": steps.last, "tokens": steps.tokens_before(steps.last),
             "time": duration(self.throughput.seconds),
@@ -336,8 +334,8 @@ class Run:
             "evaluate": f"python {shlex.join(sys.argv)} --eval_only true --max_eval_samples 0",
             "publish": shlex.join(["hf", "upload", self.name, folder, ".", "--exclude", "checkpoints/*"]),
         }
-        title = f"{args.model_type} on {args.dataset_name}"
-        return summarize(folder, without_secrets(title), results, without_secrets(commands))
+        title = f"{settings['model_type']} on {settings['dataset_name']}"
+        return summarize(folder, title, results, without_secrets(commands))
 
     def _write_card(self) -> None:
         settings, step, steps = self.settings, self.step, self.steps

@@ -25,7 +25,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import xxhash
-from accelerate.utils import broadcast
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception: torch's own full disk
 from torch.distributed.tensor import DTensor
 
@@ -43,7 +42,7 @@ class Checkpoints:
     """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
 
     save_total_limit: complete checkpoints to keep, 0 or None for all. background: copy the state in memory
-    and write it beside training where memory allows; the memory of the copy is kept for the next save.
+    and write it beside training where memory allows.
     """
 
     def __init__(self, accelerator, output_dir, save_total_limit: int | None = 2, background: bool = True):
@@ -77,22 +76,16 @@ class Checkpoints:
         """
         start = time.perf_counter()
         self.wait()
-        accelerator = self.accelerator
+        accelerator, scaler = self.accelerator, self.accelerator.scaler
         sync()
         trees, tensors, sharded = self._collect(model, keep)
-        scaler = accelerator.scaler
-        state = {
-            "format": FORMAT,
-            "step": step,
-            "processes": accelerator.num_processes,
-            "extra": extra,
-            "origins": self._origins,
-            "keep": trees,
-            "classes": {name: training_state.class_name(thing) for name, thing in keep.items()},
+        text = json.dumps({
+            "format": FORMAT, "step": step, "processes": accelerator.num_processes, "extra": extra,
+            "origins": self._origins, "keep": trees,
+            "classes": {name: _class_name(thing) for name, thing in keep.items()},
             "scaler": scaler.state_dict() if scaler is not None else None,
             "random": training_state.gather_random_states(accelerator),
-        }
-        text = json.dumps(state)
+        })  # fmt: skip
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
         # Sharded, all processes write together, and only the main one knows what was written last.
@@ -100,17 +93,16 @@ class Checkpoints:
             background = self.background and not final
             for name in sharded if background else ():
                 tensors[name] = {path: value.to("cpu", copy=True) for path, value in tensors[name].items()}
-            background = background and self._copy_to_host(tensors, sharded)
             arguments = step, text, tensors, sharded, beside
-            if background:
+            if background and self._copy_to_host(tensors, sharded):
                 # Not a daemon: when the script fails, the interpreter still waits for the checkpoint.
                 self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
                 self._thread.start()
             else:
                 self._write(*arguments)
         if final:
-            failed = torch.tensor([int(self.failure is not None)], device=accelerator.device)
-            if max(accelerator.gather(failed).tolist() if accelerator.num_processes > 1 else failed.tolist()):
+            failed = bytes([self.failure is not None])
+            if b"\1" in training_state.gather_bytes(accelerator, failed):
                 raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
         return time.perf_counter() - start
 
@@ -133,7 +125,7 @@ class Checkpoints:
         trees, tensors = {}, {}
         for name, thing in {"model": model, **keep}.items():
             trees[name], tensors[name] = training_state.freeze(thing, model)
-            if thing is not model and not training_state.is_optimizer(thing):
+            if thing is not model and not training_state.bare_optimizer(thing):
                 found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
                 trees[name], tensors[name] = found
         cut_up = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
@@ -161,13 +153,10 @@ class Checkpoints:
         return True
 
     def _write(self, step, text, tensors, sharded, beside):
-        name = f"step-{step:08d}"
-        aside = self.folder / f".tmp-{name}"
-        self.failure = None
-        main = self.accelerator.is_main_process
+        name, main = f"step-{step:08d}", self.accelerator.is_main_process
+        aside, files, self.failure = self.folder / f".tmp-{name}", {}, None
         try:
             aside.mkdir(parents=True, exist_ok=True)
-            files = {}
             for thing, named in tensors.items():
                 if thing in sharded:
                     files |= write_shards(aside, thing, named, self.accelerator, self._group)
@@ -236,25 +225,25 @@ class Checkpoints:
         return extra
 
     def _restore(self, folder, state, model, keep):
-        index, device = self.accelerator.process_index, self.accelerator.device
+        index, things = self.accelerator.process_index, {"model": model, **keep}
         training_state.reshard(model)
-        things = {"model": model, **keep}
         for name, tree in state["keep"].items():
-            was, now = state["classes"].get(name), training_state.class_name(things.get(name))
+            if name not in things:
+                logger.warning("%s: in %s, and nobody keeps it now", name, folder)
+                continue
+            was, now = state["classes"].get(name), _class_name(things[name])
             if name in keep and was != now:
                 another = training_state.ANOTHER
                 raise ValueError(f"keep: {name} is a {was} in {folder}, and a {now} now; {another}")
-            if name in things:
-                tree = training_state.tree_of_process(tree, index)
-                training_state.restore(folder, name, things[name], tree, model)
-            else:
-                logger.warning("%s: in %s, and nobody keeps it now", name, folder)
+            if isinstance(tree, dict) and (parts := tree.get("__processes__")):
+                tree = parts[index % len(parts)]  # of more processes now, they are dealt again
+            training_state.restore(folder, name, things[name], tree, model)
         for name in keep.keys() - state["keep"].keys():
             logger.warning("%s: not in %s, it begins anew", name, folder)
         if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         if index < len(state["random"]):
-            training_state.set_random_state(state["random"][index], device)
+            training_state.set_random_state(state["random"][index], self.accelerator.device)
 
     def _choose(self, resume_from) -> Path | None:
         """The verified checkpoint to load: the main process looks, all return the same."""
@@ -270,11 +259,8 @@ class Checkpoints:
                 _set_aside(path, "bad-")
             if chosen and chosen != Path(resume_from) and resume_from != "auto":
                 logger.warning("%s descends from %s: going on there", chosen, resume_from)
-        step = -1 if chosen in (None, Path(resume_from)) else _step(chosen)
-        if self.accelerator.num_processes > 1:
-            found = torch.tensor([step, bool(chosen), bool(problem)], device=self.accelerator.device)
-            step, chosen, bad = broadcast(found).tolist()
-            problem = problem or ("see the main process" if bad else "")
+        found = json.dumps([str(chosen or ""), problem]).encode()
+        chosen, problem = json.loads(training_state.gather_bytes(self.accelerator, found)[0])
         if problem:
             there = ", ".join(path.name for path in list_checkpoints(self.folder)) or "none"
             raise ValueError(
@@ -282,9 +268,7 @@ class Checkpoints:
                 f"{self.folder}: {there}. Repair one, or start from the beginning with "
                 "--resume_from_checkpoint none"
             )
-        if not chosen:
-            return None
-        return self.folder / f"step-{step:08d}" if step >= 0 else Path(resume_from)
+        return Path(chosen) if chosen else None
 
 
 def _candidates(folder, resume_from: str) -> list[Path]:
@@ -307,6 +291,10 @@ def _read_state(path: Path) -> dict:
         if isinstance(state := json.loads((path / "state.json").read_text()), dict):
             return state
     return {}
+
+
+def _class_name(thing) -> str:
+    return type(training_state.bare_optimizer(thing) or thing).__name__
 
 
 def list_checkpoints(folder) -> list[Path]:
@@ -361,9 +349,9 @@ def _hide(path: Path) -> Path:
 def thing_bytes(thing, model) -> int:
     """Bytes of its tensors. An optimizer that has made no step yet counts with AdamW's two moments."""
     tensors = [*training_state.freeze(thing, model)[1].values()]
-    if not tensors and training_state.is_optimizer(thing):
+    if not tensors and training_state.bare_optimizer(thing):
         tensors = 2 * [parameter for group in thing.param_groups for parameter in group["params"]]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, models=1) -> tuple[bool, str]:

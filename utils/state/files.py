@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-CHUNK = 1 << 24  # bytes checksummed and written, or read and checksummed, at a time
+CHUNK = 1 << 24  # bytes read and checksummed at a time
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
 DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
@@ -41,12 +41,8 @@ def write_file(path: Path, chunks) -> dict:
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "wb", buffering=1 << 20) as file:
         for chunk in chunks:
-            view = memoryview(chunk)
-            size += len(view)
-            for start in range(0, len(view), CHUNK):
-                piece = view[start : start + CHUNK]
-                digest.update(piece)
-                file.write(piece)
+            digest.update(memoryview(chunk))
+            size += file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
@@ -67,17 +63,15 @@ def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> 
     """Every process writes and checksums its part of `tensors` (DTensors among them) into folder/name/, in
     torch's distributed safetensors format: nothing in it can run code. Returns {file: size and checksum}.
     """
-    several = accelerator.num_processes > 1
     writer = HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=not several)
+    dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=accelerator.num_processes == 1)
     try:
         mine = sorted((folder / name).glob(f"shard-{accelerator.process_index + 1:05d}-*"))
         part = {f"{name}/{path.name}": checksum_file(path) for path in mine}
     except OSError as error:
         part = error  # all processes must hear of it
-    parts = [part]
-    if several:
-        parts = [None] * accelerator.num_processes
+    parts = [part] * accelerator.num_processes
+    if len(parts) > 1:
         dist.all_gather_object(parts, part, group=group)
     for part in parts:
         if isinstance(part, OSError):

@@ -52,18 +52,14 @@ def handle_stop_signals(importing: bool = False) -> None:
     Call it first in main(), and with importing=True where the script is imported, which is how a TPU launcher
     and its children begin: there main() runs in a thread, and only the main thread may set handlers.
     """
-    if importing:
-        child = multiprocessing.parent_process() is not None
-        if multiprocessing.current_process().daemon:  # a spawned data loading worker: as in _on_signal
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            return
-        launcher = Path(getattr(sys.modules["__main__"], "__file__", "")).parts[-3:]
-        if not child and not any(part.startswith("accelerate") for part in launcher):
-            return  # imported by a test or a notebook
-        _state.forward = not child
-    else:
-        _state.forward = False
-    _state.speaks = int(os.environ.get("RANK", 0)) == 0
+    forward = importing and multiprocessing.parent_process() is None
+    if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker: as there
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    launcher = Path(getattr(sys.modules["__main__"], "__file__", "")).parts[-3:]
+    if forward and not any(part.startswith("accelerate") for part in launcher):
+        return  # imported by a test or a notebook
+    _state.forward, _state.speaks = forward, int(os.environ.get("RANK", 0)) == 0
     if threading.current_thread() is not threading.main_thread() or _before:
         return
     _state.pid, _state.signum = os.getpid(), 0
@@ -189,8 +185,7 @@ class StopSignals:
 def lock_output_dir(output_dir, wait_seconds: float = 20.0):
     """Make output_dir ours until this process ends, however it ends. Keep the returned file open.
 
-    A run that is just saving after a stop signal gets wait_seconds to finish. Raises ValueError when another
-    run holds the folder or when it cannot be written.
+    A run that is just saving gets wait_seconds to finish. ValueError when it cannot be locked or written.
     """
     path = Path(output_dir) / ".lock"
     try:

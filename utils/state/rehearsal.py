@@ -16,7 +16,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from utils.state.checkpoint import Checkpoints
-from utils.state.training_state import digest, freeze, is_optimizer, reshard
+from utils.state.training_state import bare_optimizer, digest, freeze, reshard
 
 PLAIN = (int, float, str, bool, type(None))
 # Attributes that torch itself gives to modules and optimizers: saved as such, or of the moment.
@@ -29,9 +29,8 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     """Inside the block the run may update, evaluate and complete; afterwards the model, all that is kept and
     the random states are as they were, bit for bit.
 
-    A real checkpoint is written before and read back after, and what comes back is compared; so saving and
-    loading are rehearsed too. Yields its folder. Raises RuntimeError where they differ, and what watch.check
-    raises. checkpoints: those of the run; the memory for its background saves is taken.
+    A real checkpoint is written before and read back after; RuntimeError where they differ, and what `watch`
+    raises. Yields its folder. The memory for background saves of `checkpoints` is taken.
     """
     folder = checkpoints.folder.parent / ".preflight"
     if accelerator.is_main_process:
@@ -67,9 +66,8 @@ class Watch:
     """Notices what a function changes and nobody keeps: objects with a state_dict, tensors, counters,
     generators of random numbers; and what is kept and not put back: attributes of classes of the user's own.
 
-    It looks at what the function closes over or names in its script, at the functions of the script that it
-    calls, and inside containers and objects that no library has made. Nothing of a device is read: a tensor
-    counts its changes. Made before the function runs.
+    It looks at what `closed_over` finds, and inside containers and objects that no library has made. Nothing
+    of a device is read: a tensor counts its changes. Made before the function runs.
     """
 
     def __init__(self, function, model, keep: dict, known=()):
@@ -120,7 +118,7 @@ class Watch:
         """Attributes of kept things and modules whose classes are the user's own: values, not versions."""
         found = {}
         for name, thing in self.kept.items():
-            thing = getattr(thing, "optimizer", thing) if is_optimizer(thing) else thing
+            thing = bare_optimizer(thing) or thing
             parts = thing.modules() if isinstance(thing, torch.nn.Module) else [thing]
             for part in (part for part in parts if not _of_a_library(part)):
                 values = dict(vars(part)) if hasattr(part, "__dict__") else {}
@@ -142,17 +140,16 @@ class Watch:
         elif isinstance(value, np.ndarray):
             found[name] = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).view(np.uint8).data)
         elif isinstance(value, torch.Generator):
-            found[name] = bytes(value.get_state().numpy()).hex()
+            found[name] = value.get_state().tolist()
         elif isinstance(value, random.Random):
-            found[name] = repr(value.getstate())
+            found[name] = value.getstate()
         elif isinstance(value, np.random.Generator):
             found[name] = repr(value.bit_generator.state)
         elif isinstance(value, set | frozenset):
             found[name] = str(sorted(map(repr, value)))
         elif isinstance(value, list | tuple | deque | dict):
             found[name] = f"{len(value)} items"
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in items:
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._add(found, f"{name}[{key!r}]", item, depth + 1, read)
         elif hasattr(value, "state_dict") and not isinstance(value, type):
             with contextlib.suppress(TypeError, ValueError):  # it holds what cannot be compared, nor be kept
@@ -177,10 +174,8 @@ def _of_a_library(value) -> bool:
     """Whether the class of an object comes with Python, from a package, or from this project."""
     module = type(value).__module__
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    package = module.split(".")[0]
-    installed = "site-packages" in file or "dist-packages" in file
-    python = package in sys.stdlib_module_names and package != "__main__"
-    return installed or python or package in ("data", "utils")
+    known = {"data", "utils", *sys.stdlib_module_names} - {"__main__"}
+    return "site-packages" in file or "dist-packages" in file or module.split(".")[0] in known
 
 
 def _roots(names) -> list[str]:
@@ -197,14 +192,12 @@ def closed_over(function, seen=None) -> dict:
     the script that it calls.
     """
     seen = {function} if seen is None else seen
-    names = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    found, code = function.__globals__, function.__code__
     values = {}
-    for name, cell in names.items():
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # not yet bound
             values[name] = cell.cell_contents
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            values[name] = function.__globals__[name]
+    values |= {name: found[name] for name in code.co_names if name in found}
     for value in list(values.values()):
         ours = isinstance(value, types.FunctionType) and value.__module__ == function.__module__
         if ours and value not in seen:

@@ -21,14 +21,11 @@ BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes,
 # What belongs to the device in an optimizer group stays as this run has it.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
 ANOTHER = "keep it under another name to begin it anew"
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and recomputation add to a name
 
 
 def clean_name(name: str) -> str:
-    """Without what DDP ("module." in front) and the wrappers inside add to a name."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    """Without what DDP (in front), compile and recomputation (inside) add to it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
 
 
 def named_tensors(model) -> dict:
@@ -54,16 +51,14 @@ def reshard(model) -> None:
 
 
 def freeze(thing, model) -> tuple[dict, dict]:
-    """(tree, {path: tensor}) of a model, an optimizer, or anything else with state_dict; nothing is copied.
-
-    Optimizers are told by the names of their parameters. ValueError for what is neither tensor nor JSON, and
-    for what has no state.
+    """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters), or anything else with
+    state_dict; nothing is copied. ValueError for what is neither tensor nor JSON, and for what has no state.
     """
     if thing is model:
         return _encode(named_tensors(model))
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
         raise ValueError(f"keep: a {type(thing).__name__} has no state_dict and load_state_dict")
-    optimizer = _bare_optimizer(thing)
+    optimizer = bare_optimizer(thing)
     if optimizer is None:
         return _encode(thing.state_dict())
     names = _parameter_names(optimizer, model)
@@ -80,22 +75,23 @@ def freeze(thing, model) -> tuple[dict, dict]:
 
 @torch.no_grad()
 def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
-    """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`.
-
-    Also into a model that is cut up otherwise, or not at all. ValueError if it does not fit.
+    """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
+    that is cut up otherwise, or not at all. ValueError if it does not fit.
     """
-    optimizer = _bare_optimizer(thing)
+    optimizer = bare_optimizer(thing)
     if thing is model:
         here = named_tensors(model)
-        if differences := _differences(tree, here):
-            first = "; ".join(differences[:3])
-            raise ValueError(f"{folder} fits another model, {len(differences)} tensors differ: {first}")
-        _fill(folder, name, here)
-        return
+        there = {path: tuple(spec["shape"]) for path, spec in tree.items()}
+        found = {path: tuple(tensor.shape) for path, tensor in here.items()}
+        both = [(path, there.get(path, "missing"), found.get(path, "missing")) for path in there | found]
+        if other := sorted(f"{path}: {a} there, {b} here" for path, a, b in both if a != b):
+            first = "; ".join(other[:3])
+            raise ValueError(f"{folder} fits another model, {len(other)} tensors differ: {first}")
+        return _fill(folder, name, here)
     if optimizer is None:
-        targets = _fill(folder, name, _targets(tree, _encode(thing.state_dict())[1]))
+        state = _read(folder, name, tree, _encode(thing.state_dict())[1])
         try:
-            thing.load_state_dict(_decode(tree, targets))
+            thing.load_state_dict(state)
         except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
             reason = f"{type(error).__name__}: {error}; {ANOTHER}"
             raise ValueError(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
@@ -105,28 +101,18 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     if here != [group["params"] for group in tree["groups"]]:
         raise ValueError(f"{folder} fits an optimizer with other parameter groups than {name}")
-    parameters = {name: parameter for parameter, name in names.items()}
-    targets = _fill(folder, name, _targets(tree["state"], parameters))
+    state = _read(folder, name, tree["state"], {name: parameter for parameter, name in names.items()})
     groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
     numbers = {}
-    for group, saved in zip(groups, tree["groups"], strict=True):
+    for group, saved in zip(groups, _read(folder, name, tree["groups"], {}), strict=True):
         numbers |= dict(zip(saved["params"], group["params"], strict=True))
-        group.update({key: _decode(value, {}) for key, value in saved.items() if key not in NOT_RESTORED})
-    state = {numbers.get(name, name): value for name, value in _decode(tree["state"], targets).items()}
+        group.update({key: value for key, value in saved.items() if key not in NOT_RESTORED})
+    state = {numbers.get(name, name): value for name, value in state.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def class_name(thing) -> str:
-    """Of a kept thing, without accelerate's wrapper."""
-    return type(_bare_optimizer(thing) or thing).__name__
-
-
-def is_optimizer(thing) -> bool:
-    """Bare, or as accelerate wraps it."""
-    return _bare_optimizer(thing) is not None
-
-
-def _bare_optimizer(thing):
+def bare_optimizer(thing):
+    """An optimizer without accelerate's wrapper; None for anything else."""
     while isinstance(thing, AcceleratedOptimizer):
         thing = thing.optimizer
     return thing if isinstance(thing, torch.optim.Optimizer) else None
@@ -143,6 +129,7 @@ def _parameter_names(optimizer, model) -> dict:
 
 
 def _encode(value) -> tuple[dict, dict]:
+    """(JSON values with {"__tensor__": path, "shape": ..., "dtype": ...} in each tensor's place, tensors)"""
     tensors = {}
 
     def encode(value, path):
@@ -171,48 +158,32 @@ def _encode(value) -> tuple[dict, dict]:
     return encode(value, ""), tensors
 
 
-def _decode(tree, tensors):
-    if isinstance(tree, list):
-        return [_decode(item, tensors) for item in tree]
-    if not isinstance(tree, dict) or "__tensor__" in tree:
-        return _mapped(tree, lambda spec: tensors[spec["__tensor__"]])
-    if "__numpy__" in tree:
-        return _decode(tree["__numpy__"], tensors).numpy()
-    if "__tuple__" in tree:
-        return tuple(_decode(tree["__tuple__"], tensors))
-    if "__dict__" in tree:
-        return {key: _decode(item, tensors) for key, item in tree["__dict__"]}
-    return {key: _decode(item, tensors) for key, item in tree.items()}
-
-
-def _mapped(tree, change):
-    """The tree with change(spec) in each tensor's place: {"__tensor__": path, "shape": ..., "dtype": ...}"""
-    if isinstance(tree, list):
-        return [_mapped(item, change) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return change(tree) if "__tensor__" in tree else {k: _mapped(item, change) for k, item in tree.items()}
-
-
-def _targets(tree, like: dict) -> dict:
-    """{path: empty tensor}, cut up as the tensor or parameter of that name in `like` is, where it is."""
+def _read(folder: Path, name: str, tree, like: dict):
+    """What _encode made `tree` of. Tensors are cut up as the one of their name in `like`, where that is."""
     targets = {}
 
-    def add(spec):
-        path, shape, dtype = spec["__tensor__"], spec["shape"], getattr(torch, spec["dtype"])
-        model = like.get(path, like.get(path.rpartition("/")[0]))
-        cut = isinstance(model, DTensor) and [*model.shape] == shape
-        targets[path] = torch.empty_like(model, dtype=dtype) if cut else torch.empty(shape, dtype=dtype)
+    def decoded(node):
+        if "__tensor__" in node:
+            path, shape, dtype = node["__tensor__"], node["shape"], getattr(torch, node["dtype"])
+            model = like.get(path, like.get(path.rpartition("/")[0]))
+            cut = isinstance(model, DTensor) and [*model.shape] == shape
+            made = torch.empty_like(model, dtype=dtype) if cut else torch.empty(shape, dtype=dtype)
+            return targets.setdefault(path, made)
+        if "__numpy__" in node:
+            return node["__numpy__"].numpy()  # the same memory
+        if "__tuple__" in node:
+            return tuple(node["__tuple__"])
+        return dict(node["__dict__"]) if "__dict__" in node else node
 
-    _mapped(tree, add)
-    return targets
+    value = json.loads(json.dumps(tree), object_hook=decoded)  # inner ones first
+    _fill(folder, name, targets)
+    return value
 
 
-def _fill(folder: Path, name: str, targets: dict) -> dict:
+def _fill(folder: Path, name: str, targets: dict) -> None:
     file = folder / f"{name}.safetensors"
     if targets and not file.exists():
-        read_shards(folder, name, targets)
-        return targets
+        return read_shards(folder, name, targets)
     saved = load_file(file) if targets else {}
     for path, target in targets.items():
         value = saved[path]
@@ -220,15 +191,6 @@ def _fill(folder: Path, name: str, targets: dict) -> dict:
             value = value.to(target.device)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)  # not the mapped file itself, which may be deleted
-    return targets
-
-
-def _differences(tree: dict, here: dict) -> list[str]:
-    """A line for each tensor whose shape is not the same in both."""
-    there = {name: tuple(spec["shape"]) for name, spec in tree.items()}
-    found = {name: tuple(tensor.shape) for name, tensor in here.items()}
-    both = {name: (there.get(name, "missing"), found.get(name, "missing")) for name in there | found}
-    return [f"{name}: {a} there, {b} here" for name, (a, b) in sorted(both.items()) if a != b]
 
 
 # Several processes
@@ -247,8 +209,7 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
     """`mine` of every process, in their order."""
     if accelerator.num_processes == 1:
         return [mine]
-    size = torch.tensor([len(mine)], device=accelerator.device)
-    sizes = accelerator.gather(size).tolist()
+    sizes = accelerator.gather(torch.tensor([len(mine)], device=accelerator.device)).tolist()
     room = -(-max(sizes) // BYTES) * BYTES
     padded = _bytes_tensor(mine.ljust(room, b"\0")).to(accelerator.device)
     rows = accelerator.gather(padded).cpu().view(-1, room)
@@ -265,22 +226,17 @@ def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     mine = xxhash.xxh3_64_digest(text) + json.dumps(_sums(tensors)).encode()
     if len({*gather_bytes(accelerator, mine)}) == 1:
         return tree, tensors
-    trees = [json.loads(text) for text in gather_bytes(accelerator, text)]
     on_host = {path: value.cpu().contiguous() for path, value in tensors.items()}
-    files = gather_bytes(accelerator, save(on_host))
-    merged = {f"{i}/{path}": tensor for i, file in enumerate(files) for path, tensor in load(file).items()}
-    of_process = [
-        _mapped(tree, lambda spec, i=i: spec | {"__tensor__": f"{i}/{spec['__tensor__']}"})
-        for i, tree in enumerate(trees)
-    ]
-    return {"__processes__": of_process}, merged
+    texts, files = gather_bytes(accelerator, text), gather_bytes(accelerator, save(on_host))
+    trees, merged = [], {}
+    for i, (text, file) in enumerate(zip(texts, files, strict=True)):
 
+        def renamed(node, i=i):
+            return node | {"__tensor__": f"{i}/{node['__tensor__']}"} if "__tensor__" in node else node
 
-def tree_of_process(tree: dict, index: int) -> dict:
-    """The process's part of what gather_differing gave; of more processes now, the parts are dealt again."""
-    if not (isinstance(tree, dict) and "__processes__" in tree):
-        return tree
-    return tree["__processes__"][index % len(tree["__processes__"])]
+        trees.append(json.loads(text, object_hook=renamed))
+        merged |= {f"{i}/{path}": tensor for path, tensor in load(file).items()}
+    return {"__processes__": trees}, merged
 
 
 def _sums(tensors: dict) -> list[int]:
@@ -294,8 +250,9 @@ def _sums(tensors: dict) -> list[int]:
 # Random numbers
 
 
-def random_state(device) -> dict:
-    """Python's, numpy's, torch's and the device's random states as JSON values."""
+def gather_random_states(accelerator) -> list[dict]:
+    """Python's, numpy's, torch's and the device's random states, JSON values of every process in order."""
+    device = accelerator.device
     name, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
     state["torch"] = bytes(torch.get_rng_state().numpy()).hex()
@@ -305,7 +262,7 @@ def random_state(device) -> dict:
         import torch_xla.core.xla_model as xm
 
         state["xla"] = int(xm.get_rng_state())
-    return state
+    return [json.loads(text) for text in gather_bytes(accelerator, json.dumps(state).encode())]
 
 
 def set_random_state(state: dict, device) -> None:
@@ -317,15 +274,9 @@ def set_random_state(state: dict, device) -> None:
         import torch_xla.core.xla_model as xm
 
         xm.set_rng_state(state["xla"])
-    elif device.type != "cpu" and device.type in state:
+    elif device.type in state:
         saved = _bytes_tensor(bytes.fromhex(state[device.type]))
         torch.get_device_module(device).set_rng_state(saved, device)
-
-
-def gather_random_states(accelerator) -> list[dict]:
-    """random_state of every process, in their order."""
-    mine = json.dumps(random_state(accelerator.device)).encode()
-    return [json.loads(text) for text in gather_bytes(accelerator, mine)]
 
 
 def _bytes_tensor(data: bytes) -> torch.Tensor:
