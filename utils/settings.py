@@ -233,9 +233,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
 
 
 def _as_list(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return [] if value is None else value if isinstance(value, list) else [value]
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
 def folder_problems(name: str, folder: str) -> list[str]:

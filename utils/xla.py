@@ -8,12 +8,7 @@ read only after a sync.
 import os
 
 import torch
-from accelerate.utils import is_torch_xla_available
-
-
-def is_xla() -> bool:
-    """Where torch_xla is installed, accelerate uses it for every launch; USE_TORCH_XLA=0 stops it."""
-    return is_torch_xla_available()
+from accelerate.utils import is_torch_xla_available as is_xla  # for every launch; USE_TORCH_XLA=0 stops it
 
 
 def launcher_precision() -> str | None:
@@ -24,7 +19,7 @@ def launcher_precision() -> str | None:
     does it."""
     if not is_xla():
         return None
-    if not is_torch_xla_available(check_is_tpu=True):
+    if not is_xla(check_is_tpu=True):
         os.environ.setdefault("LOCAL_RANK", "0")  # accelerate takes -1 on XLA's CPU, and no process prints
     return "no"
 
@@ -33,9 +28,8 @@ def xla_precision() -> str:
     """ACCELERATE_MIXED_PRECISION, else "bf16" on a TPU and "no" on XLA's CPU device.
 
     ValueError for what XLA cannot: fp16 has no gradient scaler there."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION") or (
-        "bf16" if is_torch_xla_available(check_is_tpu=True) else "no"
-    )
+    usual = "bf16" if is_xla(check_is_tpu=True) else "no"
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION") or usual
     if precision not in ("bf16", "no"):
         raise ValueError(f"ACCELERATE_MIXED_PRECISION is {precision!r}; XLA has 'bf16' and 'no'.")
     return precision
@@ -55,10 +49,8 @@ def sync() -> None:
         torch_xla.sync()
 
 
-def compiled_graphs() -> int | None:
-    """Graphs this process has compiled so far; None elsewhere. Constant once everything happened once."""
-    if not is_xla():
-        return None
+def compiled_graphs() -> int:
+    """Graphs this process has compiled so far, on XLA. Constant once everything happened once."""
     import torch_xla.debug.metrics
 
     compilations = torch_xla.debug.metrics.metric_data("CompileTime")  # None before the first

@@ -28,32 +28,30 @@ def sums_over_dataset(
     stopped: Callable[[], int] = lambda: 0,
 ) -> Totals | None:
     """Adds up what `evaluate(batch)` gives, {name: (sums, counts)}, both [B] or both 0-d, over all batches
-    and processes: in float64, at the end. Until then four bytes per number stay on the device.
+    and processes: in float64, at the end; before, the host reads nothing. None if `stopped()` ended it early.
 
-    Padding rows (row == -1) must count as nothing in it; then every sample counts once for any batch size and
-    any number of processes. Nothing is read by the host before the end. None if `stopped()` ended it early.
+    Padding rows (row == -1) must count as nothing in it; then every sample counts once, however divided.
     """
     model.eval()
-    values = []
+    values, early = [], False
     for batch in batches:
         found = evaluate(batch)
         parts = [value.detach().float().reshape(-1) for pair in found.values() for value in pair]
         values.append(torch.cat(parts))
         sync()  # the last batch's graph is that of all others
-        if stopped():
+        if early := bool(stopped()):
             break
-    else:
-        values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]
-        model.train()
-        columns = iter(values.cpu().double().split([len(part) for part in parts], dim=1))
-        totals = {}
-        for name, pair in found.items():
-            sums, counts = next(columns).flatten(), next(columns).flatten()
-            rows = (sums, counts) if all(value.ndim for value in pair) else ()
-            totals[name] = Total(sums.sum().item(), counts.sum().item(), *rows)
-        return totals
     model.train()
-    return None
+    if early:
+        return None
+    values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]
+    columns = iter(values.cpu().double().split([len(part) for part in parts], dim=1))
+    totals = {}
+    for name, pair in found.items():
+        sums, counts = next(columns).flatten(), next(columns).flatten()
+        rows = (sums, counts) if all(value.ndim for value in pair) else ()
+        totals[name] = Total(sums.sum().item(), counts.sum().item(), *rows)
+    return totals
 
 
 def standard_error(*totals: Total) -> float | None:
@@ -77,14 +75,11 @@ def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, floa
     tokenizers (Gao et al., "The Pile", 2020, section 3.1).
     """
     total = Total(*totals["loss/eval"])
-    loss, tokens = total.sum / total.count, total.count
+    loss = total.sum / total.count
     metrics = {
-        "loss/eval": loss,
-        **_errors(total),
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "bits_per_byte": loss / math.log(2) / bytes_per_token,
-        "eval_tokens": int(tokens),
-    }
+        "loss/eval": loss, **_errors(total), "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": loss / math.log(2) / bytes_per_token, "eval_tokens": int(total.count),
+    }  # fmt: skip
     return metrics | _means(totals, known={"loss/eval"})
 
 
@@ -92,12 +87,12 @@ def masked_metrics(totals: Totals) -> dict[str, float | None]:
     """totals: "loss/mlm" and "accuracy" over predicted tokens, with pairs "loss/nsp" and "nsp_accuracy" over
     rows, and any others, told as their means. loss/eval is what is trained: both losses, if two.
     """
-    total, correct = Total(*totals["loss/mlm"]), totals["accuracy"][0]
-    tokens = total.count
-    mlm = total.sum / max(tokens, 1)
+    total = Total(*totals["loss/mlm"])
+    tokens = max(total.count, 1)
+    mlm = total.sum / tokens
     metrics = {
         "loss/eval": mlm, **_errors(total), "perplexity": math.exp(min(mlm, 700)),
-        "accuracy": correct / max(tokens, 1), "eval_tokens": int(tokens), "loss/mlm": mlm,
+        "accuracy": totals["accuracy"][0] / tokens, "eval_tokens": int(total.count), "loss/mlm": mlm,
     }  # fmt: skip
     pairs = {name: totals.get(name, (0.0, 0.0)) for name in ("loss/nsp", "nsp_accuracy")}
     if pairs["loss/nsp"][1]:
@@ -113,8 +108,5 @@ def _errors(*totals):
 
 def _means(totals, known=()):
     """Means of the names beside the known ones; None of nothing."""
-    return {
-        name: total / count if count else None
-        for name, (total, count, *_) in totals.items()
-        if name not in known
-    }
+    others = [(name, total) for name, total in totals.items() if name not in known]
+    return {name: total / count if count else None for name, (total, count, *_) in others}

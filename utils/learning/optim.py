@@ -7,34 +7,27 @@ from transformers import get_scheduler
 from utils.learning.muon import MuonAdamW, block_matrices
 from utils.xla import sync
 
-SCHEDULES = (
-    "linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
-    "warmup_stable_decay",
-)  # fmt: skip
-
-
-def decays(module, name, parameter):
-    """Weight decay is for matrices and embeddings, not for biases and norms, whatever the model calls them.
-
-    Asked of the module that owns the parameter, because names lie: GPT-2's norms are ln_1, ln_2, ln_f.
-    """
-    return parameter.ndim >= 2 and not name.endswith("bias") and "Norm" not in type(module).__name__
+SCHEDULES = ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
+SCHEDULES += ["warmup_stable_decay"]
 
 
 def parameter_groups(model, weight_decay):
-    """Two groups for an optimizer, the decayed one first; every trainable parameter once, also when tied."""
+    """Two groups for an optimizer, every trainable parameter once, also when tied: first the matrices and
+    embeddings, which decay; then biases and norms, told by their modules' class, as GPT-2's are ln_1, ln_f.
+    """
     decayed, plain, seen = [], [], set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in seen:
                 seen.add(parameter)
-                (decayed if decays(module, name, parameter) else plain).append(parameter)
+                norm_or_bias = name.endswith("bias") or "Norm" in type(module).__name__
+                (plain if parameter.ndim < 2 or norm_or_bias else decayed).append(parameter)
     assert seen == {p for p in model.parameters() if p.requires_grad}
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), eps=1e-8,
-                    optimizer_type="adamw", muon_learning_rate=0.0):
+def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), optimizer_type="adamw",
+                    muon_learning_rate=0.0):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
     optimizer_type "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the
@@ -51,7 +44,7 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), eps=
         })  # fmt: skip
     groups = [group for group in groups if group["params"]]
     optimizer = MuonAdamW if optimizer_type == "muon" else torch.optim.AdamW
-    return optimizer(groups, lr=learning_rate, betas=betas, eps=eps, fused=fused)
+    return optimizer(groups, lr=learning_rate, betas=betas, fused=fused)
 
 
 def describe_groups(optimizer):
@@ -71,8 +64,6 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
     Leave it out of accelerator.prepare, which would step it once per process, and step it once per update.
     """
-    if lr_scheduler_type not in SCHEDULES:
-        raise ValueError(f"lr_scheduler_type, {lr_scheduler_type!r}, must be one of {', '.join(SCHEDULES)}")
     if not 0 <= num_warmup_steps <= max_train_steps:
         raise ValueError(
             f"num_warmup_steps, {num_warmup_steps}, must be 0 to {max_train_steps}, the steps of the run"
@@ -102,10 +93,9 @@ def stable_steps(args, steps):
 class UpdateGuard:
     """Skips an update whose gradient norm is not finite, or is an outlier: of all optimizers together.
 
-    The norm of the whole gradient is the same on all processes, so all judge alike. Fused AdamW leaves
-    weights, moments and step count alone when its `found_inf` is 1 (made for GradScaler), so the host need
-    not ask. With any other optimizer the host reads the norm and drops the gradients. Under fp16 GradScaler
-    owns `found_inf` and skips what is not finite by itself.
+    All processes judge alike. Fused AdamW changes nothing when its `found_inf` is 1 (made for GradScaler), so
+    the host need not ask. With any other optimizer the host reads the norm and drops the gradients. Under
+    fp16 GradScaler owns `found_inf` and skips what is not finite by itself.
     """
 
     WARMUP = 20  # accepted updates before outliers are judged
@@ -182,15 +172,14 @@ class UpdateGuard:
 
 
 def skipped_updates(flags, step, rows_before):
-    """One record for metrics.jsonl per skipped update: which step, and its samples' positions [first, end).
+    """One record for metrics.jsonl per skipped update: its step, from 1, and its samples [first, end).
 
-    flags: of the updates up to and including `step`, as UpdateGuard.read gives them. rows_before(step): the
-    position of a step's first row, steps counted from 0 there and from 1 in `step` and the records.
+    flags: of the updates up to and including `step`, as UpdateGuard.read gives them.
     """
-    steps = [step - len(flags) + i + 1 for i, flag in enumerate(flags) if flag]
     return [
         {"step": s, "event": "skipped_update", "positions": [rows_before(s - 1), rows_before(s)]}
-        for s in steps
+        for s, flag in enumerate(flags, step - len(flags) + 1)
+        if flag
     ]
 
 
