@@ -21,12 +21,10 @@ Totals = dict[str, Total]
 
 @torch.no_grad()
 def sums_over_dataset(
-    accelerator,
-    model: torch.nn.Module,
-    batches: Iterable,
+    accelerator, model: torch.nn.Module, batches: Iterable,
     evaluate: Callable[[dict], dict[str, tuple[torch.Tensor, torch.Tensor]]],
     stopped: Callable[[], int] = lambda: 0,
-) -> Totals | None:
+) -> Totals | None:  # fmt: skip
     """Adds up what `evaluate(batch)` gives, {name: (sums, counts)}, both [B] or both 0-d, over all batches
     and processes: in float64, at the end; before, the host reads nothing. None if `stopped()` ended it early.
 
@@ -59,8 +57,7 @@ def standard_error(*totals: Total) -> float | None:
     not known one by one, or are fewer than two.
 
     A mean is a quotient of sums over rows, so each row counts with what it moves it by (ratio estimator:
-    Cochran, "Sampling Techniques", 1977, chapter 6). Without the correction for a finite set: rows drawn from
-    few others estimate the mean of that set better than it says.
+    Cochran, "Sampling Techniques", 1977, chapter 6). Without the correction for a finite set.
     """
     if any(total.row_sums is None or not total.count for total in totals):
         return None

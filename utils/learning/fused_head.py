@@ -1,7 +1,4 @@
-"""The vocabulary projection and its loss together, in chunks of rows.
-
-The gradients of both are formed in the forward pass, chunk by chunk: the logits of more than one chunk never
-exist, in any precision.
+"""The vocabulary projection and its loss together, in chunks of rows: more logits never exist at a time.
 
 N rows (predicted tokens), C of them in a chunk, V vocabulary, D width.
 """
@@ -14,22 +11,15 @@ ROW_STRIDE = 64  # elements; rows that start on a cache line (CPU) and on a tens
 
 
 def chunk_rows(device_type, vocab_size):
-    """Rows of logits that exist at a time.
-
-    On a CPU 256 is the fastest that was measured (V 50257, D 256: 512 rows gained nothing in float32, 1024
-    lost a third) and it keeps the buffer small. An accelerator needs matrices that fill it: 1 GiB of float32
-    logits, which is 5120 rows at V 50257.
+    """Rows of logits that exist at a time. On a CPU 256 was the fastest (V 50257, D 256: 1024 lost a third).
+    An accelerator needs matrices that fill it: 1 GiB of float32 logits, 5120 rows at V 50257.
     """
-    if device_type == "cpu":
-        return 256
-    return max(256, 2**30 // (4 * vocab_size) // 256 * 256)
+    return 256 if device_type == "cpu" else max(256, 2**30 // (4 * vocab_size) // 256 * 256)
 
 
 class ChunkSoftmax(nn.Module):
-    """Loss of one chunk of logits, and their gradient written over them.
-
-    A module without parameters only so that accelerate's regional compilation, which compiles the children of
-    the model one by one, makes a single kernel of it.
+    """Loss of one chunk of logits, and their gradient written over them. A module so that accelerate's
+    regional compilation, which compiles the children of the model one by one, makes a single kernel of it.
     """
 
     def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
@@ -56,10 +46,8 @@ class ChunkSoftmax(nn.Module):
 
 
 def replaced_losses(token_loss, logits, targets):
-    """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast; 0 where nothing is predicted.
-
-    Rows that are not predicted reach it as logits of 0 with target 0, and what it makes of them stops here,
-    NaN and its gradient too.
+    """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast; 0 where nothing is predicted:
+    such rows reach it as logits of 0 with target 0, and what it makes of them, NaN too, stops here.
     """
     valid = targets != IGNORED
     with torch.autocast(logits.device.type, enabled=False):
@@ -98,8 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dtype != exact:
                 scratch = hidden.new_empty((step, stride), dtype=exact)[:, :vocab_size]
         with torch.autocast(kind, enabled=False):
-            h, w = hidden.to(dtype), weight.to(dtype)
-            valid = targets != IGNORED
+            h, w, valid = hidden.to(dtype), weight.to(dtype), targets != IGNORED
             safe_targets = targets.where(valid, 0)
             weights = token_weights.to(exact) * valid
             d_weight = torch.zeros_like(weight, dtype=exact) if with_gradient else None
@@ -153,9 +140,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_hidden.mul_(grad_loss_sum), d_weight.mul_(grad_loss_sum).to(dtype), d_bias, *[None] * 6
 
 
-@torch.compiler.disable  # gradients taken inside are nothing that dynamo can trace
-def _apply_uncompiled(*arguments):
-    return _LinearCrossEntropy.apply(*arguments)
+# Gradients taken inside are nothing that dynamo can trace.
+_apply_uncompiled = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
 def linear_cross_entropy(
@@ -166,9 +152,7 @@ def linear_cross_entropy(
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] with -100 for "not predicted", token_weights
     [N]. Returns (sum over rows of token_weights * loss, a scalar with gradients for hidden, weight and bias;
     losses [N], detached, 0 where not predicted; correct [N] bool or None: the target is the most likely id).
-
-    token_loss: a function of (logits [C, V] float32, targets [C]) that gives the losses [C] to sum instead,
-    differentiable in the logits; they alone get its gradient. `losses` stay the cross-entropy.
+    token_loss(logits [C, V] float32, targets [C]) gives the losses [C] to sum instead, see ModelLoss.
 
     Matrix products run in autocast's type where autocast is on, softmax and sums in float32. The gradients
     are made in the forward pass and scaled in place by backward, so one backward only: no retain_graph, no

@@ -1,5 +1,4 @@
-"""Losses as modules around a transformers model, so that DDP, FSDP and compile see one forward with the loss
-inside.
+"""Losses as modules around a transformers model: DDP, FSDP and compile see one forward with the loss inside.
 
 B rows, T tokens per row, K prediction slots per row, N = B x T or B x K flattened, V vocabulary, D width.
 """
@@ -18,8 +17,7 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 class _Running(threading.local):  # some TPUs run two processes as threads of one
-    def __init__(self):
-        self.rows_in_order = False  # while a loss module runs its model on rows that bring no positions
+    rows_in_order = False  # while a loss module runs its model on rows that bring no positions
 
 
 _running = _Running()
@@ -29,8 +27,7 @@ def trust_row_positions():
     """From now on transformers does not look for positions that start again within a row (documents kept
     apart) while a module of this file runs its model on a batch without position_ids: they count from 0.
 
-    The search waits for the device in each forward; torch.compile takes its success for granted, which costs
-    the causal kernel. Every other caller, and a batch with position_ids, gets what transformers does.
+    The search waits for the device in each forward, and under torch.compile costs the causal kernel.
     """
     search = masking_utils.find_packed_sequence_indices
     if hasattr(search, "of_transformers"):
@@ -46,6 +43,8 @@ def trust_row_positions():
 class ModelLoss(nn.Module):
     """What both losses share: a transformers model, what it is given, and the two parts it is run in.
 
+    Build it around a model on the CPU, before anything wraps or moves it. Where the head is more than the
+    parts here (scaled or capped logits, several heads), the model's own logits are used, with a warning.
     token_loss: None for cross-entropy, or a function (logits [C, V] float32, targets [C]) -> losses [C] that
     is trained instead. It sees predicted tokens only, a chunk at a time and in order, must be differentiable
     in the logits, and trains nothing else. In eval mode both modules give cross-entropy in any case.
@@ -98,9 +97,8 @@ class ModelLoss(nn.Module):
     def _split_gives_same_logits(self):
         """Whether base model, transform and projection give the logits of the model, tried on eight tokens.
 
-        The parameters of the head get noise meanwhile, as a bias or scale at its initial value would not be
-        missed. And what enters the projection is multiplied by 1000 the second time: a new model's logits are
-        too small for a soft cap to touch them.
+        The head's parameters get noise meanwhile: initial biases and scales would not be missed. And what
+        enters the projection is multiplied by 1000 once: new models' logits are too small for a soft cap.
         """
         lm = self.lm
         ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
@@ -139,22 +137,15 @@ class ModelLoss(nn.Module):
 
 
 class CausalLMLoss(ModelLoss):
-    """A causal language model with its loss. Build it around a model on the CPU, before anything wraps or
-    moves it.
-
-    Rows are full, so no attention mask is made. A model whose head is more than one linear layer (scaled or
-    capped logits, several heads) is found by comparing both ways on eight tokens; its own logits are used
-    then, with a warning. token_loss: see ModelLoss.
-    """
+    """A causal language model with its loss. Rows are full, so no attention mask is made."""
 
     options = {"use_cache": False}
 
     def forward(self, batch, row_weights=None):
         """batch: input_ids int64 [B, T], and what else `model_inputs` takes; row_weights [B] or None, ones.
 
-        Returns (loss, row_losses): row_losses [B] is the mean cross-entropy over the T - 1 predicted tokens
-        of each row, detached; loss, a scalar with gradient, is the mean over rows of row_weights * row_losses
-        (in training with token_loss, of row_weights * the mean of those losses).
+        Returns (loss, row_losses): row_losses [B], detached, the mean cross-entropy over T - 1 predictions of
+        each row; loss, a scalar, the mean of row_weights * row_losses (in training those of token_loss).
         """
         input_ids, token_loss = batch["input_ids"], self.token_loss if self.training else None
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
@@ -181,11 +172,7 @@ class CausalLMLoss(ModelLoss):
 
 class MaskedLMLoss(ModelLoss):
     """A masked language model (RoBERTa, BERT and ModernBERT, BertForPreTraining with next sentence) with its
-    losses.
-
-    Only the prediction slots pass the head: their hidden states are gathered first and projected after. Build
-    it on the CPU like CausalLMLoss; a head of another form is found and used whole, with a warning.
-    token_loss: see ModelLoss; next sentence is always cross-entropy.
+    losses. Only the prediction slots pass the head. Next sentence is always cross-entropy.
     """
 
     def _transform(self, hidden):
@@ -200,17 +187,14 @@ class MaskedLMLoss(ModelLoss):
         positions to predict; slot_labels int64 [B, K], -100 for an empty slot; next_sentence_label int64 [B]
         or not there, 0 = B follows A, 1 = random, -100 = not counted.
 
-        Returns sums as 0-d tensors, to be divided once by the caller: mlm_loss_sum (with gradient; in
-        training of token_loss, if there is one), mlm_correct, mlm_tokens, and with next_sentence_label
-        nsp_loss_sum (with gradient), nsp_correct, nsp_rows. And of each row, detached, its summed
-        cross-entropy: mlm_row_losses, nsp_row_losses [B].
+        Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training of token_loss, if there is one),
+        mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
+        nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses, nsp_row_losses [B].
         """
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
         token_loss = self.token_loss if self.training else None
-        next_sentence_label = batch.get("next_sentence_label")
         if self.splits_head:
-            out = self._run(self.lm.base_model, batch)
-            weight, bias = self._projection()
+            out, (weight, bias) = self._run(self.lm.base_model, batch), self._projection()
             hidden = self._transform(_gather_slots(out.last_hidden_state, slots))
             loss_sum, losses, correct = linear_cross_entropy(
                 hidden, weight, labels, torch.ones_like(labels, dtype=torch.float32), bias,
@@ -220,19 +204,17 @@ class MaskedLMLoss(ModelLoss):
             out = self._run(self.lm, batch)
             logits = _gather_slots(_logits(out), slots).float()
             losses = F.cross_entropy(logits, labels, reduction="none")
-            loss_sum = losses.sum()
-            if token_loss is not None:
-                loss_sum = replaced_losses(token_loss, logits, labels).sum()
+            trained = losses if token_loss is None else replaced_losses(token_loss, logits, labels)
+            loss_sum = trained.sum()
             correct = (logits.argmax(1) == labels) & (labels != IGNORED)
         sums = {
             "mlm_loss_sum": loss_sum, "mlm_correct": correct.sum(), "mlm_tokens": (labels != IGNORED).sum(),
             "mlm_row_losses": losses.detach().view(slots.shape).sum(1),
         }  # fmt: skip
-        if next_sentence_label is not None:
-            if self.splits_head:
-                scores = self.lm.cls.seq_relationship(out.pooler_output).float()
-            else:
-                scores = out.seq_relationship_logits.float()
+        if (next_sentence_label := batch.get("next_sentence_label")) is not None:
+            whole = not self.splits_head
+            scores = out.seq_relationship_logits if whole else self.lm.cls.seq_relationship(out.pooler_output)
+            scores = scores.float()
             counted = next_sentence_label != IGNORED
             losses = F.cross_entropy(scores, next_sentence_label, reduction="none")
             sums["nsp_loss_sum"], sums["nsp_row_losses"] = losses.sum(), losses.detach()
@@ -259,7 +241,6 @@ def keytoken_table(keytoken_ids, vocab_size, device=None):
 
 def keytoken_row_weights(input_ids, table, alpha):
     """input_ids [B, T], table from keytoken_table -> [B]: 1 + alpha * (occurrences of key tokens in the row).
-
-    With alpha 1 the weights of the key-token loss of the Hugging Face course, chapter 7.6; with alpha 0 ones.
+    Alpha 1: the weights of the Hugging Face course, chapter 7.6.
     """
     return 1.0 + alpha * table[input_ids].sum(1)

@@ -29,21 +29,19 @@ def model_problems(kind, model_type, config_overrides, model_name_or_path, block
 def build_model(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):
     """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
 
-    kind: "causal", "masked" or "pretraining" (masked LM with next sentence). config_overrides:
-    "n_layer=4,n_embd=256" or a JSON object, for random weights only. Vocabulary size, special ids and
-    positions come from tokenizer and block_size where they are not overridden. Raises ValueError, one problem
-    per line, when they cannot agree.
+    kind: of MODEL_CLASSES. config_overrides: "n_layer=4,n_embd=256" or a JSON object, for random weights.
+    Vocabulary size, special ids and positions come from tokenizer and block_size where they are not
+    overridden. ValueError with `model_problems`.
     """
     of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
     config, problems = _configure(*of)
     if problems:
         raise ValueError("\n".join(problems))
+    made, dtype = MODEL_CLASSES[kind], torch.float32  # transformers would keep that of the file
     if model_name_or_path:
-        # Without dtype, transformers keeps the type of the file: training would go on in bfloat16 weights.
-        model = MODEL_CLASSES[kind].from_pretrained(model_name_or_path, config=config, dtype=torch.float32)
-        model.train()  # it comes without dropout
+        model = made.from_pretrained(model_name_or_path, config=config, dtype=dtype).train()  # with dropout
     else:
-        model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32)
+        model = made.from_config(config, dtype=dtype)
     if kind == "causal" and not model.generation_config.max_length:
         # Saved with it: otherwise pipeline() asks for 256 new tokens, more than there are positions.
         model.generation_config.max_length = block_size
@@ -58,11 +56,10 @@ def setting(config, name):
 
 
 def freeze_unused(model, kind, block_size):
-    """No gradient for parameters that text alone does not reach, such as an unused pooler: transformers' loss
-    gives them none, and DDP would wait. Where a few tokens leave some out, a full row is trained on.
+    """No gradient for parameters that text alone does not reach, such as an unused pooler: DDP would wait for
+    it. Where a few tokens leave some out, a full row is trained on.
     """
-    training, trained = model.training, {p for p in model.parameters() if p.requires_grad}
-    model.eval()
+    training, trained = model.training, {p for p in model.eval().parameters() if p.requires_grad}
 
     def outputs(length):
         ids = torch.arange(length)[None] % model.config.vocab_size
@@ -89,17 +86,14 @@ def freeze_unused(model, kind, block_size):
 
 
 def use_one_kernel_gelu(model):
-    """Replace GELUs written out in eight operations by torch's kernel of the same formula.
-
-    The configuration, and so what is saved, stays as it is. Written out, each keeps several copies of the
-    widest activation for backward.
+    """Replace GELUs written out in eight operations, which keep several copies of the widest activation for
+    backward, by torch's kernel of the same formula. The configuration, and so what is saved, stays as it is.
     """
     names = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
     written_out = tuple(getattr(activations, name) for name in names)
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, written_out):
-                setattr(module, name, nn.GELU(approximate="tanh"))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, written_out):
+            model.set_submodule(name, nn.GELU(approximate="tanh"))
 
 
 def _configure(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):
@@ -151,8 +145,7 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
 def _agreement(config, chosen, kind, block_size, tokenizer, source):
     """(what the configuration has to say beside `chosen`, which is included; problems)."""
     pretrained = source != "config_overrides"
-    values, problems = dict(chosen), []
-    pad_id = getattr(config, "pad_token_id", None)
+    values, problems, pad_id = dict(chosen), [], getattr(config, "pad_token_id", None)
     for name, bidirectional, causal in LEFT_TO_RIGHT if kind == "causal" else ():
         if getattr(config, name, None) == bidirectional:  # every token would see the next one
             values.setdefault(name, causal)
@@ -198,9 +191,7 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
 
 
 def _positions_after_pad(kind, config, values):
-    """Whether the model numbers positions from pad_token_id + 1 and takes every pad id for padding, as
-    RoBERTa and its descendants do: then its position embeddings know the pad id.
-    """
+    """Whether positions count from pad_token_id + 1, as RoBERTa's: its embeddings of them know the pad."""
     asked = copy.deepcopy(config)
     try:
         for name, value in (values | {"vocab_size": 8, "pad_token_id": 0}).items():
@@ -209,10 +200,8 @@ def _positions_after_pad(kind, config, values):
             modules = MODEL_CLASSES[kind].from_config(asked).named_modules()
     except Exception:  # `_built` tells it
         return False
-    return any(
-        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
-        for name, module in modules
-    )
+    positions = (module for name, module in modules if name.endswith("position_embeddings"))
+    return any(getattr(module, "padding_idx", None) is not None for module in positions)
 
 
 def _parse_overrides(config, overrides):

@@ -75,30 +75,21 @@ class MuonAdamW(torch.optim.AdamW):
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
-        # Of a matrix that is cut up each process has a part: the momentum is put together for the iteration.
-        gradients = [weight.grad for weight in weights]
-        moved = [buffer.lerp(gradient, 1 - group["momentum"])
-                 for buffer, gradient in zip(buffers, gradients, strict=True)]  # fmt: skip
-        ahead = [_whole(gradient.lerp(buffer, group["momentum"]))  # Nesterov's
-                 for buffer, gradient in zip(moved, gradients, strict=True)]  # fmt: skip
-        flat = torch.stack([_lying(update) for update in ahead])  # [n, r, c]
+        pairs, momentum = zip(weights, buffers, strict=True), group["momentum"]
+        moved = [buffer.lerp(weight.grad, 1 - momentum) for weight, buffer in pairs]
+        # Nesterov's. Of a matrix that is cut up each process has a part: put together for the iteration.
+        ahead = [w.grad.lerp(buffer, momentum) for w, buffer in zip(weights, moved, strict=True)]
+        ahead = [x.full_tensor() if isinstance(x, DTensor) else x for x in ahead]
+        flat = torch.stack([x.mT if x.shape[0] > x.shape[1] else x for x in ahead])  # [n, r, c], lying
         precision = PRECISION.get(flat.device.type, torch.float32)
         updates = orthogonalize(flat.to(precision)).to(flat.dtype)
         size = group["lr"] * 0.2 * math.sqrt(flat.shape[2])
         skip = getattr(self, "found_inf", None)
-        for weight, buffer, momentum, update in zip(weights, buffers, moved, updates, strict=True):
+        for weight, buffer, newer, update in zip(weights, buffers, moved, updates, strict=True):
             update = _cut_as(weight, update.mT if weight.shape[0] > weight.shape[1] else update)
             new = weight * (1 - group["lr"] * group["weight_decay"]) - size * update
-            buffer.copy_(momentum if skip is None else torch.where(skip > 0, buffer, momentum))
+            buffer.copy_(newer if skip is None else torch.where(skip > 0, buffer, newer))
             weight.copy_(new if skip is None else torch.where(skip > 0, weight, new))
-
-
-def _lying(matrix):
-    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-
-
-def _whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _cut_as(weight, update):

@@ -30,8 +30,7 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
                     muon_learning_rate=0.0):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
-    optimizer_type "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the
-    same. Move the model to its device, and tie its weights there, before: XLA makes new parameters.
+    "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the same.
     """
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     groups = parameter_groups(model, weight_decay)
@@ -64,23 +63,21 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
     Leave it out of accelerator.prepare, which would step it once per process, and step it once per update.
     """
-    if not 0 <= num_warmup_steps <= max_train_steps:
-        raise ValueError(
-            f"num_warmup_steps, {num_warmup_steps}, must be 0 to {max_train_steps}, the steps of the run"
-        )
-    name, options = lr_scheduler_type, {}
+    name, options, last = lr_scheduler_type, {}, max_train_steps
+    if not 0 <= num_warmup_steps <= last:
+        raise ValueError(f"num_warmup_steps, {num_warmup_steps}, must be 0 to {last}, the steps of the run")
     if name == "warmup_stable_decay":
         options = {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio, "decay_type": "1-sqrt"}
-        if num_warmup_steps + num_decay_steps > max_train_steps:
-            raise ValueError(f"num_decay_steps: {num_decay_steps} and warm-up of {num_warmup_steps} steps "
-                             f"are more than the {max_train_steps} of the run")
+        if num_warmup_steps + num_decay_steps > last:
+            both = f"{num_decay_steps}, and {num_warmup_steps} of warm-up"
+            raise ValueError(f"num_decay_steps: {both}, are more than the {last} steps of the run")
     elif min_lr_ratio and name == "cosine":
         name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     elif min_lr_ratio and name == "linear":
         name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
     elif min_lr_ratio:
         raise ValueError(f"min_lr_ratio: {name} has no such end; leave it at 0")
-    return get_scheduler(name, optimizer, num_warmup_steps, max_train_steps, options)
+    return get_scheduler(name, optimizer, num_warmup_steps, last, options)
 
 
 def stable_steps(args, steps):
@@ -102,9 +99,7 @@ class UpdateGuard:
     HORIZON = 100  # updates that the running mean of accepted norms looks back, about
 
     def __init__(self, accelerator, *optimizers, outlier_factor=0.0):
-        """optimizers: prepared by accelerate or not; several are not for fp16, ValueError. outlier_factor:
-        skip norms above this multiple of the running mean of accepted norms; 0 = never.
-        """
+        """outlier_factor: skip norms above this multiple of the running mean of accepted norms; 0 = never."""
         if accelerator.scaler is not None and len(optimizers) > 1:
             raise ValueError(
                 "mixed_precision: fp16 is for one optimizer, as accelerate divides the gradients of a second "
@@ -184,10 +179,7 @@ def skipped_updates(flags, step, rows_before):
 
 
 class Means:
-    """Means of losses over the steps since the last log line, kept on the device until then.
-
-    Each micro-batch `add`s its losses, `close` ends the step, `read` gives {"loss/<name>": mean, ...}.
-    """
+    """Means of losses over the steps since the last log line, kept on the device until then."""
 
     def __init__(self, accelerator, *names, total=None):
         """names: of the losses; total: the name of their sum, told first, if it is to be told."""
@@ -210,8 +202,8 @@ class Means:
         self._step.zero_()
 
     def read(self, **others):
-        """The means over steps and processes, None where no step counted, and over processes those of
-        `others` (0-d tensors); then starts anew. All processes call it; here the host waits for the device.
+        """{"loss/<name>": mean over steps and processes, None where no step counted}, and of `others` (0-d)
+        over processes; then starts anew. All processes call it; here the host waits for the device.
         """
         rows = self.state_dict(*others.values())
         names = [*self.names, "steps", *others]
