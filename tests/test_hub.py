@@ -363,7 +363,8 @@ def test_killed_during_a_push(both, tmp_path, when):
 def test_commit_quota(hub, tmp_path):
     """Beyond the quota snapshots wait and are replaced by newer ones; some commits are kept for the end."""
     Program(hub, tmp_path, """
-    pusher = HubPusher(check_hub("ada/model"), out, commits_per_hour=2)
+    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher.commits_per_hour = 2
     for step in (1, 2, 3, 4, 5):
         save(step)
         pusher.push(step)

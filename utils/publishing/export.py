@@ -13,9 +13,8 @@ from utils.state.training_state import named_tensors
 def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer; each file is replaced whole, weights last.
 
-    model: the prepared loss module, whose `.lm` is the transformers model. Called on all processes: FSDP
-    gathers the full weights on the first. Weights go through the CPU because save_pretrained cannot read XLA
-    tensors.
+    model: the prepared loss module, whose `.lm` is the transformers model. Called on all processes. Weights
+    go through the CPU because save_pretrained cannot read XLA tensors.
     """
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     if accelerator.distributed_type == DistributedType.FSDP:
@@ -33,7 +32,7 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
         tokenizer.save_pretrained(temporary)
         config = temporary / "config.json"
         config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
-        mode = (temporary / "config.json").stat().st_mode
+        mode = config.stat().st_mode
         for file in sorted(temporary.iterdir(), key=lambda file: file.suffix == ".safetensors"):
             if file.stat().st_mode != mode:  # safetensors writes files that only their owner may read
                 file.chmod(mode)

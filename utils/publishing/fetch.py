@@ -21,11 +21,10 @@ def newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
 
 
 def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
-    """Download the training state that HubPusher has published, if output_dir has none as new.
+    """Download the training state that HubPusher has published, and BESIDE, if output_dir has none as new.
 
-    Returns its folder, or None where there was nothing to fetch. The folder appears whole or not at all;
-    whether it holds what was saved is checked where checkpoints are loaded. BESIDE is replaced by the files
-    of that state. Raises ValueError when the Hub cannot be reached.
+    Returns its folder, or None where there was nothing to fetch. It appears whole or not at all, and is
+    verified when it is loaded. ValueError when the Hub cannot be reached.
     """
     output_dir, subject = Path(output_dir), f"checkpoints of {repo_id}"
     for left in output_dir.glob(".fetch-*"):  # by a kill

@@ -1,7 +1,5 @@
 """The Hub before any work, and what its client's exceptions mean.
 
-    repo_id = check_hub("my-model", private=True)           # token, name, right to write
-
 The token is looked up by huggingface_hub at each call, so a renewed login counts, and stored nowhere.
 """
 
@@ -34,8 +32,7 @@ REMEDIES = {
 def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
     """Make sure that pushing will work: the full "owner/name" of the repository, created where missing.
 
-    Takes seconds, also when nobody answers. Raises ValueError with the remedy: no token or a bad one, a name
-    that the Hub refuses, a namespace or repository that this token cannot write to, no connection.
+    Takes seconds, also when nobody answers. ValueError with the remedy.
     """
     bound_waiting(CHECK_SECONDS)
     if not get_token():

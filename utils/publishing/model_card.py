@@ -19,17 +19,15 @@ METRICS = ("loss/eval", "perplexity", "bits_per_byte", "accuracy")
 
 
 def write_model_card(
-    output_dir: str | os.PathLike, *, pipeline_tag: str, model_name: str, model_type: str, parameters: int,
-    dataset: str, step: int, max_steps: int, tokens: int, seconds: float, hardware: str,
-    settings: Mapping[str, Any], results: Mapping[str, float], example: str, repo_id: str | None = None,
-    base_model: str | None = None, license: str = "unknown",
+    output_dir: str | os.PathLike, *, pipeline_tag: str, model_name: str, model_type: str, dataset: str,
+    seconds: float, settings: Mapping[str, Any], results: Mapping[str, float], example: str,
+    repo_id: str | None = None, base_model: str | None = None, license: str = "unknown", **numbers,
 ) -> None:  # fmt: skip
     """Write output_dir/README.md, replacing it in one piece.
 
-    pipeline_tag: "text-generation" or "fill-mask". results: metric, or metric/evaluation set, -> value, as in
-    metrics.jsonl; values that are not finite are left out. example: the text given to the pipeline in "How to
-    use it". base_model: Hub id or folder of the weights that training started from. license: an identifier of
-    the Hub (apache-2.0, mit, other).
+    results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
+    left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
+    training started from. numbers: hardware, parameters, step, max_steps and tokens, for the template.
     """
     output_dir = Path(output_dir)
     # The Hub refuses metadata that names a folder as data set or base model.
@@ -57,15 +55,14 @@ def write_model_card(
         tags=["pretraining", "accelerate", model_type], eval_results=evaluations or None,
     )  # fmt: skip
 
-    def link(name: str, kind: str, on_hub: bool) -> str:
+    def link(name: str, on_hub: bool, kind: str = "") -> str:
         return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub else f"`{name}`"
 
-    weights = link(base_model, "", base_on_hub) if base_model else None
+    origin = f"further from {link(base_model, base_on_hub)}" if base_model else "from scratch"
     card = ModelCard.from_template(
-        data, template_path=str(TEMPLATE), title=model_name, model_type=model_type, parameters=parameters,
-        origin=f"trained further from {weights}" if weights else "trained from scratch",
-        dataset_link=link(dataset, "datasets/", dataset_on_hub),
-        step=step, max_steps=max_steps, tokens=tokens, hardware=hardware, duration=duration(seconds),
+        data, template_path=str(TEMPLATE), title=model_name, model_type=model_type, **numbers,
+        origin=f"trained {origin}",
+        dataset_link=link(dataset, dataset_on_hub, "datasets/"), duration=duration(seconds),
         settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
         sets=sets, results=table, example=json.dumps(example, ensure_ascii=False),
         address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),

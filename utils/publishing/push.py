@@ -1,10 +1,5 @@
 """Publish a run on the Hugging Face Hub while it trains: the network can neither hold it up nor lose a model.
 
-    pusher = HubPusher(repo_id, output_dir)                 # on the main process only, after check_hub
-    pusher.push(step, {"loss": 2.31, "perplexity": 10.1})   # freezes the model files and returns
-    for event in pusher.poll(): metrics.write(event)        # at every log interval, and after finish
-    arrived = pusher.finish(timeout=600)                    # False: the files stay here, the remedy was said
-
 A push is exactly one commit, so every revision is complete and of one step, whatever dies when. One thread
 uploads; of the snapshots that wait, the newest replaces the older ones.
 
@@ -52,21 +47,18 @@ class Snapshot:
 
 
 class HubPusher:
-    """Pushes snapshots of `output_dir` to `repo_id` from one background thread; see the top of this file.
+    """Made on the main process, after check_hub; `poll` it at every log interval, and after `finish`.
 
-    With `push_checkpoints` the newest complete checkpoint is published too, on a branch where it replaces the
-    older one. Files are frozen in output_dir/.hub until they have arrived. `status` is a few words for the
-    progress line. `say` gets what a person should read, on the thread that calls `poll` and `finish`. Beyond
-    `commits_per_hour`, pushes wait, and newer ones replace them meanwhile.
+    push_checkpoints: the newest complete checkpoint too, on a branch where it replaces the older one. Files
+    are frozen in output_dir/.hub until they have arrived.
     """
 
-    def __init__(
-        self, repo_id: str, output_dir: str | os.PathLike, say: Callable[[str], Any] = print,
-        push_checkpoints: bool = False, commits_per_hour: int = COMMITS_PER_HOUR,
-    ):  # fmt: skip
-        self.repo_id, self.output_dir, self.say = repo_id, Path(output_dir), say
-        self.push_checkpoints, self.commits_per_hour = push_checkpoints, commits_per_hour
-        self.status = ""
+    say: Callable[[str], Any] = print  # gets what a person should read, where `poll` and `finish` are called
+    status = ""  # a few words for the progress line
+    commits_per_hour = COMMITS_PER_HOUR  # beyond, pushes wait, and newer ones replace them meanwhile
+
+    def __init__(self, repo_id: str, output_dir: str | os.PathLike, push_checkpoints: bool = False):
+        self.repo_id, self.output_dir, self.push_checkpoints = repo_id, Path(output_dir), push_checkpoints
         self.frozen = self.output_dir / ".hub"  # on the same file system, so that weights can be hard links
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
         self.changed = threading.Condition()  # guards what follows
@@ -86,9 +78,8 @@ class HubPusher:
     def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """Freeze the files of output_dir, all of one step, for the main branch; older weights there go.
 
-        The message of the commit is made of step and metrics. Never raises for the network or the disk.
-        Weights (*.safetensors) are frozen as hard links, so whoever saves must replace them, as
-        save_pretrained does, not rewrite them in place. The others are copied.
+        Never raises for the network or the disk. Weights are frozen as hard links, so whoever saves must
+        replace them, as save_pretrained does, not rewrite them in place. The others are copied.
         """
         found = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
         files = [path.relative_to(self.output_dir).as_posix() for path in found if path.is_file()]
@@ -132,13 +123,11 @@ class HubPusher:
         return not lost
 
     def _command(self, snapshot: Snapshot) -> str:
-        command = ["hf", "upload", self.repo_id]
+        name = f"checkpoints/step-{snapshot.step:08d}"
+        what = [str(self.output_dir / name), name, "--revision", BRANCH]
         if snapshot.branch == "main":
-            command += [str(self.output_dir), ".", "--exclude", "checkpoints/*", "--exclude", ".*"]
-        else:
-            name = f"checkpoints/step-{snapshot.step:08d}"
-            command += [str(self.output_dir / name), name, "--revision", BRANCH]
-        return shlex.join([*command, "--commit-message", snapshot.message])
+            what = [str(self.output_dir), ".", "--exclude", "checkpoints/*", "--exclude", ".*"]
+        return shlex.join(["hf", "upload", self.repo_id, *what, "--commit-message", snapshot.message])
 
     # ---- The caller's thread
 
@@ -167,11 +156,10 @@ class HubPusher:
             shutil.rmtree(folder, ignore_errors=True)
             return self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
         with self.changed:
-            older = self.waiting.get(branch)
+            if older := self.waiting.get(branch):
+                self._replace(older)
             self.waiting[branch] = snapshot
             self.changed.notify_all()
-        if older:
-            self._replace(older)
         if self.thread.ident is None:
             self.thread.start()
 
@@ -255,9 +243,8 @@ class HubPusher:
     def _wait_for_quota(self) -> None:
         while not self.finished:
             limit = self.commits_per_hour + (KEPT_FOR_THE_END if self.finishing else 0)
-            if len(self.commit_times) < limit:
-                return
-            seconds = 3600 - (time.monotonic() - self.commit_times[-limit])
+            times = self.commit_times
+            seconds = 3600 - (time.monotonic() - times[-limit]) if len(times) >= limit else 0
             if seconds <= 0:
                 return
             self.status = f"next push in {math.ceil(seconds / 60)} min (commit quota)"
