@@ -115,7 +115,6 @@ class Checkpoints:
         """Until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
 
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
         """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of what is cut up."""
@@ -192,10 +191,9 @@ class Checkpoints:
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
         """Restore model, kept things and random states. Returns save's extra, None at the beginning.
 
-        resume_from: "auto" for the newest valid checkpoint, with a warning about newer ones that are damaged;
-        "none"; or a checkpoint's path, which means the newest that descends from it, if there is one: the
-        command of a job that is started again goes on. check(extra) comes before all else and may raise.
-        Raises ValueError when the path, or every checkpoint there is, is invalid, or when it does not fit.
+        resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path, which means the
+        newest that descends from it, if there is one: the command of a job that is started again goes on.
+        check(extra) comes first and may raise. ValueError when no checkpoint is valid, or it does not fit.
         """
         self.wait()
         folder = self._choose(resume_from)
@@ -213,7 +211,7 @@ class Checkpoints:
             self._restore(folder, state, model, keep)
             self._origins = state.get("origins", [])
             if resume_from != "auto" and (origin := _origin(self.folder, resume_from)) not in self._origins:
-                self._origins = [*self._origins, origin]
+                self._origins.append(origin)
             self.last_good = folder
             self.reserve(model, keep)
         if self.accelerator.is_main_process:

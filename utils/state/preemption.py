@@ -1,23 +1,20 @@
 """Stop signals that all processes obey at the same step, and one run at a time in an output folder.
 
 A first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. Another one, more than a second
-later, ends it at once and harms nothing: what is on disk is complete or carries a temporary name. Sooner ones
-are the same request again: launchers forward what the scheduler has also sent to the workers.
+later, ends it at once and harms nothing. Sooner ones are the same request: launchers forward what the
+scheduler has also sent to the workers.
 
 What the launchers do with a signal that only they receive (read in their source, and tried):
 * accelerate launch, one process: dies at once without telling the script. Linux tells us (PR_SET_PDEATHSIG,
-  as SIGUSR2, never to be taken for somebody's second signal); elsewhere we look at the parent's id. So the
-  launcher is gone before the script has saved. Where that ends the job (Kubernetes, a batch script), start
-  `python train_clm.py` or `torchrun train_clm.py` instead, or send the signal to the script.
+  as SIGUSR2, never to be taken for somebody's second signal); elsewhere we look at the parent's id. Where the
+  launcher's end ends the job (Kubernetes), start `python train_clm.py` or torchrun, or signal the script.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
-* accelerate launch on TPU: dies, and its child trains on. There this module runs in the launcher too, which
-  imports the script, and passes the signal on.
+* accelerate launch on TPU: dies, and its child trains on. There this module runs in the launcher too.
 """
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import itertools
 import logging
@@ -151,10 +148,8 @@ class StopSignals:
         return _state.signum
 
     def agreed(self) -> int:
-        """Signal number or 0, the same on all processes at the same call, which all must make.
-
-        With several processes the answer is what was known at the previous call: the reduction of one integer
-        runs meanwhile, so that nobody waits for it. XLA processes ask at every tenth call only.
+        """Signal number or 0, the same on all processes at the same call, which all must make. With several
+        it is what was known at the previous call: one integer is reduced meanwhile, and nobody waits for it.
         """
         if self.answer or self.accelerator.num_processes == 1:
             self.answer = self.answer or self.requested
@@ -198,10 +193,11 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0):
             # lockf, not flock: a forked worker that outlives a killed run must not keep the lock.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
+        except (BlockingIOError, PermissionError):  # EAGAIN, EACCES: it is held
+            pass
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logger.warning("%s cannot be locked (%s): only one run may write there", output_dir, error)
-                return file
+            logger.warning("%s cannot be locked (%s): only one run may write there", output_dir, error)
+            return file
         file.seek(0)
         holder = file.read().strip() or "unknown process"
         if tries > 10 * wait_seconds:

@@ -18,7 +18,15 @@ from torch.distributed.tensor import DTensor
 from utils.state.checkpoint import Checkpoints
 from utils.state.training_state import bare_optimizer, digest, freeze, reshard
 
-PLAIN = (int, float, str, bool, type(None))
+# What differs when a value of these types has changed.
+CONTENT = (
+    ((int, float, str, bool, type(None)), repr),
+    (np.ndarray, lambda array: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).view(np.uint8).data)),
+    (torch.Generator, lambda generator: generator.get_state().tolist()),
+    (random.Random, lambda generator: generator.getstate()),
+    (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
+    ((set, frozenset), lambda values: sorted(map(repr, values))),
+)
 # Attributes that torch itself gives to modules and optimizers: saved as such, or of the moment.
 BY_TORCH = {*vars(torch.nn.Module()), *vars(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))}
 BY_TORCH |= {"found_inf", "grad_scale", "step", "_opt_called", "_step_count"}
@@ -48,10 +56,8 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     watch.check_restored()
     after = _digests(model, keep)
     if different := [name for name in before if before[name] != after[name]]:
-        raise RuntimeError(
-            f"preflight: what was written to a checkpoint and read back differs from what was saved: "
-            f"{', '.join(different)}"
-        )
+        told = "preflight: what was written to a checkpoint and read back differs from what was saved"
+        raise RuntimeError(f"{told}: {', '.join(different)}")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         shutil.rmtree(folder)
@@ -118,10 +124,10 @@ class Watch:
         """Attributes of kept things and modules whose classes are the user's own: values, not versions."""
         found = {}
         for name, thing in self.kept.items():
-            thing = bare_optimizer(thing) or thing
-            parts = thing.modules() if isinstance(thing, torch.nn.Module) else [thing]
+            module = isinstance(thing, torch.nn.Module)
+            parts = thing.modules() if module else [bare_optimizer(thing) or thing]
             for part in (part for part in parts if not _of_a_library(part)):
-                values = dict(vars(part)) if hasattr(part, "__dict__") else {}
+                values = dict(getattr(part, "__dict__", {}))
                 stored = values.pop("_non_persistent_buffers_set", set())
                 values |= {key: values.get("_buffers", {}).get(key) for key in stored}
                 for key, value in values.items():
@@ -133,20 +139,10 @@ class Watch:
         value = getattr(value, "__self__", value) if isinstance(value, types.MethodType) else value
         if id(value) in self.known and not read or depth > 3:
             return
-        if isinstance(value, PLAIN):
-            found[name] = repr(value)
+        if content := next((content for kind, content in CONTENT if isinstance(value, kind)), None):
+            found[name] = content(value)
         elif isinstance(value, torch.Tensor):
             found[name] = digest({}, {"": value.detach()}) if read else _version(value)
-        elif isinstance(value, np.ndarray):
-            found[name] = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(value).view(np.uint8).data)
-        elif isinstance(value, torch.Generator):
-            found[name] = value.get_state().tolist()
-        elif isinstance(value, random.Random):
-            found[name] = value.getstate()
-        elif isinstance(value, np.random.Generator):
-            found[name] = repr(value.bit_generator.state)
-        elif isinstance(value, set | frozenset):
-            found[name] = str(sorted(map(repr, value)))
         elif isinstance(value, list | tuple | deque | dict):
             found[name] = f"{len(value)} items"
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -157,7 +153,7 @@ class Watch:
                 versions = [_version(tensor) for tensor in tensors.values()]
                 found[name] = digest(tree, tensors) if read else repr((tree, versions))
         elif isinstance(value, types.SimpleNamespace) or not _of_a_library(value):
-            for key, item in vars(value).items() if hasattr(value, "__dict__") else ():
+            for key, item in getattr(value, "__dict__", {}).items():
                 self._add(found, f"{name}.{key}", item, depth + 1, read)
 
 
