@@ -21,15 +21,13 @@ PROJECT = Path(__file__).resolve().parent.parent
 def user_mistakes() -> Iterator[None]:
     """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
 
-    Anything else, a library's ValueError included, keeps its traceback. With several processes the first one
-    speaks; the others wait a moment, in which the launcher ends them, and speak only if they alone failed.
+    A library's keeps its traceback. Processes but the first wait a moment, in which the launcher ends them.
     """
     try:
         yield
     except ValueError as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        library = "site-packages" in raised_in.parts
-        if library or not raised_in.is_relative_to(PROJECT):
+        if "site-packages" in raised_in.parts or not raised_in.is_relative_to(PROJECT):
             raise
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(5)
@@ -53,27 +51,25 @@ def entry_point(main: Callable) -> Callable:
     @functools.wraps(main)
     def run(*args):
         handle_stop_signals()
-        leaves = _several_processes() and multiprocessing.parent_process() is None
         sys.excepthook = _print_error
+        if not _several_processes() or multiprocessing.parent_process() is not None:
+            with user_mistakes():
+                main(*args)
+            return
+        status = 1
         try:
             with user_mistakes():
                 main(*args)
             status = 0
         except SystemExit as end:
-            if not leaves:
-                raise
             status = end.code if isinstance(end.code, int) else 1
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
         except BaseException:
-            if not leaves:
-                raise
-            status = 1
             _print_error(*sys.exc_info())
-        if leaves:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
     return run
 

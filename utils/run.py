@@ -56,9 +56,8 @@ class Run:
     # ---- Before the first step
 
     def plan(self, lm, kind: str, predicted: float = 1.0) -> None:
-        """What the model will need; before it is prepared, which may cut it up.
-
-        predicted: the share of positions that pass the head.
+        """What the model will need; before it is prepared, which may cut it up. predicted: the share of
+        positions that pass the head.
         """
         self.config, self.parameters = lm.config, lm.num_parameters()
         self.kind, self.predicted = kind, predicted
@@ -72,7 +71,6 @@ class Run:
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
         """Begin, or continue where the newest checkpoint is. False: nothing is left to do.
 
-        update(micro_batches) makes one step of the script's; evaluate(batch) gives {name: (sums, counts)};
         keep: {name: what has state_dict and load_state_dict} beside the model is saved, put back, rehearsed.
         ValueError where the checkpoint does not fit, and where update changes what nobody keeps.
         """
@@ -193,8 +191,7 @@ class Run:
             self.task.samples(accelerator, self.model, data.tokenizer, self.args.prompts, quick=True)
 
     def _evaluation_caught_up(self) -> bool:
-        """The evaluation at the start, or one that a stop signal had interrupted, comes first. False: nothing
-        is left after it."""
+        """The evaluation at the start, or one that a stop interrupted. False: nothing is left after it."""
         if not self.state["evaluation_due"]:
             return True
         self.evaluate()

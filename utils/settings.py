@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
 
@@ -26,8 +26,6 @@ from utils.display.trackers import check_trackers
 from utils.learning.optim import SCHEDULES
 from utils.publishing.secrets import without_secrets
 from utils.state.checkpoint import newest_extra
-
-Args = TypeVar("Args")
 
 
 class _Parser(HfArgumentParser):
@@ -95,15 +93,12 @@ ELSEWHERE = {name: there for names, there in {
 }.items() for name in names.split()}  # fmt: skip
 
 
-def parse_args(
-    args_class: type[Args], presets: dict[str, dict[str, Any]], argv: list[str] | None = None
-) -> Args:
-    """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags given beside
-    it.
+def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
+    """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags beside it.
 
     `none` switches an optional setting off and empties a list. The trailing comment of a field is its help
-    text. Raises ValueError naming every unknown flag, with what does it here or its nearest match, and the
-    first value that does not parse.
+    text. ValueError naming every unknown flag, with what does it here or its nearest match, or the first
+    value that does not parse.
     """
     notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
     argv = ([] if notebook else sys.argv[1:]) if argv is None else argv
@@ -151,8 +146,8 @@ def common_problems(args: Any) -> list[str]:
     """What is wrong with the settings that both scripts have, a line each."""
     problems = number_problems(args)
     problems += folder_problems("output_dir", args.output_dir) + folder_problems("cache_dir", args.cache_dir)
-    checks = ((quiet_libraries, [args.log_level]), (check_trackers, [args.report_to]), (check_devices, []))
-    for check, values in checks:
+    checks = (quiet_libraries, args.log_level), (check_trackers, args.report_to), (check_devices,)
+    for check, *values in checks:
         try:
             check(*values)
         except ValueError as error:
@@ -214,9 +209,8 @@ def number_problems(args: Any) -> list[str]:
 def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list[str]:
     """A line for each setting that differs and may not: "learning_rate: 0.0005 in the run, 0.001 now".
 
-    args: the settings now, counts: what the data tell beside them. A field that the run does not know yet
-    counts as the value that does what that run did: its default, unless field(metadata={"before": value})
-    says another. A single name equals a list of one.
+    counts: what the data tell beside args. A field that the run does not know yet counts as what that run
+    did: its default, unless field(metadata={"before": value}) says another. A name equals a list of one.
     """
     now = dataclasses.asdict(args) | (counts or {})
     made = type(args)()  # with the defaults

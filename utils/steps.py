@@ -10,19 +10,14 @@ from collections.abc import Callable
 class Steps:
     """The steps of one run. Schedule, throughput, time left, data and resume all ask it.
 
-    micro_batches: number per process as a function of the step, for a batch that grows; None:
-    gradient_accumulation_steps, always. row_tokens: tokens per row as a function of the step, where rows are
-    shortened; None: block_size, always. ValueError where the rows are too few for one step.
+    Functions of the step: micro_batches per process, where a batch grows, else gradient_accumulation_steps;
+    row_tokens, where rows are shortened, else block_size. ValueError where there are no rows for one step.
     """
 
     def __init__(
-        self,
-        args,
-        accelerator,
-        rows: int | None,
-        micro_batches: Callable[[int], int] | None = None,
+        self, args, accelerator, rows: int | None, micro_batches: Callable[[int], int] | None = None,
         row_tokens: Callable[[int], int] | None = None,
-    ):
+    ):  # fmt: skip
         self.rows = rows  # of one epoch; None where only the end of a stream would tell
         self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
         self._row_tokens = row_tokens or (lambda step: args.block_size)

@@ -24,15 +24,12 @@ def completions(accelerator, model, tokenizer, prompts, quick=False) -> list[str
     return [f"{prompt.strip().splitlines()[-1]}\n{text.rstrip()}\n" for prompt, text in pairs]
 
 
-def filled(accelerator, model, tokenizer, prompts, quick=False) -> list[str]:
-    return fill_masks(accelerator, model, tokenizer, prompts)
-
-
 CAUSAL = Task(
     "text-generation", perplexity_metrics, completions, ("loss/eval", "perplexity"),
     label="generate", prompt="import numpy as np",
 )  # fmt: skip
 MASKED = Task(
-    "fill-mask", lambda totals, bytes_per_token: masked_metrics(totals), filled, ("loss/eval", "accuracy"),
+    "fill-mask", lambda totals, bytes_per_token: masked_metrics(totals),
+    lambda *what, quick=False: fill_masks(*what), ("loss/eval", "accuracy"),
     label="fill", prompt=f"It is {MASK}.",
 )  # fmt: skip

@@ -1,8 +1,7 @@
 """What PyTorch/XLA (TPU) needs and nothing else does. Elsewhere each of these does nothing.
 
-XLA records operations instead of running them; `sync` compiles and runs what was recorded. A new sequence of
-operations or a new shape is a new graph to compile, seconds to minutes each: same shapes every step, values
-read only after a sync.
+XLA records operations instead of running them; `sync` compiles and runs what was recorded. A new sequence or
+shape is a new graph, seconds to minutes each: same shapes every step, values read only after a sync.
 """
 
 import os
@@ -14,9 +13,8 @@ from accelerate.utils import is_torch_xla_available as is_xla  # for every launc
 def launcher_precision() -> str | None:
     """For Accelerator(mixed_precision=...): None is the launcher's choice.
 
-    On a TPU accelerate's bf16 means XLA_USE_BF16, which turns weights and optimizer state into bfloat16, and
-    the TPU launcher hands the YAML's choice to no process. So accelerate gets "no", and `autocast_forward`
-    does it."""
+    On a TPU accelerate's bf16 would turn weights and optimizer state into bfloat16, and its launcher hands
+    the YAML's choice to no process. So accelerate gets "no", and `autocast_forward` does it."""
     if not is_xla():
         return None
     if not is_xla(check_is_tpu=True):
