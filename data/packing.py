@@ -173,27 +173,21 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
     this at once: one prepares, the others wait. Raises ValueError where a split gets no row."""
     hold_out = eval_corpus is None and validation_fraction is not None
     names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
-    settings = preparation_settings(FORMAT, corpus, eval_corpus) | {
+    settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {
         "validation": [validation_fraction, seed] if hold_out else None,
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "keywords": sorted(set(corpus.keywords)),
         "block_size": block_size,
-        "also_evaluated": [other.fingerprint for other in also_evaluated],
     }
 
     def write(folder: Path) -> dict[str, dict]:
         fraction = validation_fraction if hold_out else 0
         while True:
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
-            evaluated = SeenHashes()
             if eval_corpus is not None:
                 documents = split_documents(eval_corpus, splits["validation"], None, progress=progress)
                 _pack(documents, tokenizer, splits["validation"])
-            for other in (eval_corpus, *also_evaluated):
-                if other is not None and other.fingerprint != corpus.fingerprint:
-                    deque(clean_documents(other, Accounting(), evaluated), maxlen=0)
             documents = split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
-                                        progress, evaluated=evaluated)
+                                        progress, (eval_corpus, *also_evaluated))
             _pack(documents, tokenizer, splits["train"])
             for split in splits.values():
                 split.close()
@@ -218,13 +212,15 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
     return prepare_splits(cache_dir, "rows", settings, write)
 
 
-def preparation_settings(version: int, corpus, eval_corpus) -> dict:
-    """The part of a cache key that says which documents are prepared, keywords aside."""
+def preparation_settings(version: int, corpus, eval_corpus, also_evaluated) -> dict:
+    """The part of a cache key that says which documents are prepared."""
     assert eval_corpus is None or sorted(eval_corpus.keywords) == sorted(corpus.keywords)
     return {
         "format": version,
         "corpus": [corpus.fingerprint, corpus.text_column],
         "eval_corpus": eval_corpus and [eval_corpus.fingerprint, eval_corpus.text_column],
+        "also_evaluated": [other.fingerprint for other in also_evaluated],
+        "keywords": sorted(set(corpus.keywords)),
     }
 
 
@@ -273,9 +269,13 @@ class Split:
 
 def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0, progress=True,
                     evaluated=()) -> Iterator[tuple]:
-    """(text, split or held_out) of the documents to prepare: `fraction` of them are held out. Both splits
-    have `counts`; evaluated: as for clean_documents."""
-    documents = clean_documents(corpus, split.counts, evaluated=evaluated)
+    """(text, split or held_out) of the documents to prepare: `fraction` of them are held out, those of the
+    corpora `evaluated` are left out, unless one is the very corpus. Both splits have `counts`."""
+    hashes = SeenHashes()
+    for other in evaluated:
+        if other is not None and other.fingerprint != corpus.fingerprint:
+            deque(clean_documents(other, Accounting(), hashes), maxlen=0)
+    documents = clean_documents(corpus, split.counts, evaluated=hashes)
     for document in show_progress(documents, split.counts, f"preparing {corpus.name}", progress):
         text = document[corpus.text_column]
         if fraction and in_validation(text, seed, fraction):

@@ -39,8 +39,9 @@ from data.packing import (
     tokenizer_fingerprint,
 )
 from data.sources.corpus import Corpus, Source, load_corpus
+from data.tokenizer import id_count
 
-FORMAT = 2  # part of every cache key: raise it when rows of old caches would differ
+FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
 BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
 COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of prepared pairs
 
@@ -183,8 +184,8 @@ def holds_pairs(corpus: Corpus) -> bool:
 
 
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
-                  eval_corpus=None, seed: int = 0, cache_dir="cache", progress=True,
-                  label_is_next: int = 0) -> PreparedRows:
+                  eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
+                  progress=True, label_is_next: int = 0) -> PreparedRows:
     """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows.
 
     A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
@@ -193,10 +194,9 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
     text gives no pairs or prepared ones are not right."""
     fraction = None if eval_corpus else validation_fraction
     names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]
-    settings = preparation_settings(FORMAT, corpus, eval_corpus) | {
+    settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {
         "validation": fraction,
         "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.cls_token_id, tokenizer.sep_token_id],
-        "keywords": sorted(set(corpus.keywords)),
         "block_size": block_size,
         "seed": seed,
     }
@@ -206,7 +206,8 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
     def write(folder: Path) -> dict[str, dict]:
         splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed, label_is_next)
                   for name in names}
-        _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed, progress)
+        _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed, progress,
+              (eval_corpus, *also_evaluated))
         if eval_corpus is not None:
             _read(eval_corpus, splits["validation"], None, 0, seed, progress)
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
@@ -220,7 +221,7 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
     return prepare_splits(cache_dir, "pairs", settings, write, PairRows)
 
 
-def _read(corpus, file, held_out, fraction, seed, progress):
+def _read(corpus, file, held_out, fraction, seed, progress, evaluated=()):
     """One pass over a source into `file`. A fraction of its documents goes to `held_out`; of prepared pairs
     the last ones, because neighbours share their documents."""
     started, counts = time.monotonic(), file.counts
@@ -233,7 +234,7 @@ def _read(corpus, file, held_out, fraction, seed, progress):
             into = held_out if fraction and number >= n - max(1, round(n * fraction)) else file
             into.add_prepared(pair, f"dataset_name {corpus.name!r}, pair {number}: ")
     else:
-        for text, into in split_documents(corpus, file, held_out, seed, fraction, progress):
+        for text, into in split_documents(corpus, file, held_out, seed, fraction, progress, evaluated):
             into.add(text)
     counts.seconds = round(time.monotonic() - started, 3)
 
@@ -243,8 +244,8 @@ class _PairFile:
 
     def __init__(self, path, tokenizer, block_size, seed, label_is_next):
         self.label_is_next, self.prepared = label_is_next, False
-        self.dtype, self.block_size, self.tokenizer = token_dtype(tokenizer), block_size, tokenizer
-        self.rows, self.counts = RowFile(path, block_size + 3, self.dtype), Accounting()
+        self.block_size, self.tokenizer, self.id_count = block_size, tokenizer, id_count(tokenizer)
+        self.rows, self.counts = RowFile(path, block_size + 3, token_dtype(tokenizer)), Accounting()
         self.builder = PairBuilder(block_size - 3, seed)
         self.labels, self.padding = [0, 0], 0  # rows by label; tokens
         self.documents, self.characters = [], 0
@@ -285,8 +286,8 @@ class _PairFile:
             problem = "attention_mask must be ones, then zeros (padding on the right)"
         elif types[: sum(mask)] != sorted(types[: sum(mask)]) or not {*types} <= {0, 1}:
             problem = "token_type_ids must be zeros for A, then ones for B"
-        elif not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
-            problem = (f"token id {max(ids)}, but the tokenizer has {len(self.tokenizer)} tokens: set "
+        elif not 0 <= min(ids) <= max(ids) < self.id_count:
+            problem = (f"token id {max(ids)}, but those of the tokenizer end at {self.id_count - 1}: set "
                        "tokenizer_name to the tokenizer that made the pairs")  # fmt: skip
         if problem:
             raise ValueError(where + problem)
@@ -299,7 +300,7 @@ class _PairFile:
     def write(self, ids: list[int], end_of_a: int, label: int):
         padding = self.block_size - len(ids)
         row = [*ids, *[self.tokenizer.pad_token_id] * padding, end_of_a, len(ids), label]
-        self.rows.write(np.array([row], self.dtype))
+        self.rows.write(np.array([row], self.rows.dtype))
         self.labels[label] += 1
         self.padding += padding
 

@@ -27,7 +27,7 @@ from data.packing import token_dtype, tokenizer_fingerprint
 from data.records import Records
 from data.shard_writers import write_text_shards, write_token_shards
 from data.shards import MANIFEST, PROGRESS
-from data.sources.corpus import Corpus, Source, has_split, load_corpus
+from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
 from data.sources.storage import FIRST_CONTACT, Folder, bound_waiting, explained, printable, with_retries
 from data.tokenizer import load_tokenizer
 
@@ -37,11 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m data.prepare", description=about, allow_abbrev=False)
     add = parser.add_argument
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
-    add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
-    add("--dataset_config_name")
-    add("--split", default="train", help="default: train, with the source's validation and test")
-    add("--text_column", help="default: content or text, whichever the source has")
-    add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
+    add_source_flags(add)  # of the split train the source's validation and test come too
     add("--tokenizer_name", help="Hub id or folder")
     add("--block_size", type=int, default=1024, help="tokens per row (default: 1024)")
     add("--validation_fraction", type=float, default=0.005,
@@ -54,17 +50,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_args(args: argparse.Namespace) -> None:
     """ValueError with one line for each value that cannot be."""
-    problems = []
+    problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0)
     if not args.text_only and not args.tokenizer_name:
-        problems.append(
-            "tokenizer_name: none given. `python -m data.tokenizer` makes one; or use --text_only."
-        )
-    if args.block_size < 2:
-        problems.append(f"block_size: must be 2 or greater, is {args.block_size}.")
+        problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one, or --text_only")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
-    if not args.shard_mb > 0:
-        problems.append(f"shard_mb: must be greater than 0, is {args.shard_mb}.")
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -77,9 +67,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     check_args(args)
     bound_waiting()
     folder = Folder(args.output_dir)
-    keywords = tuple(sorted(set(args.keywords)))
-    named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
-    source = Source(*named, keywords, streaming=True)
+    source = replace(source_of(args, streaming=True), keywords=tuple(sorted(set(args.keywords))))
     corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
     tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
     settings = settings_of(args, corpora, tokenizer)
@@ -98,7 +86,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     return manifest
 
 
-def load_splits(source: Source) -> dict[str, Corpus]:
+def load_splits(source) -> dict[str, Corpus]:
     """{"test", "validation", "train": Corpus} in the order of reading, so that what is evaluated on is known
     when training documents come. Of another split than train only that, as train."""
     names = ("test", "validation") if source.split == "train" else ()

@@ -95,10 +95,11 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     sources, name, tokenizer_name = Sources(recipe), recipe.dataset_name, recipe.tokenizer_name
     source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords)
     load = load_pair_source if recipe.next_sentence else load_corpus
-    if _attempt(problems, is_shards, name):
+    made = _attempt(problems, is_shards, name)
+    if made:
         sources.shards = name
         tokenizer_name = tokenizer_name or _attempt(problems, fetch_tokenizer, name, recipe.cache_dir)
-    else:
+    elif made is False:
         sources.train = _attempt(problems, load, replace(source, streaming=recipe.streaming))
     if names := recipe.eval_dataset_name:
         for name, short in zip(names, short_names(names), strict=True):
@@ -216,7 +217,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
         others = tuple(found for found in opened.values() if isinstance(found, Corpus))
         made = make(sources.train, eval_corpus=together,
                     validation_fraction=None if sources.evals else recipe.validation_fraction,
-                    **({} if recipe.next_sentence else {"also_evaluated": others}))
+                    also_evaluated=others)
         train = made.train
         if made.eval:
             evals[first] = EvalRows(made.eval, made.bytes_per_token("validation"))

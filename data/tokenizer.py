@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +35,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from data.filters import Accounting, clean_documents, show_progress
-from data.sources.corpus import Source, load_corpus
+from data.sources.corpus import add_source_flags, check_numbers, load_corpus, source_of
 from data.sources.storage import FIRST_CONTACT, bound_waiting, explained, printable, with_retries
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
@@ -255,12 +256,8 @@ def main(arguments=None):
     add("--algorithm", default="bpe", choices=list(USUAL_ALGORITHM))
     add("--vocab_size", type=int, default=32_000, help="tokens, special ones included")
     add("--model_type", help="decides the special tokens; without it gpt2, roberta or bert, by algorithm")
-    add("--dataset_name", default="installed-python", help="any source that data/sources/corpus.py knows")
-    add("--dataset_config_name")
-    add("--split", default="train")
-    add("--text_column", help="without it content or text")
+    add_source_flags(add)
     add("--streaming", action="store_true", help="read a Hub data set while it downloads")
-    add("--keywords", nargs="*", default=[], help="only documents with any of these")
     add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on, a fair sample")
     add("--max_documents", type=int, default=0, help="to train on, 0 = no bound")
     add("--read_documents", type=int, default=0, help="read only the first so many of the source, 0 = all")
@@ -270,12 +267,15 @@ def main(arguments=None):
     add("--hub_private_repo", action="store_true")
     args = parser.parse_args(arguments)
 
+    if problems := check_numbers(args, vocab_size=1, max_bytes=1, max_documents=0, read_documents=0, seed=0):
+        raise ValueError("\n".join(problems))
+    with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
+        os.listdir(args.output_dir)  # it may be a file, or no name can be so long
     repo_id = None
     if args.push_to_hub:  # found out now, not after hours of reading
         name = args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir))
         repo_id = check_repository(name, args.hub_private_repo)
-    named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
-    corpus = load_corpus(Source(*named, tuple(args.keywords), args.streaming))
+    corpus = load_corpus(source_of(args, args.streaming))
     if args.read_documents:
         corpus = replace(corpus, rows=lambda rows=corpus.rows: itertools.islice(rows(), args.read_documents))
     counts = Accounting()

@@ -71,6 +71,7 @@ CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
 CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-data-set' cannot be loaded
 CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened
+CLM | --dataset_name s3://KEY:SECRET/x@bucket/it         | s3://***@bucket/it cannot be opened: credentials are no part
 CLM | --validation_fraction 1                           | validation_fraction: must be less than 1
 CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
 CLM | --dataset_name ../corpus.jsonl --streaming true   | streaming: set tokenizer_name
@@ -111,11 +112,18 @@ PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | tokenizer_name: n
 PREPARE | --output_dir shards --dataset_name ../no.jsonl --text_only | '../no.jsonl': no such file
 PREPARE | --output_dir shards --text_only --block_size 1 | block_size: must be 2 or greater
 PREPARE | --output_dir shards --text_only --validation_fraction nan | validation_fraction: must be in [0, 1)
-PREPARE | --output_dir shards --text_only --shard_mb -1  | shard_mb: must be greater than 0
+PREPARE | --output_dir shards --text_only --shard_mb -1  | shard_mb: must be 1e-06 or greater
+PREPARE | --output_dir shards --text_only --shard_mb inf --seed -1 --block_size 0 | shard_mb: must be && is inf. && seed: must be && block_size: must be
+PREPARE | --output_dir shards --text_only --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
+PREPARE | --output_dir shards --text_only --shard_mb 0   | shard_mb: must be 1e-06 or greater
+PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --text_only | File name too long
 PREPARE | --output_dir shards --dataset_nam x            | unrecognized arguments: --dataset_nam
 PREPARE | --text_only                                    | the following arguments are required: --output_dir
 PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --text_only | is not empty and holds no shards
 TOKENIZER | --output_dir words --dataset_name ../no.jsonl | '../no.jsonl': no such file
+TOKENIZER | --output_dir ../corpus.jsonl --dataset_name ../corpus.jsonl | ../corpus.jsonl cannot be written: && Not a directory
+TOKENIZER | --output_dir LONG --dataset_name ../corpus.jsonl | cannot be written: && File name too long
+TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --max_bytes 0 --seed -1 | max_bytes: must be 1 or greater && seed: must be 0
 TOKENIZER | --output_dir words --algorithm bpee          | invalid choice: 'bpee'
 # what comes after a run
 GENERATE | ../no --prompt x                              | ../no: no folder with a trained model
@@ -189,7 +197,7 @@ def test_it_is_told(around, number):
     process.kill()
     output = log.read_text()
     assert process.exitcode == 2, output
-    assert "Traceback" not in output and output.count("error: ") <= 1, output
+    assert "Traceback" not in output and "SECRET" not in output and output.count("error: ") <= 1, output
     for part in said.split(" && "):
         assert part in output, output
     assert left_in(around) == before

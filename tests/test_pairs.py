@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
 from data.pairs import PairBuilder, load_pair_source, prepare_pairs, split_sentences
@@ -52,6 +53,22 @@ def test_sentences_end_where_a_reader_ends_them():
         "= Title =", "One line goes on.", "Two", "Three",
     ]  # fmt: skip
     assert split_sentences(" \n ") == []
+
+
+
+@pytest.mark.parametrize("name", ["eval_corpus", "also_evaluated"])
+def test_what_is_evaluated_on_is_not_trained_on(name, tokenizer, tmp_path):
+    lines = open(write_documents(tmp_path / "all.jsonl")).readlines()
+    (tmp_path / "some.jsonl").write_text("".join(lines[:15]))
+    corpus, some = load(tmp_path / "all.jsonl"), load(tmp_path / "some.jsonl")
+    asked = {"eval_corpus": some} if name == "eval_corpus" else {"also_evaluated": (some,), "seed": 1}
+    made = prepare_pairs(corpus, tokenizer, block_size=64, cache_dir=str(tmp_path), progress=False, **asked,
+                         validation_fraction=0.2)
+    train = made.accounting["train"]
+    assert (train["evaluated"], train["kept"] + train["validation"]) == (15, 25)
+    rows = [tokenizer.decode(row).lower() for row in made.train.rows]
+    assert not any(f" d{d} s" in row for row in rows for d in range(15))
+    assert any(f" d{d} s" in row for row in rows for d in range(15, 40))
 
 
 def test_truncation_takes_from_the_longer_side_token_by_token():
@@ -299,6 +316,20 @@ def test_prepared_pairs_that_are_not_right_are_refused(tmp_path, tokenizer, colu
         prepare_pairs(
             load(tmp_path / "pairs"), tokenizer, block_size=32, cache_dir=tmp_path / "cache"
         )
+
+
+def test_prepared_pairs_may_use_ids_beyond_a_gap(tmp_path, tokenizer):
+    changed = json.loads(tokenizer.backend_tokenizer.to_str())
+    last = max(changed["model"]["vocab"], key=changed["model"]["vocab"].get)
+    changed["model"]["vocab"][last] = 999
+    gapped = type(tokenizer)(tokenizer_object=Tokenizer.from_str(json.dumps(changed)),
+                             **tokenizer.special_tokens_map)
+    rows = prepared_elsewhere(tokenizer)
+    rows["input_ids"][7] = [999] * 32
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
+    pairs = prepare_pairs(load(tmp_path / "pairs"), gapped, block_size=32, validation_fraction=None,
+                          cache_dir=tmp_path / "cache")
+    assert pairs.train.rows[7].max() == 999
 
 
 def test_prepared_pairs_longer_than_the_block_are_refused(tmp_path, tokenizer):

@@ -57,6 +57,27 @@ class Corpus:
     __iter__ = documents
 
 
+def add_source_flags(add: Callable) -> None:
+    """The flags of a tool that reads a source; add: add_argument of its parser."""
+    add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
+    add("--dataset_config_name")
+    add("--split", default="train", help="default: train")
+    add("--text_column", help="default: content or text, whichever the source has")
+    add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
+
+
+def source_of(args, streaming: bool) -> Source:
+    """What those flags name."""
+    named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
+    return Source(*named, tuple(args.keywords), streaming)
+
+
+def check_numbers(args, **least: float) -> list[str]:
+    """A line for each of these numbers that is too small, too large or none at all."""
+    return [f"{name}: must be {low:g} or greater, and less than 2**63, is {value}."
+            for name, low in least.items() if not low <= (value := getattr(args, name)) < 2**63]
+
+
 def load_corpus(source: Source) -> Corpus:
     """Open a source of text; of its content only the beginning is read. The keywords are not applied.
 

@@ -29,7 +29,7 @@ from functools import partial
 import fsspec
 from fsspec.utils import infer_compression
 
-from data.sources.storage import explained, is_transient, printable
+from data.sources.storage import explained, is_transient, open_url, printable
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
@@ -79,7 +79,7 @@ def suffix(path: str) -> str:
 def _split_files(name) -> dict[str, list[str]]:
     """Split -> sorted URLs, as the head of this file says."""
     with explained(f"dataset_name {name!r}", "listed"):
-        files, path = fsspec.core.url_to_fs(os.path.expanduser(name))
+        files, path = open_url(os.path.expanduser(name))
         if suffix(path) in SUFFIXES and files.isfile(path):  # of the web, isdir would read the whole file
             paths = [path]
         elif glob.has_magic(path) and not files.exists(path):  # my[1].jsonl is a name

@@ -132,6 +132,15 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
         raise ValueError(f"{url} cannot be {verb}: {reason}. {remedy}") from error
 
 
+def open_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system that answers to `url` and the path in it. Where credentials would be taken for a part
+    of that path they would be in every message, so ValueError."""
+    files, path = fsspec.core.url_to_fs(url)
+    if "://" in url and "://" not in path and "***@" in printable(f"://{path}"):
+        raise ValueError("credentials are no part of such a URL, set them as its file system wants them")
+    return files, path
+
+
 class Folder:
     """A folder at a URL. Paths are relative to it; requests are repeated after passing failures."""
 
@@ -140,7 +149,7 @@ class Folder:
         url = str(url).rstrip("/") or "/"
         self.url = printable(url)
         with explained(self.url, "opened"):
-            self.fs, self.root = fsspec.core.url_to_fs(url)
+            self.fs, self.root = open_url(url)
         self.root = self.root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 
