@@ -62,16 +62,19 @@ def is_whole(folder: Path) -> bool:
 
 
 class RowFile:
-    """Writes a .npy file [n, T] whose n is known only at the end: the header, of fixed size, comes last. The
+    """Writes a .npy file [n, T] whose n is known only at the end: numpy's header has room for it. The
     checksum of the rows is computed on the way and kept beside the file."""
-
-    HEADER = 128
 
     def __init__(self, path, block_size: int, dtype):
         self.path, self.block_size, self.dtype, self.rows = path, block_size, np.dtype(dtype), 0
         self.digest = xxhash.xxh3_128(f"{self.dtype.str} {block_size}".encode())
         self.file = open(path, "wb")
-        self.file.write(bytes(self.HEADER))
+        self._write_header()
+
+    def _write_header(self) -> None:
+        shape = (self.rows, self.block_size)
+        header = {"descr": self.dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
 
     def write(self, rows: np.ndarray) -> None:
         """rows [n, T]"""
@@ -81,11 +84,8 @@ class RowFile:
         self.rows += len(rows)
 
     def close(self) -> None:
-        shape = (self.rows, self.block_size)
-        header = repr({"descr": self.dtype.str, "fortran_order": False, "shape": shape}).encode()
         self.file.seek(0)
-        self.file.write(b"\x93NUMPY\x01\x00" + (self.HEADER - 10).to_bytes(2, "little"))
-        self.file.write(header.ljust(self.HEADER - 11) + b"\n")
+        self._write_header()
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()

@@ -47,11 +47,12 @@ class Accounting:
         kept = self.kept + self.validation + duplicates * (self.duplicate + self.evaluated)
         return kept / max(self.read, 1)
 
-    def table(self, title="") -> str:
-        rows = [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
+    def table(self, title="", extra: dict[str, int] | None = None) -> str:
+        named = asdict(self) | (extra or {})
+        rows = [(name.replace("_", " "), f"{value:,}") for name, value in named.items()]
         if self.tokens and self.seconds:
             rows.append(("tokens per second", f"{self.tokens / self.seconds:,.0f}"))
-        return "\n".join([title, *(f"  {name:<18}{value:>18}" for name, value in rows)])
+        return "\n".join([title, *(f"  {name:<25} {value:>18}" for name, value in rows)])
 
 
 class SeenHashes:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from data.cache import RowFile, build_once, checksum
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
-from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sample_texts, split_text, train_tokenizer
+from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sampled, split_text, train_tokenizer
 
 SPLITS = ("train", "validation")
 FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
@@ -82,13 +82,19 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
             yield convert(encodings.result(), lasts)
 
 
-def tokenize_documents(texts: Iterable[str], tokenizer) -> Iterator[np.ndarray]:
-    """The tokens of each text, EOS included, in `token_dtype`: views of what `tokenize_texts` yields."""
-    parts = []  # of a document that goes on in the next batch
-    for tokens, ends in tokenize_texts(texts, tokenizer):
+def tokenize_documents(documents: Iterable[tuple], tokenizer) -> Iterator[tuple]:
+    """(text, note) of each document -> (its tokens, EOS included, note); see `tokenize_texts`."""
+    notes, parts = deque(), []  # of the documents read ahead; of one that goes on in the next batch
+
+    def texts():
+        for text, note in documents:
+            notes.append(note)
+            yield text
+
+    for tokens, ends in tokenize_texts(texts(), tokenizer):
         start = 0
         for end in ends.tolist():
-            yield np.concatenate([*parts, tokens[start:end]]) if parts else tokens[start:end]
+            yield np.concatenate([*parts, tokens[start:end]]) if parts else tokens[start:end], notes.popleft()
             parts, start = [], end
         if start < len(tokens):
             parts.append(tokens[start:])
@@ -164,13 +170,11 @@ class PreparedRows:
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                  eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
                  progress=True) -> PreparedRows:
-    """Rows for training and evaluation, from the cache where the same were prepared before.
+    """Rows for training and evaluation, from the cache where the same were prepared before (`build_once`).
 
-    Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents, chosen by
-    content hash and seed; of few documents more are held out, until they fill a row. With neither (None) all
-    is for training. Documents of eval_corpus and of the corpora also_evaluated are not trained on, unless
-    one is the very corpus. The cache key covers everything that shapes the rows. Several processes may call
-    this at once: one prepares, the others wait. Raises ValueError where a split gets no row."""
+    Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents; of few
+    documents more are held out, until they fill a row. With neither (None) all is for training. Documents
+    of eval_corpus and also_evaluated are not trained on. Raises ValueError where a split gets no row."""
     hold_out = eval_corpus is None and validation_fraction is not None
     names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
     settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {
@@ -287,15 +291,9 @@ def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0,
 
 def _pack(documents, tokenizer, split):
     """One pass over (text, split): the tokens of each go there. `split` keeps the time."""
-    started, splits = time.monotonic(), deque()  # splits: of the documents that are being tokenized
-
-    def texts():
-        for text, into in documents:
-            splits.append(into)
-            yield text
-
-    for ids in tokenize_documents(texts(), tokenizer):
-        splits.popleft().add(ids)
+    started = time.monotonic()
+    for ids, into in tokenize_documents(documents, tokenizer):
+        into.add(ids)
     split.counts.seconds = round(time.monotonic() - started, 3)
 
 
@@ -321,18 +319,12 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
 
 def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
                       max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True):
-    """A tokenizer trained on a sample of at most max_bytes of the corpus, or the same one from the cache."""
+    """`train_tokenizer` on `sampled` texts of the corpus, or the same one from the cache."""
     settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(corpus.keywords)),
                 vocab_size, algorithm, model_type, max_bytes, seed]
 
     def build(folder):
-        counts = Accounting()
-        documents = clean_documents(corpus, counts)
-        documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer", progress)
-        texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed=seed)
-        if not texts:
-            raise ValueError(f"keywords {' '.join(corpus.keywords)}: none of the {counts.read:,} documents "
-                             f"of {corpus.name} contains any of them, so no tokenizer can be trained")
+        texts, _ = sampled(corpus, max_bytes, seed=seed, progress=progress)
         train_tokenizer(texts, algorithm, vocab_size, model_type).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))

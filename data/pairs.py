@@ -83,9 +83,8 @@ class Chunk(NamedTuple):
 class PairBuilder:
     """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple.
 
-    Couples are made of the documents of one call, and of chunks that still wait for one of another document:
-    those are all of one document, so what the caller gives at a time bounds the memory. Attributes count what
-    became of the text."""
+    Couples are made of the documents of one call and the chunks of one document that wait for another one, so
+    what the caller gives at a time bounds the memory. Attributes count what became of the text."""
 
     def __init__(self, room: int, seed: int):
         self.room = room  # tokens of A and B together
@@ -213,10 +212,9 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
             split.close()
             if progress:
-                print(split.counts.table(f"{name} split, pairs in rows of {block_size} tokens"))
-                print(split.report(), flush=True)
+                print(split.report(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
             split.check(f"the {name} split of {source.name}")
-        return {name: split.account() for name, split in splits.items()}
+        return {name: split.counts.as_dict() | split.extra() for name, split in splits.items()}
 
     return prepare_splits(cache_dir, "pairs", settings, write, PairRows)
 
@@ -320,21 +318,18 @@ class _PairFile:
                              "documents with sentences that end in . ! or ?, raise validation_fraction, or "
                              "switch next_sentence off.")
 
-    def account(self) -> dict:
-        return self.counts.as_dict() | {
+    def extra(self) -> dict[str, int]:
+        """What the account of pairs tells beside `counts`."""
+        return {
             "pairs_next": self.labels[0], "pairs_random": self.labels[1], "padding_tokens": self.padding,
             "single_sentence_documents": self.builder.single_sentence,
             "tokens_unpaired": self.builder.unpaired, "tokens_truncated": self.builder.truncated,
             "tokens_left_over": self.builder.left_over,
         }  # fmt: skip
 
-    def report(self) -> str:
-        n, builder = max(self.counts.rows, 1), self.builder
-        meaning = f"  pairs prepared elsewhere: label {self.label_is_next} is taken for B follows A"
-        return (f"{meaning}\n" if self.prepared else "") + (
+    def report(self, title: str) -> str:
+        n = max(self.counts.rows, 1)
+        meaning = f"  pairs prepared elsewhere: label {self.label_is_next} is taken for B follows A\n"
+        return self.counts.table(title, self.extra()) + "\n" + meaning * self.prepared + (
             f"  label 0, B follows A: {self.labels[0] / n:.1%}; label 1, B from another document: "
-            f"{self.labels[1] / n:.1%}; padding: {self.padding / n / self.block_size:.1%} of the tokens\n"
-            f"  dropped tokens: {builder.unpaired:,} of sentences left alone ({builder.single_sentence:,} "
-            f"documents have no other), {builder.truncated:,} cut off, {builder.left_over:,} of chunks "
-            "without one of another document to pair with"
-        )
+            f"{self.labels[1] / n:.1%}; padding: {self.padding / n / self.block_size:.1%} of the tokens")

@@ -60,10 +60,8 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs or resumes the preparation and prints its accounting. Returns the manifest.
-
-    Raises ValueError for a user's mistake, ConnectionError when source or target stay away.
-    """
+    """Runs or resumes the preparation, prints its accounting and returns the manifest. Raises ValueError for
+    a user's mistake, ConnectionError when source or target stay away."""
     check_args(args)
     bound_waiting()
     folder = Folder(args.output_dir)
@@ -97,10 +95,11 @@ def load_splits(source) -> dict[str, Corpus]:
 def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer) -> dict[str, Any]:
     """Everything that shapes the shards: a preparation goes on only where it is the same."""
     content, corpus = {name: corpus.fingerprint for name, corpus in corpora.items()}, corpora["train"]
-    settings = {"format": "token-rows-1" if tokenizer else "text-1"}
-    settings |= {name: getattr(args, name) for name in ("dataset_name", "dataset_config_name", "split")}
-    settings |= {"dataset_name": corpus.name, "content": content, "text_column": corpus.text_column}
-    settings |= {"keywords": list(corpus.keywords), "shard_mb": args.shard_mb}
+    settings = {
+        "format": "token-rows-1" if tokenizer else "text-1", "dataset_name": corpus.name,
+        "dataset_config_name": args.dataset_config_name, "split": args.split, "content": content,
+        "text_column": corpus.text_column, "keywords": list(corpus.keywords), "shard_mb": args.shard_mb,
+    }  # fmt: skip
     if tokenizer:
         settings["tokenizer"] = tokenizer_fingerprint(tokenizer)
         settings |= {name: getattr(args, name) for name in ("block_size", "validation_fraction", "seed")}
@@ -108,10 +107,8 @@ def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer)
 
 
 def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest if this preparation is finished, None if it is to begin or to go on. Writes nothing.
-
-    Raises ValueError when something else lies there, or a preparation with other settings.
-    """
+    """The manifest if this preparation is finished, None if it is to begin or to go on. ValueError when
+    something else lies there, or a preparation with other settings."""
     with explained(folder.url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
     if MANIFEST in names:
@@ -139,7 +136,9 @@ def write_shards(settings: dict[str, Any], corpora, tokenizer, folder: Folder) -
         folder.write(f"{PROGRESS}/settings.json", json.dumps(settings, indent=1).encode(), FIRST_CONTACT)
     records, rows = Records(folder), {}
     if tokenizer:
-        save_tokenizer(tokenizer, folder)
+        with tempfile.TemporaryDirectory() as temporary:
+            for file in sorted(tokenizer.save_pretrained(temporary)):
+                folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
         rows = {"block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
         rows["tokenizer"] = settings["tokenizer"]
         write_token_shards(corpora, tokenizer, records, settings)
@@ -156,13 +155,6 @@ def write_shards(settings: dict[str, Any], corpora, tokenizer, folder: Folder) -
         manifest["accounting"][split] = account.as_dict()
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
-
-
-def save_tokenizer(tokenizer, folder: Folder) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        tokenizer.save_pretrained(temporary)
-        for file in sorted(path for path in Path(temporary).iterdir() if path.is_file()):
-            folder.write(f"tokenizer/{file.name}", file.read_bytes())
 
 
 def _only_run(folder: Folder):
@@ -183,8 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         prepare(parse_args(argv))
     except OSError as error:
-        told = f"error: {error}\nThe same command goes on where this one stopped."
-        print(printable(told), file=sys.stderr)
+        print(printable(f"error: {error}\nThe same command goes on where this one stopped."), file=sys.stderr)
         return 1
     except ValueError as error:
         here, raised = Path(__file__).parent, traceback.extract_tb(error.__traceback__)[-1].filename

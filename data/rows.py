@@ -103,10 +103,8 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
         sources.train = _attempt(problems, load, replace(source, streaming=recipe.streaming))
     if names := recipe.eval_dataset_name:
         for name, short in zip(names, short_names(names), strict=True):
-            found = name if _attempt(problems, is_shards, name) else _attempt(
-                problems, load, replace(source, dataset_name=name, dataset_config_name=None)
-            )
-            if found:
+            other = replace(source, dataset_name=name, dataset_config_name=None)
+            if found := name if _attempt(problems, is_shards, name) else _attempt(problems, load, other):
                 sources.evals[short] = found
     elif sources.shards:
         sources.evals[""] = sources.shards
@@ -119,10 +117,8 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     shards = dict.fromkeys(url for url in [sources.shards, *sources.evals.values()] if isinstance(url, str))
     for url in () if recipe.next_sentence else shards:
         if recipe.special and (made := check_shards(url)["block_size"]) != recipe.row_size:
-            problems.append(
-                f"block_size: <s> and </s> are added to the {made} tokens of the rows of {url}: "
-                f"set --block_size {made + recipe.special}."
-            )
+            problems.append(f"block_size: <s> and </s> are added to the {made} tokens of the rows of {url}: "
+                            f"set --block_size {made + recipe.special}.")
         else:
             _attempt(problems, check_shards, url, recipe.row_size, sources.tokenizer)
     if recipe.next_sentence and shards:
@@ -191,8 +187,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
     recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
     cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
     if sources.prepared:
-        told = f"the rows of this run from {cache_dir}, {recipe.dataset_name} is not read"
-        accelerator.print(f"data       {told}")
+        accelerator.print(f"data       this run's rows from {cache_dir}, {recipe.dataset_name} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
@@ -305,8 +300,7 @@ class Data:
 
         steps: micro_batches(step), on each process; rows_before(step), over all processes; last. A batch is
         {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B], ...}. Ends where the data
-        does, before a step that would not be complete: count the steps.
-        """
+        does, before a step that would not be complete: count the steps."""
         loader = iter(self.loader(steps.rows_before(start), steps.rows_before(steps.last)))
         for step in range(start, steps.last):
             micro_batches = list(itertools.islice(loader, steps.micro_batches(step)))
@@ -356,8 +350,7 @@ class Data:
     def _packed_loader(self, rows: PackedRows, batch_size: int, order, collate):
         self.accelerator.dataloader_config.non_blocking = self._pins_memory
         return self.accelerator.prepare(
-            DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=self._pins_memory)
-        )
+            DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=self._pins_memory))
 
     @property
     def _pins_memory(self) -> bool:

@@ -7,8 +7,8 @@ settings: those of the preparation, see data/prepare.py; shard_mb is the size of
 import json
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -52,14 +52,12 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
     full = dict.fromkeys(SPLITS, max(1, rows // 8) * T) | {"train": rows * T}
     waiting = {split: [records.pending.get(split, np.empty(0, dtype))] for split in SPLITS}
     lengths = {split: len(ids) for split, [ids] in waiting.items()}
-    documents = deque()  # that are being tokenized
 
-    def texts(name, corpus, counts, found) -> Iterator[str]:
+    def noted(name, corpus, counts, found) -> Iterator[tuple[str, tuple]]:
         for document in found:
             text = document[corpus.text_column]
             split = SPLITS[in_validation(text, *validation)] if name == "train" else name
-            documents.append((split, len(text.encode()), vars(counts).copy()))
-            yield text
+            yield text, (split, len(text.encode()), replace(counts))
 
     def write(split: str, tokens: np.ndarray) -> None:
         rows, shards = tokens.reshape(-1, T), records.shards[split]
@@ -67,8 +65,8 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
         shards.append(write_shard(records.folder, split, len(shards), rows_to_parquet(rows), **counted))
 
     for name, corpus, counts, found in clean_splits(corpora, records):
-        for ids in tokenize_documents(texts(name, corpus, counts, found), tokenizer):
-            split, size, so_far = documents.popleft()
+        noted_documents = noted(name, corpus, counts, found)
+        for ids, (split, size, so_far) in tokenize_documents(noted_documents, tokenizer):
             waiting[split].append(ids)
             held = records.held[split]
             held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
@@ -81,7 +79,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
                 waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
             if wrote or records.due():
                 waiting = {split: [np.concatenate(waiting[split])] for split in SPLITS}
-                records.write(name, Accounting(**so_far), {split: waiting[split][0] for split in SPLITS})
+                records.write(name, so_far, {split: waiting[split][0] for split in SPLITS})
         for split in SPLITS:
             rest = np.concatenate(waiting[split])
             if len(rest) >= T:

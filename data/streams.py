@@ -1,21 +1,16 @@
-"""Rows that never lie on this machine's disk as a whole: `--streaming`, from token shards or straight from
-text.
+"""Rows that never lie on this disk as a whole: `--streaming`, from token shards or straight from text.
 
     rows = StreamingRows(ShardSource(url), batch_size=B, seed=0, process_index=p, num_processes=P)
     loader = DataLoader(rows, batch_size=B, num_workers=W)
 
-The order is one endless stream of positions, a function of the seed alone, the same for any number of
-processes and workers. Position k is in batch k // B, batch b goes to process b % P, and a process deals its
-batches to its workers in turn, as the DataLoader collects them. So nobody waits for anybody at the end of an
-epoch: the next one follows in the same batch. Each row of the source comes once per epoch, and a resumed run
-sees the positions that are left.
+The order is one endless stream of positions, a function of the seed alone. Position k is in batch k // B,
+batch b goes to process b % P, and a process deals its batches to its workers in turn, as the DataLoader
+collects them. Each row of the source comes once per epoch, and the next epoch follows in the same batch.
 
 What it costs: every worker of every process reads the whole source and keeps its share. Of shards that is the
-download (about 2 bytes per token and worker) and decoding at 100 to 300 M tokens/s and core; `open_shards`
-reads them once per machine instead. Of text it is tokenizing too, so that all processes together train on
-what one of them tokenizes, 0.5 to 1.5 M tokens/s and core: beyond that, prepare shards first. Text wants
-num_workers=0 or 1: the next window is made in a thread either way, and a worker tokenizes on one core
-(threads do not survive its fork).
+download (about 2 bytes per token and worker) and decoding at 100 to 300 M tokens/s and core. Of text it is
+tokenizing too, so that all processes together train on what one of them tokenizes, 0.5 to 1.5 M tokens/s and
+core: beyond that, prepare shards first.
 """
 
 import hashlib
@@ -145,20 +140,19 @@ class TextSource:
 
         Yields rows [size, T], the last time [1 to size, T], and the document and offset where the next row
         begins."""
-        counts, numbers = Accounting(), deque()
+        counts = Accounting()
 
-        def texts() -> Iterator[str]:
+        def documents() -> Iterator[tuple[str, int]]:
             for found in clean_documents(self.corpus, counts):
                 text, number = found[self.corpus.text_column], counts.read - 1
                 held_out = in_validation(text, *self.validation)
                 if number >= document and held_out == (self.split == "validation"):
-                    numbers.append(number)
-                    yield text
+                    yield text, number
 
         T, full = self.block_size, size * self.block_size
         held, arrived = deque(), 0  # (document, tokens delivered of it, tokens that wait), and how many wait
-        for ids in tokenize_documents(texts(), self.tokenizer):
-            held.append((numbers.popleft(), offset, ids[offset:]))
+        for ids, number in tokenize_documents(documents(), self.tokenizer):
+            held.append((number, offset, ids[offset:]))
             arrived, offset = arrived + len(ids) - offset, 0
             if arrived < full:
                 continue

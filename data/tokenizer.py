@@ -167,10 +167,8 @@ def _in_order(backend: Tokenizer, n_special: int) -> models.Unigram:
 def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
     """A long document in pieces, so that one of 50 MB takes no more memory to encode than any other batch.
 
-    The cut is made before a space between two letters. Every common pre-tokenizer (byte-level, Metaspace,
-    BERT) cuts there too, so the tokens stay the same. Only a text that has no such place in 64 Ki
-    characters is cut at other white space or, failing that, anywhere; then the tokens next to the cut can
-    differ."""
+    Every common pre-tokenizer cuts before a space between two letters, too, so the tokens stay the same. A
+    text without one in 64 Ki characters is cut at other white space or anywhere: tokens there can differ."""
     start = 0
     while len(text) - start > longest:
         low, high = start + longest, start + longest + (1 << 16)
@@ -182,9 +180,8 @@ def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, seed: int = 0) -> list[str]:
-    """A fair sample of a stream of any length, held in max_bytes: wherever a document stands, its chance is
-    the same. Documents draw a number from (content, seed) and the smallest numbers stay, so that the order
-    of the stream does not matter. max_documents 0: no bound of that kind."""
+    """A fair sample of a stream of any length, held in max_bytes: documents draw a number from (content,
+    seed) and the smallest numbers stay, wherever they stand. max_documents 0: no bound of that kind."""
     held, size = [], 0  # a heap, largest number first
     for text in texts:
         data = text.encode("utf-8", "replace")
@@ -196,9 +193,22 @@ def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, s
     return [text for _, _, text in sorted(held, reverse=True)]
 
 
+def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, progress=True):
+    """(sample_texts of a corpus, the account of what was read). ValueError where there is no text."""
+    counts = Accounting()
+    documents = clean_documents(corpus, counts)
+    documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer", progress)
+    texts = (document[corpus.text_column] for document in documents)
+    texts = sample_texts(texts, max_bytes, max_documents, seed)
+    if not texts:
+        keywords = f"with any of the keywords {' '.join(corpus.keywords)}" if corpus.keywords else ""
+        raise ValueError(f"dataset_name {corpus.name}: no tokenizer can be trained, none of "
+                         f"{counts.read:,} documents is text {keywords}")
+    return texts, counts
+
+
 def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[str]]:
-    """Ids of the keywords that are one token, with and without a leading space, and the spellings that are
-    not."""
+    """Ids of the keywords that are one token, with or without a space before, and the spellings that are not."""
     ids, missing = [], []
     for keyword in keywords:
         for spelling in (keyword.strip(), " " + keyword.strip()):
@@ -278,16 +288,10 @@ def main(arguments=None):
     corpus = load_corpus(source_of(args, args.streaming))
     if args.read_documents:
         corpus = replace(corpus, rows=lambda rows=corpus.rows: itertools.islice(rows(), args.read_documents))
-    counts = Accounting()
-    documents = clean_documents(corpus, counts)
-    documents = show_progress(documents, counts, f"reading {corpus.name}")
-    texts = (document[corpus.text_column] for document in documents)
-    texts = sample_texts(texts, args.max_bytes, args.max_documents, args.seed)
+    texts, counts = sampled(corpus, args.max_bytes, args.max_documents, args.seed)
     print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
           f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); "
           f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
-    if not texts:
-        raise ValueError(f"dataset_name {corpus.name}: no text to train on; check keywords {args.keywords}")
     model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, progress=terminal)
     saved = tokenizer.save_pretrained(args.output_dir)

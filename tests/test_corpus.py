@@ -291,7 +291,7 @@ def test_a_file_of_no_split_or_of_two_is_named_and_refused(tmp_path):
             load(folder)
     assert len(texts(load(f"{folder}/train*"))) == 2
     folder = folder_of(tmp_path / "packed", "a.jsonl", "b.jsonl.zst")
-    with pytest.raises(ValueError, match="b.jsonl.zst: compressed as only .gz"):
+    with pytest.raises(ValueError, match="b.jsonl.zst: compress as .gz, .bz2 or .xz"):
         load(folder)
 
 

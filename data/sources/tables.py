@@ -4,7 +4,6 @@ Imported where a table is at hand only: pyarrow takes 30 MB that a run from prep
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -13,38 +12,24 @@ import pyarrow.parquet as pq
 ROW_GROUP_TOKENS = 2**22
 
 
-# ---- Documents
-
-
-@contextmanager
-def _damage():
-    """Arrow's errors as ValueErrors, which most of them are."""
-    try:
-        yield
-    except pa.ArrowException as error:
-        raise ValueError(str(error)) from error
-
-
 def parquet_documents(file) -> Iterator[dict]:
-    """One dict of columns per row of a Parquet file, open for reading. ValueError where it is damaged."""
-    with _damage():
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=256):
-            yield from table_documents(batch)
+    """One dict of columns per row of a Parquet file, open for reading."""
+    for batch in pq.ParquetFile(file).iter_batches(batch_size=256):
+        yield from table_documents(batch)
 
 
 def arrow_documents(file) -> Iterator[dict]:
     """The same from an Arrow file or stream."""
-    with _damage():
-        magic = file.read(6)
-        file.seek(0)
-        if magic == b"ARROW1":
-            reader = pa.ipc.open_file(file)
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-        else:
-            batches = pa.ipc.open_stream(file)
-        for batch in batches:
-            for start in range(0, batch.num_rows, 256):
-                yield from table_documents(batch.slice(start, 256))
+    magic = file.read(6)
+    file.seek(0)
+    if magic == b"ARROW1":
+        reader = pa.ipc.open_file(file)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        batches = pa.ipc.open_stream(file)
+    for batch in batches:
+        for start in range(0, batch.num_rows, 256):
+            yield from table_documents(batch.slice(start, 256))
 
 
 def table_documents(table) -> Iterable[dict]:
@@ -63,15 +48,11 @@ def table_documents(table) -> Iterable[dict]:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-# ---- Shards
-
-
 def to_parquet(table: pa.Table, rows_per_group: int) -> bytes:
     """The same bytes for the same table, always: fixed encoding, no timestamps.
 
     Byte-stream split and zstd bring token ids (stored as 4 bytes each in Parquet) below their two bytes, at
-    less time than a dictionary.
-    """
+    less time than a dictionary."""
     ids = pa.types.is_fixed_size_list(table.schema.field(0).type)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=rows_per_group, compression="zstd", use_dictionary=not ids,
@@ -93,10 +74,9 @@ def parquet_to_rows(data: bytes) -> np.ndarray:
     file = pq.ParquetFile(pa.BufferReader(data))
     column = file.schema_arrow.field("input_ids").type
     rows = np.empty((file.metadata.num_rows, column.list_size), column.value_type.to_pandas_dtype())
-    done = 0
+    rest = rows
     for group in range(file.num_row_groups):  # group by group: all at once would hold every token twice
         ids = file.read_row_group(group, use_threads=False).column(0).combine_chunks().flatten().to_numpy()
         count = len(ids) // column.list_size
-        rows[done : done + count] = ids.reshape(count, column.list_size)
-        done += count
+        rest[:count], rest = ids.reshape(count, column.list_size), rest[count:]
     return rows
