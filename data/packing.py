@@ -119,6 +119,8 @@ def _batches(texts) -> Iterator[tuple[list[str], list[bool]]]:
 class PackedRows(torch.utils.data.Dataset):
     """Rows of a .npy file [n, T], memory-mapped. It pickles as its path alone."""
 
+    bytes_per_token = 0.0  # UTF-8 bytes of the documents / their tokens, EOS included; where that is known
+
     def __init__(self, path):
         self.path = str(path)
         self.rows = np.load(self.path, mmap_mode="r")
@@ -161,10 +163,6 @@ class PreparedRows:
     @property
     def eval(self) -> PackedRows | None:
         return self.splits.get("validation")
-
-    def bytes_per_token(self, split: str) -> float:
-        """UTF-8 bytes of the documents of a split / their tokens, EOS included."""
-        return self.accounting[split]["bytes"] / self.accounting[split]["tokens"]
 
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
@@ -218,13 +216,13 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
 
 def preparation_settings(version: int, corpus, eval_corpus, also_evaluated) -> dict:
     """The part of a cache key that says which documents are prepared."""
-    assert eval_corpus is None or sorted(eval_corpus.keywords) == sorted(corpus.keywords)
+    assert eval_corpus is None or eval_corpus.keywords == corpus.keywords
     return {
         "format": version,
         "corpus": [corpus.fingerprint, corpus.text_column],
         "eval_corpus": eval_corpus and [eval_corpus.fingerprint, eval_corpus.text_column],
         "also_evaluated": [other.fingerprint for other in also_evaluated],
-        "keywords": sorted(set(corpus.keywords)),
+        "keywords": corpus.keywords,
     }
 
 
@@ -242,6 +240,8 @@ def prepare_splits(cache_dir, kind: str, settings: dict, write, rows=PackedRows)
 def open_prepared(folder: Path, rows=PackedRows) -> PreparedRows:
     accounting = json.loads((folder / "preparation.json").read_text())["accounting"]
     splits = {split: rows(folder / f"{split}.npy") for split in accounting}
+    for split, account in accounting.items():
+        splits[split].bytes_per_token = account["bytes"] / max(account["tokens"], 1)
     return PreparedRows(splits, accounting, str(folder))
 
 
@@ -320,7 +320,7 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
 def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
                       max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True):
     """`train_tokenizer` on `sampled` texts of the corpus, or the same one from the cache."""
-    settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, sorted(set(corpus.keywords)),
+    settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, corpus.keywords,
                 vocab_size, algorithm, model_type, max_bytes, seed]
 
     def build(folder):

@@ -65,7 +65,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     check_args(args)
     bound_waiting()
     folder = Folder(args.output_dir)
-    source = replace(source_of(args, streaming=True), keywords=tuple(sorted(set(args.keywords))))
+    source = source_of(args, streaming=True)
     corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
     tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
     settings = settings_of(args, corpora, tokenizer)
@@ -98,7 +98,7 @@ def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer)
     settings = {
         "format": "token-rows-1" if tokenizer else "text-1", "dataset_name": corpus.name,
         "dataset_config_name": args.dataset_config_name, "split": args.split, "content": content,
-        "text_column": corpus.text_column, "keywords": list(corpus.keywords), "shard_mb": args.shard_mb,
+        "text_column": corpus.text_column, "keywords": corpus.keywords, "shard_mb": args.shard_mb,
     }  # fmt: skip
     if tokenizer:
         settings["tokenizer"] = tokenizer_fingerprint(tokenizer)

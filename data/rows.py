@@ -136,9 +136,8 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
     kinds, rows = ("pairs-*", PairRows) if recipe.next_sentence else ("[rs][oh]*-*", PackedRows)
     cached = {}
     for folder in filter(is_whole, Path(recipe.cache_dir).glob(kinds)):
-        made = open_prepared(folder, rows)
-        for split, kept in made.splits.items():
-            cached[kept.fingerprint] = EvalRows(kept, made.bytes_per_token(split))
+        for kept in open_prepared(folder, rows).splits.values():
+            cached[kept.fingerprint] = kept
     names = recipe.saved["eval"]
     try:
         train, *evals = [cached[fingerprint] for fingerprint in (recipe.saved["train"], *names.values())]
@@ -147,7 +146,7 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
         return None
     if tokenizer_fingerprint(tokenizer) != recipe.saved["tokenizer"]:
         return None
-    return Sources(recipe, tokenizer=tokenizer, prepared=(train.rows, dict(zip(names, evals, strict=True))))
+    return Sources(recipe, tokenizer=tokenizer, prepared=(train, dict(zip(names, evals, strict=True))))
 
 
 def _attempt(problems: list[str], function: Callable, *args):
@@ -172,12 +171,6 @@ def short_names(names: tuple[str, ...]) -> list[str]:
     return short
 
 
-@dataclass
-class EvalRows:
-    rows: PackedRows
-    bytes_per_token: float  # UTF-8 bytes of the documents / their tokens, EOS included
-
-
 def prepare(sources: Sources, accelerator) -> "Data":
     """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream.
 
@@ -187,7 +180,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
     recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
     cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
     if sources.prepared:
-        accelerator.print(f"data       this run's rows from {cache_dir}, {recipe.dataset_name} is not read")
+        accelerator.print(
+            f"data       the rows of this run from {cache_dir}, {recipe.dataset_name} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
@@ -215,15 +209,14 @@ def prepare(sources: Sources, accelerator) -> "Data":
                     also_evaluated=others)
         train = made.train
         if made.eval:
-            evals[first] = EvalRows(made.eval, made.bytes_per_token("validation"))
+            evals[first] = made.eval
     for name, found in opened.items():
         if isinstance(found, str):
             evals[name] = _evaluation_shards(recipe, found, tokenizer, own=found == sources.shards)
         elif recipe.streaming:
             evals[name] = _set_aside(recipe, stream(found, shuffle_rows=0))
         else:
-            made = make(found, validation_fraction=None)
-            evals[name] = EvalRows(made.train, made.bytes_per_token("train"))
+            evals[name] = make(found, validation_fraction=None).train
     _await_all(accelerator.num_processes)
     return Data(recipe, accelerator, tokenizer, train, {name: evals[name] for name in sources.evals or evals})
 
@@ -237,7 +230,7 @@ def _await_all(processes: int) -> None:
             time.sleep(0.1)
 
 
-def _set_aside(recipe: Recipe, source: TextSource) -> EvalRows:
+def _set_aside(recipe: Recipe, source: TextSource) -> PackedRows:
     """The first max_eval_samples rows of a stream, kept in the cache: of its first held-out documents, as a
     draw from all of them would have to read all of it before the first step."""
     most = recipe.max_eval_samples
@@ -256,26 +249,26 @@ def _set_aside(recipe: Recipe, source: TextSource) -> EvalRows:
     folder = build_once(recipe.cache_dir, "stream", [source.fingerprint, most], build)
     rows = PackedRows(folder / "validation.npy")
     texts = source.tokenizer.batch_decode(rows.rows.tolist(), clean_up_tokenization_spaces=False)
-    return EvalRows(rows, sum(len(text.encode()) for text in texts) / rows.rows.size)
+    rows.bytes_per_token = sum(len(text.encode()) for text in texts) / rows.rows.size
+    return rows
 
 
-def _evaluation_shards(recipe, url: str, tokenizer, own: bool) -> EvalRows:
+def _evaluation_shards(recipe, url: str, tokenizer, own: bool) -> PackedRows:
     """The validation split of shards; of others than those that are trained on, all if they have none."""
     manifest = check_shards(url, recipe.row_size, tokenizer)
     split = "validation" if own or manifest["splits"].get("validation", {}).get("rows") else "train"
-    rows, account = open_shards(url, split, cache_dir=recipe.cache_dir), manifest["accounting"][split]
-    return EvalRows(rows, account["bytes"] / max(account["tokens"], 1))
+    return open_shards(url, split, cache_dir=recipe.cache_dir)
 
 
 class Data:
     """The rows of a run and the batches of its steps.
 
     train: PackedRows or PairRows, or read while training: a ShardSource or TextSource. length: training rows,
-    None where only the end of the stream would tell. evals: name -> EvalRows, the name of a single one is "".
+    None where only the end of the stream would tell. evals: name -> rows, the name of a single one is "".
     collate: batch -> batch, for example masking; replace it before the first batch. evaluation_collate: for
     evaluation instead; None: the same."""
 
-    def __init__(self, recipe: Recipe, accelerator, tokenizer, train, evals: dict[str, EvalRows]):
+    def __init__(self, recipe: Recipe, accelerator, tokenizer, train, evals: dict[str, PackedRows]):
         self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer
         self.train, self.evals, self.collate, self.evaluation_collate = train, evals, keep_batch, None
         self.length: int | None = len(train) if isinstance(train, PackedRows) else train.n_rows
@@ -292,7 +285,7 @@ class Data:
         return {
             "tokenizer": self.tokenizer_fingerprint,
             "train": self.train.fingerprint,
-            "eval": {name: one.rows.fingerprint for name, one in self.evals.items()},
+            "eval": {name: rows.fingerprint for name, rows in self.evals.items()},
         }
 
     def batches(self, steps, start: int) -> Iterator[list[dict]]:
@@ -307,10 +300,6 @@ class Data:
             if len(micro_batches) < steps.micro_batches(step):
                 return
             yield micro_batches
-
-    def first_batches(self, steps, start: int) -> list[dict]:
-        """The micro-batches of step `start`, which come again from `batches`."""
-        return next(self.batches(steps, start))
 
     def loader(self, start: int, stop: int):
         """Batches of positions start to stop - 1; batch i goes to process i % processes."""
@@ -331,7 +320,7 @@ class Data:
         """Every row of an evaluation set once, or max_eval_samples drawn ones if it has more and that is not
         0, then rows marked -1 up to whole batches."""
         if name not in self.evaluations:
-            rows, batch_size = self.evals[name].rows, self.recipe.per_device_eval_batch_size
+            rows, batch_size = self.evals[name], self.recipe.per_device_eval_batch_size
             drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
             order = evaluation_order(drawn, batch_size * self.accelerator.num_processes)
             collate = self.evaluation_collate or self.collate

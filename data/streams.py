@@ -111,7 +111,7 @@ class TextSource:
         self.validation, self.split = (validation_seed, validation_fraction), split
         self.shuffle_rows = shuffle_rows
         content = [corpus.fingerprint, corpus.text_column, tokenizer_fingerprint(tokenizer), block_size,
-                   sorted(set(corpus.keywords)), self.validation, split, shuffle_rows]
+                   corpus.keywords, self.validation, split, shuffle_rows]
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:

@@ -208,7 +208,7 @@ def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, progr
 
 
 def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[str]]:
-    """Ids of the keywords that are one token, with or without a space before, and the spellings that are not."""
+    """Ids of the keywords that are one token, bare or after a space, and the spellings that are not."""
     ids, missing = [], []
     for keyword in keywords:
         for spelling in (keyword.strip(), " " + keyword.strip()):

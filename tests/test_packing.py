@@ -88,7 +88,7 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
     reasons = ("unreadable", "empty", "filtered", "duplicate", "validation", "kept")
     assert train["read"] == sum(train[reason] for reason in reasons) == 80
     ratio = sum(len(text.encode()) for text in held_out) / len(expected_stream(held_out, tokenizer))
-    assert prepared.bytes_per_token("validation") == pytest.approx(ratio, rel=1e-12)
+    assert prepared.eval.bytes_per_token == pytest.approx(ratio, rel=1e-12)
 
 
 def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):

@@ -184,7 +184,7 @@ class Run:
         with rehearsal(accelerator, self.model, self.keep, self.checkpoints, self.watch) as folder:
             export_model(accelerator, self.model, data.tokenizer, folder)
             if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
-                update(data.first_batches(self.steps, self.step))
+                update(next(data.batches(self.steps, self.step)))
             for name in data.evals:
                 first = [next(iter(data.evaluation(name)))]
                 sums_over_dataset(accelerator, self.model, first, self.evaluate_batch)

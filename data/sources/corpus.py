@@ -46,8 +46,8 @@ class Corpus:
         return printable(self.source.dataset_name)
 
     @property
-    def keywords(self) -> tuple[str, ...]:
-        return self.source.keywords
+    def keywords(self) -> list[str]:
+        return sorted(set(self.source.keywords))
 
     def documents(self, start: int = 0) -> Iterator[dict]:
         """One dict of columns per document, from number `start` on (those before are read, too); the text is
