@@ -26,8 +26,7 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
     """Where the permutation (seed, epoch) of range(n) sends `positions` (int64 in [0, n)). Returns int64.
 
     A Feistel network over the smallest even number of bits that holds n, applied again to what falls outside
-    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory at any n.
-    """
+    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     with np.errstate(over="ignore"):

@@ -188,9 +188,8 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
     """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows.
 
     A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
-    checked; without eval_corpus the last validation_fraction of them is held out. label_is_next: their label
-    that means that B follows A; it becomes 0, as in transformers. Raises ValueError where the
-    text gives no pairs or prepared ones are not right."""
+    checked. label_is_next: their label that means that B follows A; it becomes 0. Raises ValueError where
+    the text gives no pairs or prepared ones are not right."""
     fraction = None if eval_corpus else validation_fraction
     names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]
     settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {

@@ -3,10 +3,9 @@
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
     python -m data.prepare --dataset_name user/name --keywords pandas sklearn --text_only --output_dir s3://bucket/it
 
-The source is streamed: memory does not grow with it, but for 10 to 20 bytes per kept document (the hashes
-that find exact duplicates). Killed at any moment, the same command goes on from the last record in
-output_dir/progress, and the files come out byte for byte as if nothing had happened: they depend on the
-documents alone, not on when records were made.
+The source is streamed: memory grows by 10 to 20 bytes per kept document only (the hashes that find exact
+duplicates). Killed at any moment, the same command goes on from the last record in output_dir/progress, and
+the files come out byte for byte as if nothing had happened.
 """
 
 import argparse

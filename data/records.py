@@ -1,8 +1,4 @@
-"""Progress of a preparation: what data/prepare.py needs to go on where it stopped, with nothing lost.
-
-A record is written with every shard and every five minutes. It holds what is new since the last one, so that
-all of them together grow with the source only.
-"""
+"""Progress of a preparation: a record with every shard and every five minutes, of what is new since then."""
 
 import io
 import json

@@ -129,8 +129,7 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
 
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:
-    """What the run to continue was trained and evaluated on and its tokenizer, whatever has become of their
-    sources; None where the cache has not all of it."""
+    """The rows and the tokenizer of the run to continue; None where the cache has not all of it."""
     if not recipe.saved or recipe.streaming:
         return None
     kinds, rows = ("pairs-*", PairRows) if recipe.next_sentence else ("[rs][oh]*-*", PackedRows)
@@ -172,10 +171,8 @@ def short_names(names: tuple[str, ...]) -> list[str]:
 
 
 def prepare(sources: Sources, accelerator) -> "Data":
-    """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream.
-
-    The first evaluation set is prepared together with the training rows, each further one by itself. Of
-    streamed text max_eval_samples rows are set aside, from documents that are not trained on. Raises
+    """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream. The
+    first evaluation set is prepared together with the training rows, each further one by itself. Raises
     ValueError where there is no row, or shards do not fit."""
     recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
     cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
@@ -317,8 +314,7 @@ class Data:
             dispatch_batches=False, non_blocking=pinned)
 
     def evaluation(self, name: str = ""):
-        """Every row of an evaluation set once, or max_eval_samples drawn ones if it has more and that is not
-        0, then rows marked -1 up to whole batches."""
+        """The rows of an evaluation set that `evaluation_rows` chooses, then -1 up to whole batches."""
         if name not in self.evaluations:
             rows, batch_size = self.evals[name], self.recipe.per_device_eval_batch_size
             drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
@@ -328,11 +324,10 @@ class Data:
         return self.evaluations[name]
 
     def state_dict(self, position: int) -> dict | None:
-        """What resumes a stream at `position`, the rows that all processes have consumed; else None."""
+        """StreamingRows.state_dict of a stream; else None."""
         return self.stream and self.stream.state_dict(position)
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Raises ValueError where the stream is another one."""
         if self.stream and state:
             self.stream.load_state_dict(state)
 

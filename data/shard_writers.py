@@ -44,7 +44,6 @@ def _timed(documents: Iterator[dict], counts: Accounting) -> Iterator[dict]:
 
 
 def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, settings: dict) -> None:
-    """All token shards of the source."""
     dtype, T = token_dtype(tokenizer), settings["block_size"]
     validation = settings["seed"], 0 if "validation" in corpora else settings["validation_fraction"]
     rows = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
@@ -113,13 +112,11 @@ def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: di
 
 
 def documents_to_table(documents: list[dict], columns: list[str], schema: pa.Schema | None) -> pa.Table:
-    """The first shard (schema None) decides columns and types; values of mixed types become JSON texts.
-
-    A later new column is left out with a warning. Raises ValueError for a later value of another type.
-    """
+    """The first shard (schema None) decides columns and types; values of mixed types become JSON texts. A
+    later column is left out with a warning; ValueError for a later value of another type."""
     columns = list(dict.fromkeys([*columns, *(name for document in documents for name in document)]))
     if schema:
-        if new := sorted(set(columns) - set(schema.names)):
+        if new := sorted({*columns} - {*schema.names}):
             print(f"warning: left out, the first shard has no such column: {', '.join(new)}", file=sys.stderr)
         columns = schema.names
 

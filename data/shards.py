@@ -113,11 +113,8 @@ def split_entry(manifest: dict[str, Any], url: str, split: str) -> dict[str, Any
 
 
 def open_shards(url: str, split: str, *, cache_dir: str) -> PackedRows:
-    """Map-style rows of the shards at `url`, memory-mapped.
-
-    The first call copies them, each shard verified, to one array in `cache_dir` (2 or 4 bytes per token);
-    later calls with the same shards open it. Of several processes one copies and the others wait. Raises
-    ValueError (see check_shards, read_shard, build_once), also when the disk is too small."""
+    """Map-style rows of the shards at `url`: copied once, each shard verified, to an array in `cache_dir` (2
+    or 4 bytes per token). ValueError as of check_shards, read_shard, build_once, or for want of room."""
     manifest = check_shards(url)
     entry, block_size, dtype = split_entry(manifest, url, split), manifest["block_size"], manifest["dtype"]
 

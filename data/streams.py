@@ -98,10 +98,8 @@ class ShardSource:
 
 class TextSource:
     """A corpus, filtered, tokenized and packed on the fly: the rows of data.prepare and prepare_rows, in
-    order, then shuffled within `shuffle_rows` consecutive ones (0 keeps the order).
-
-    A resumed run reads the source of the current epoch again up to where it was, for the duplicates, without
-    tokenizing. Raises ValueError while iterating when an epoch has no row."""
+    order, then shuffled within `shuffle_rows` consecutive ones (0 keeps the order). A resumed run reads the
+    epoch again up to where it was, without tokenizing. Raises ValueError when an epoch has no row."""
 
     n_rows = None  # only the end of the corpus tells
 
@@ -136,10 +134,8 @@ class TextSource:
             epoch, row, document, offset = epoch + 1, 0, 0, 0
 
     def blocks(self, size: int, document: int = 0, offset: int = 0):
-        """One epoch from token `offset` of `document` (its number in the source) on.
-
-        Yields rows [size, T], the last time [1 to size, T], and the document and offset where the next row
-        begins."""
+        """One epoch from token `offset` of `document` (its number in the source) on: rows [size, T], the last
+        time [1 to size, T], and the document and offset where the next row begins."""
         counts = Accounting()
 
         def documents() -> Iterator[tuple[str, int]]:
@@ -171,8 +167,7 @@ class TextSource:
 
 
 class StreamingRows(IterableDataset):
-    """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader with the same
-    `batch_size`.
+    """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader of this batch_size.
 
     start, stop: positions (rows of all processes together), start a multiple of batch_size x num_processes.
     Do not let accelerate divide the loader again: its rows are this process's already."""

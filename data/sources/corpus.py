@@ -4,9 +4,8 @@
     for document in corpus:
         document[corpus.text_column]                  # str, or None where it could not be read as text
 
-Each kind of source has a module of its own, which says how its content becomes documents: installed.py,
-files.py, library.py. WikiText is articles wherever it comes from: where the rows are lines of text, and the
-first is a heading " = Title = ", the lines of one article make one document.
+installed.py, files.py and library.py say how their content becomes documents. Where rows are lines of text
+and the first is a heading " = Title = " (WikiText), the lines of one article make one document.
 """
 
 import itertools
@@ -42,7 +41,6 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """What the user asked for, printable."""
         return printable(self.source.dataset_name)
 
     @property
@@ -79,9 +77,7 @@ def check_numbers(args, **least: float) -> list[str]:
 
 
 def load_corpus(source: Source) -> Corpus:
-    """Open a source of text; of its content only the beginning is read. The keywords are not applied.
-
-    Raises ValueError, with the remedy, for what cannot be opened."""
+    """Open a source of text; only its beginning is read. ValueError, with the remedy, where it cannot be."""
     name, split = source.dataset_name, source.split
     if not has_split(source, split):
         raise ValueError(f"dataset_name {name!r} has no split {split!r}; name another data set or split")

@@ -1,8 +1,4 @@
-"""The Python on this machine as text, which needs no network: its source code, and the English in it.
-
-installed-python    every .py file of the standard library and of site-packages
-installed-docs      package descriptions and docstrings: the paragraphs that read as sentences
-"""
+"""The Python on this machine as text, which needs no network: its source code, and the English in it."""
 
 import functools
 import inspect

@@ -59,20 +59,15 @@ def is_transient(error: BaseException) -> bool:
 
 def with_retries(action: Callable[[], Item], what: str, tries: int | None = None) -> Item:
     """action(), again with exponential backoff while it fails for a reason that may pass (`is_transient`).
-
-    Raises ConnectionError naming `what` when it did not pass in time, or the error itself after `tries` more
-    tries where that is given; anything else at once.
-    """
+    ConnectionError naming `what` when it did not in time, or after `tries` more tries the error itself."""
     return next(retried(lambda _: iter([action()]), what, tries=tries))
 
 
 def retried(
     start_at: Callable[[int], Iterator[Item]], what: str, position: int = 0, tries: int | None = None
 ) -> Iterator[Item]:
-    """The items of start_at(position); after a failure that may pass, of start_at(items seen so far).
-
-    The backoff starts over with every item that arrives. Raises like `with_retries`.
-    """
+    """The items of start_at(position); after a failure that may pass, of start_at(items seen so far), with
+    the backoff of `with_retries`, which starts over with every item that arrives."""
     iterator, failures, delays = None, 0, DELAYS[:tries]
     while True:
         try:
@@ -86,12 +81,11 @@ def retried(
             reason = f"{type(error).__name__}: {error}".strip(": ")
             named = f"{what}, item {position:,}," if position else what
             if failures == len(delays):
-                failed = f"failed {failures + 1} times in {sum(delays)} s, the last time with {reason}"
-                raise ConnectionError(f"{named} {failed}.") from error
-            wait = delays[failures]
-            told = printable(f"warning: {named} failed ({reason}); next try in {wait} s")
-            print(told, file=sys.stderr, flush=True)
-            time.sleep(wait)
+                raise ConnectionError(f"{named} failed {failures + 1} times in {sum(delays)} s, the last "
+                                      f"time with {reason}.") from error
+            told = f"warning: {named} failed ({reason}); next try in {delays[failures]} s"
+            print(printable(told), file=sys.stderr, flush=True)
+            time.sleep(delays[failures])
             iterator, failures = None, failures + 1
             continue
         position, failures = position + 1, 0
@@ -165,7 +159,6 @@ class Folder:
         return f"{self.root}/{name}" if name else self.root
 
     def read(self, name: str, tries: int | None = None) -> bytes:
-        """The bytes of a file. Raises FileNotFoundError, PermissionError, or as `with_retries`."""
         return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}", tries)
 
     def write(self, name: str, data: bytes, tries: int | None = None) -> None:
