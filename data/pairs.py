@@ -35,7 +35,7 @@ from data.packing import (
     prepare_splits,
     split_documents,
     token_dtype,
-    tokenize_texts,
+    tokenize_documents,
     tokenizer_fingerprint,
 )
 from data.sources.corpus import Corpus, Source, load_corpus
@@ -255,14 +255,14 @@ class _PairFile:
 
     def flush(self):
         """Tokenize the documents in hand and write their pairs."""
-        found = list(tokenize_texts(itertools.chain(*self.documents), self.tokenizer))
-        if not found:
+        if not self.documents:
             return
-        starts = np.cumsum([0] + [len(tokens) for tokens, _ in found])
-        ends = np.concatenate([ends + start for (_, ends), start in zip(found, starts, strict=False)])
-        sentences = iter(np.split(np.concatenate([tokens for tokens, _ in found]), ends))
-        documents = [[ids[:-1] for ids in itertools.islice(sentences, len(document)) if len(ids) > 1]
-                     for document in self.documents]  # without EOS  # fmt: skip
+        documents = [[] for _ in self.documents]
+        sentences = ((sentence, into) for into, document in zip(documents, self.documents, strict=True)
+                     for sentence in document)
+        for ids, into in tokenize_documents(sentences, self.tokenizer):
+            if len(ids) > 1:
+                into.append(ids[:-1])  # without EOS
         self.counts.tokens += sum(len(sentence) for document in documents for sentence in document)
         cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         for a, b, label in self.builder.pairs(documents):

@@ -58,10 +58,15 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
             split = SPLITS[in_validation(text, *validation)] if name == "train" else name
             yield text, (split, len(text.encode()), replace(counts))
 
-    def write(split: str, tokens: np.ndarray) -> None:
-        rows, shards = tokens.reshape(-1, T), records.shards[split]
-        counted = {"rows": len(rows), "tokens": rows.size}
-        shards.append(write_shard(records.folder, split, len(shards), rows_to_parquet(rows), **counted))
+    def write(split: str, unit: int) -> None:
+        """The multiple of `unit` tokens that waits, as shards."""
+        stream, shards = np.concatenate(waiting[split]), records.shards[split]
+        last = len(stream) - len(stream) % unit
+        for begin in range(0, last, full[split]):
+            rows = stream[begin : min(begin + full[split], last)].reshape(-1, T)
+            shards.append(write_shard(records.folder, split, len(shards), rows_to_parquet(rows),
+                                      rows=len(rows), tokens=rows.size))
+        waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
 
     for name, corpus, counts, found in clean_splits(corpora, records):
         noted_documents = noted(name, corpus, counts, found)
@@ -71,18 +76,13 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
             held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
             lengths[split] += len(ids)
             if wrote := lengths[split] >= full[split]:
-                stream = np.concatenate(waiting[split])
-                last = len(stream) - len(stream) % full[split]
-                for begin in range(0, last, full[split]):
-                    write(split, stream[begin : begin + full[split]])
-                waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
+                write(split, full[split])
             if wrote or records.due():
-                waiting = {split: [np.concatenate(waiting[split])] for split in SPLITS}
-                records.write(name, so_far, {split: waiting[split][0] for split in SPLITS})
+                for parts in waiting.values():
+                    parts[:] = [np.concatenate(parts)]
+                records.write(name, so_far, {split: ids for split, [ids] in waiting.items()})
         for split in SPLITS:
-            rest = np.concatenate(waiting[split])
-            if len(rest) >= T:
-                write(split, rest[: len(rest) - len(rest) % T])
+            write(split, T)
             waiting[split], lengths[split] = [np.empty(0, dtype)], 0
 
 

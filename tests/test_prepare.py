@@ -265,7 +265,7 @@ def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp
 
 @pytest.mark.parametrize("settings, message", [
     ({"block_size": 1, "shard_mb": 0, "validation_fraction": 1},
-     r"(?s)tokenizer_name: none.*block_size: .*is 1\..*validation_fraction: .*is 1\.0.*shard_mb: .*is 0\.0"),
+     r"(?s)block_size: .*is 1\..*shard_mb: .*is 0\.0.*tokenizer_name: none.*validation_fraction: .*is 1\.0"),
     ({"tokenizer_name": "/nowhere"}, "tokenizer_name '/nowhere' cannot be loaded"),
     ({"dataset_name": "/nowhere.jsonl", "text_only": []}, "no such file"),
     ({"output_dir": "/proc/nowhere", "text_only": []}, "/proc/nowhere cannot be written"),
