@@ -89,13 +89,9 @@ class RowFile:
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        _kept(self.path).write_text(self.digest.hexdigest())
+        Path(f"{self.path}.xxh3").write_text(self.digest.hexdigest())
 
 
 def checksum(path) -> str:
     """xxh3_128 of the rows in a .npy file [n, T], their T and their type, as RowFile has kept it."""
-    return _kept(path).read_text()
-
-
-def _kept(path) -> Path:
-    return Path(f"{path}.xxh3")
+    return Path(f"{path}.xxh3").read_text()

@@ -208,8 +208,10 @@ def prepare(sources: Sources, accelerator) -> "Data":
         if made.eval:
             evals[first] = made.eval
     for name, found in opened.items():
-        if isinstance(found, str):
-            evals[name] = _evaluation_shards(recipe, found, tokenizer, own=found == sources.shards)
+        if isinstance(found, str):  # of shards the validation split; of others, if they have none, all
+            held_out = check_shards(found, row_size, tokenizer)["splits"].get("validation", {}).get("rows")
+            split = "validation" if held_out or found == sources.shards else "train"
+            evals[name] = open_shards(found, split, cache_dir=cache_dir)
         elif recipe.streaming:
             evals[name] = _set_aside(recipe, stream(found, shuffle_rows=0))
         else:
@@ -248,13 +250,6 @@ def _set_aside(recipe: Recipe, source: TextSource) -> PackedRows:
     texts = source.tokenizer.batch_decode(rows.rows.tolist(), clean_up_tokenization_spaces=False)
     rows.bytes_per_token = sum(len(text.encode()) for text in texts) / rows.rows.size
     return rows
-
-
-def _evaluation_shards(recipe, url: str, tokenizer, own: bool) -> PackedRows:
-    """The validation split of shards; of others than those that are trained on, all if they have none."""
-    manifest = check_shards(url, recipe.row_size, tokenizer)
-    split = "validation" if own or manifest["splits"].get("validation", {}).get("rows") else "train"
-    return open_shards(url, split, cache_dir=recipe.cache_dir)
 
 
 class Data:

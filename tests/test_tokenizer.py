@@ -184,7 +184,7 @@ def test_a_hub_that_falls_silent_ends_the_push_and_keeps_the_files(english, tmp_
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english[:20]))
     code = ("import sys; from data import tokenizer; from data.sources import storage;"
-            "tokenizer.SILENCE, storage.DELAYS = 0.5, (0.1, 0.1); tokenizer.main(sys.argv[1:])")
+            "storage.SILENCE, storage.DELAYS = 0.5, (0.1, 0.1); tokenizer.main(sys.argv[1:])")
     words = ["--dataset_name", source, "--vocab_size", 300, "--output_dir", tmp_path / "out", "--push_to_hub"]
     with HubServer(tmp_path / "server") as hub:
         hub.faults.append(Fault("POST .*/ada/out/commit/main", kind="hang", times=float("inf")))

@@ -8,14 +8,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
 
 import fsspec
 from fsspec.registry import known_implementations
 from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
-
-Item = TypeVar("Item")
 
 DELAYS = (1, 2, 4, 8, 16, 32, 64)  # seconds between tries: a source may be away for two minutes
 SILENCE = 60  # seconds without an answer of the Hub that end a try
@@ -57,15 +54,13 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno not in PERMANENT_ERRNO  # None: a damaged file
 
 
-def with_retries(action: Callable[[], Item], what: str, tries: int | None = None) -> Item:
+def with_retries(action: Callable, what: str, tries: int | None = None):
     """action(), again with exponential backoff while it fails for a reason that may pass (`is_transient`).
     ConnectionError naming `what` when it did not in time, or after `tries` more tries the error itself."""
     return next(retried(lambda _: iter([action()]), what, tries=tries))
 
 
-def retried(
-    start_at: Callable[[int], Iterator[Item]], what: str, position: int = 0, tries: int | None = None
-) -> Iterator[Item]:
+def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: int | None = None) -> Iterator:
     """The items of start_at(position); after a failure that may pass, of start_at(items seen so far), with
     the backoff of `with_retries`, which starts over with every item that arrives."""
     iterator, failures, delays = None, 0, DELAYS[:tries]
@@ -92,12 +87,12 @@ def retried(
         yield item
 
 
-def bound_waiting(seconds: float = SILENCE) -> None:
-    """Limits each connect, read and write of the Hub's client, which otherwise waits for ever in silence."""
+def bound_waiting(seconds: float | None = None) -> None:
+    """Limits each connect, read and write of the Hub's client, which otherwise waits for ever, to SILENCE."""
 
     def client():
         made = default_client_factory()
-        made.timeout = seconds
+        made.timeout = seconds or SILENCE
         return made
 
     set_client_factory(client)
