@@ -82,7 +82,6 @@ class Chunk(NamedTuple):
 
 class PairBuilder:
     """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple.
-
     Couples are made of the documents of one call and the chunks of one document that wait for another one, so
     what the caller gives at a time bounds the memory. Attributes count what became of the text."""
 

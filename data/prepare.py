@@ -110,11 +110,10 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     something else lies there, or a preparation with other settings."""
     with explained(folder.url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
-    if MANIFEST in names:
-        manifest = json.loads(folder.read(MANIFEST))
-        old, state = manifest.get("settings", {}), "finished"
+    manifest = json.loads(folder.read(MANIFEST)) if MANIFEST in names else None
+    if manifest:
+        old = manifest.get("settings", {})
     elif PROGRESS in names and "settings.json" in folder.names(PROGRESS):
-        manifest, state = None, "unfinished"
         old = json.loads(folder.read(f"{PROGRESS}/settings.json"))
     elif set(names) - {PROGRESS, "README.md", ".gitattributes"}:
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
@@ -123,8 +122,8 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     if old != settings:
         pairs = ((name, old.get(name), settings.get(name)) for name in {**settings, **old})
         changes = ", ".join(f"{name} {was!r}, now {now!r}" for name, was, now in pairs if was != now)
-        found = f"{folder.url} holds a {state} preparation with other settings ({changes})"
-        raise ValueError(f"output_dir: {found}. Name another folder, or delete this one.")
+        raise ValueError(f"output_dir: {folder.url} holds a preparation with other settings "
+                         f"({changes}). Name another folder, or delete this one.")
     return manifest
 
 

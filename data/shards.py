@@ -24,7 +24,7 @@ from data.sources.storage import FIRST_CONTACT, Folder, explained
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress"  # folder of a preparation that is not finished
-FORMATS = {"token-rows-1": "token rows", "text-1": "text"}
+FORMATS = "token-rows-1", "text-1"
 
 
 def write_shard(folder: Folder, split: str, number: int, data: bytes, **counts: int) -> dict[str, Any]:

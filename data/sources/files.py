@@ -87,23 +87,23 @@ def _split_files(name) -> dict[str, list[str]]:
         raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set; check its spelling")
     known = sorted(path for path in paths if suffix(path) in SUFFIXES)
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    if packed := [path for path in paths if NOT_READ.search(path.lower())]:
-        raise ValueError(f"dataset_name {name!r}: {_some(packed)}: compress as .gz, .bz2 or .xz")
+    _refuse(name, [path for path in paths if NOT_READ.search(path.lower())], "compress as .gz, .bz2 or .xz")
     if not known:
         raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(SUFFIXES)}")
     words = {path: set(re.split(r"[^a-z]+", os.path.basename(path).lower())) for path in known}
     splits = {split: [path for path in known if words[path] & names] for split, names in SPLIT_WORDS.items()}
     if len(known) == 1 or not splits["train"]:
         splits = {"train": known}
-    if astray := [path for path in known if sum(path in found for found in splits.values()) != 1]:
-        raise ValueError(f"dataset_name {name!r}: {_some(astray)}: in no split or in two, where other names "
-                         "hold the word train; rename, or name the wanted files by a glob")
+    astray = [path for path in known if sum(path in found for found in splits.values()) != 1]
+    _refuse(name, astray, "in no split or in two, where other names hold the word train; rename, or name the "
+                          "wanted files by a glob")
     return {split: [files.unstrip_protocol(path) for path in paths] for split, paths in splits.items()}
 
 
-def _some(paths: list[str]) -> str:
-    names = [os.path.basename(path) for path in paths]
-    return ", ".join(names[:9]) + (f" and {len(names) - 9} more" if len(names) > 9 else "")
+def _refuse(name: str, paths: list[str], why: str) -> None:
+    if paths:
+        some = ", ".join(map(os.path.basename, paths[:9])) + f" and {len(paths) - 9} more" * (len(paths) > 9)
+        raise ValueError(f"dataset_name {name!r}: {some}: {why}")
 
 
 def _file_state(url) -> tuple:
