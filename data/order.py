@@ -1,8 +1,7 @@
 """The order of samples: a function of (seed, epoch, position) alone.
 
 Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch
-p // n. Nothing is stored and nothing is walked through, so a run resumes at any position at once, and any
-number of processes sees the same order. Each batch says which positions, epochs and rows are in it.
+p // n. Nothing is stored or walked through: a run resumes at any position, on any number of processes.
 """
 
 from collections.abc import Iterator

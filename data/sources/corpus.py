@@ -99,7 +99,7 @@ def _reader(source: Source):
         return installed
     if files.is_files(source.dataset_name):
         return files
-    from data.sources import library  # not at the top: datasets takes 60 MB and half a second
+    from data.sources import library  # not at the top: datasets takes 85 MB and half a second
 
     return library
 

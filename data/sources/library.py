@@ -1,7 +1,4 @@
-"""What the datasets library reads: data sets of the Hub, also while they download, and save_to_disk folders.
-
-Imported only where such a source is named: the library takes 85 MB, pyarrow included, and half a second.
-"""
+"""What the datasets library reads: data sets of the Hub, also as they download, and save_to_disk folders."""
 
 import json
 from collections.abc import Iterator

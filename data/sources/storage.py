@@ -88,7 +88,7 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: i
 
 
 def bound_waiting(seconds: float | None = None) -> None:
-    """Limits each connect, read and write of the Hub's client, which otherwise waits for ever, to SILENCE."""
+    """Limits each connect, read and write of the Hub's client to SILENCE; by itself it waits for ever."""
 
     def client():
         made = default_client_factory()
