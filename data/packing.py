@@ -221,7 +221,8 @@ def preparation_settings(version: int, corpus, eval_corpus, also_evaluated) -> d
         "format": version,
         "corpus": [corpus.fingerprint, corpus.text_column],
         "eval_corpus": eval_corpus and [eval_corpus.fingerprint, eval_corpus.text_column],
-        "also_evaluated": [other.fingerprint for other in also_evaluated],
+        "also_evaluated": [other.fingerprint for other in also_evaluated
+                           if other.fingerprint != corpus.fingerprint],
         "keywords": corpus.keywords,
     }
 
