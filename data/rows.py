@@ -178,7 +178,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
     cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
     if sources.prepared:
         accelerator.print(
-            f"data       the rows of this run from {cache_dir}, {recipe.dataset_name} is not read")
+            f"data       the rows of this run from {cache_dir}, {printable(recipe.dataset_name)} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
