@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -166,3 +166,12 @@ def test_args_json_holds_settings_and_versions(tmp_path):
     record = json.loads((tmp_path / "args.json").read_text())
     assert record["settings"]["learning_rate"] == 0.1 and record["versions"]["torch"]
     assert record["code"]["script"] == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def test_a_run_that_began_before_its_stable_steps_were_counted_goes_on():
+    cosine = train_clm.TrainArgs()
+    saved = asdict(cosine) | {"max_steps": 6}
+    assert changed_settings(saved, cosine, {"max_steps": 6, "stable": [2, 6]}) == []
+    assert "max_steps: 6 in the run, 8 now" in changed_settings(saved, cosine, {"max_steps": 8})
+    stable = train_clm.TrainArgs(lr_scheduler_type="warmup_stable_decay")
+    assert changed_settings(asdict(stable) | {"max_steps": 6}, stable, {"max_steps": 8}) == []

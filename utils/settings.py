@@ -48,10 +48,10 @@ MAY_CHANGE = set(
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
     "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
     "max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
-    "gradient_accumulation_steps".split()
+    "gradient_accumulation_steps stable".split()
 )
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
-LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps", "stable"}
+LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 POSITIVE = set(
     "validation_fraction vocab_size block_size mlm_probability per_device_train_batch_size "
