@@ -90,8 +90,7 @@ class Run:
         }  # fmt: skip
         self.code = code_version(args)
         self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, args.background_save)
-        if args.lr_scheduler_type == "warmup_stable_decay":
-            self.checkpoints.kept_step = self.counts["stable"][1]  # runs of other lengths may begin there
+        self.checkpoints.kept_step = self.counts["stable"][1]  # runs of other lengths may begin there
         saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
         if saved:
             self.state = saved["state"]
