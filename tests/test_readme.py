@@ -1,4 +1,4 @@
-"""What the README claims: its loop is the script's, its files exist, its commands and edits run."""
+"""What README and docs claim: the loop is the script's, files and links exist, commands and edits run."""
 
 import itertools
 import os
@@ -17,17 +17,27 @@ import train_mlm
 from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
 from utils.settings import parse_args
 
-README = (PROJECT / "README.md").read_text()
+PAGES = {page: page.read_text() for page in [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]}
+README, ALL = PAGES[PROJECT / "README.md"], "\n".join(PAGES.values())
 LEFT_OUT = shutil.ignore_patterns(".git", "runs", "cache", "__pycache__", ".venv")
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", ALL, re.S)
 
 
 def test_the_loop_is_the_scripts():
     parts = [code for kind, code in BLOCKS if kind == "python"]
     script = (PROJECT / "train_clm.py").read_text()
-    assert len(parts) == 2
+    assert len(parts) == 3  # update, twice, and the loop around it
     for part in parts:
         assert textwrap.indent(part, 4 * " ") in script
+
+
+def test_the_readme_is_two_screens_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 150
+    for page, text in PAGES.items():
+        links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+        assert [link for link in links if not (page.parent / link).exists()] == [], page.name
+    for page in PAGES:
+        assert page.name == "README.md" or f"](docs/{page.name})" in README, page.name
 
 
 def test_the_tree_is_that_of_the_files():
@@ -52,7 +62,7 @@ def test_the_table_is_the_cookbook():
 
 
 def test_every_message_it_explains_is_said():
-    table = README[README.index("## When it goes wrong") :].split("\n## ")[0]
+    table = PAGES[PROJECT / "docs/troubleshooting.md"]
     source = "".join(file.read_text() for file in PROJECT.glob("**/*.py") if "tests" not in file.parts)
     source = re.sub(r"\{[^{}]*\}|%s", "...", re.sub(r'"\s*\n\s*f?"', "", source))
     for message in re.findall(r"^\| `(.+?)` \|", table, re.M):
@@ -61,10 +71,10 @@ def test_every_message_it_explains_is_said():
 
 
 def commands() -> list[str]:
-    """The shell lines of the README: those of its blocks, and what in backticks starts like one."""
+    """The shell lines of the pages: those of their blocks, and what in backticks starts like one."""
     starts = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|bash|git|hf|pip|pytest|python|torchrun) "
     lines = [line for kind, code in BLOCKS if kind == "bash" for line in code.strip().splitlines()]
-    text = re.sub(r"```.*?```", "", README, flags=re.S)
+    text = re.sub(r"```.*?```", "", ALL, flags=re.S)
     return lines + [found.replace("\n", " ") for found in re.findall(rf"`({starts}[^`]+)`", text)]
 
 
@@ -134,7 +144,7 @@ def test_every_command_is_run_here_or_has_its_reason():
     for line in commands():
         assert any(line.startswith(start) for start in [*SMALL, *NOT_HERE]), line
     for start in [*SMALL, *NOT_HERE]:
-        assert any(line.startswith(start) for line in commands()), f"no longer in the README: {start}"
+        assert any(line.startswith(start) for line in commands()), f"on no page any more: {start}"
 
 
 @pytest.mark.parametrize("start", SMALL)
@@ -144,9 +154,9 @@ def test_the_command_runs(start, project_with_runs):
 
 
 def test_every_path_and_flag_of_its_commands_exists():
-    for file in re.findall(r"accelerate_configs/\w+\.\w+|tests/[\w/]+\.\w+|(?<!\S)train_\w+\.py", README):
+    for file in re.findall(r"accelerate_configs/\w+\.\w+|tests/[\w/]+\.\w+|(?<!\S)train_\w+\.py", ALL):
         assert (PROJECT / file).exists(), file
-    for script, line in re.findall(r"(train_[cm]lm)\.py (--[^`|\n]+)", README):
+    for script, line in re.findall(r"(train_[cm]lm)\.py (--[^`|\n]+)", ALL):
         module = {"train_clm": train_clm, "train_mlm": train_mlm}[script]
         parse_args(module.TrainArgs, module.PRESETS, line.split())
 
@@ -156,7 +166,7 @@ EDITS = [code for kind, code in BLOCKS if kind == "diff"]
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.splitlines()[0].strip("# "))
 def test_the_edits_run(edit, tmp_path):
-    """Each edit of the README, made in a copy of the project, trains for two steps."""
+    """Each edit of the pages, made in a copy of the project, trains for two steps."""
     first, *lines = edit.splitlines()
     copy = tmp_path / "project"
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
