@@ -294,7 +294,8 @@ def main(arguments=None):
           f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, progress=terminal)
-    saved = tokenizer.save_pretrained(args.output_dir)
+    with explained(f"output_dir {args.output_dir}", "written", Exception):  # tokenizers raises no other
+        saved = tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")
     if repo_id:
         files = [os.path.basename(path) for path in saved if os.path.isfile(path)]

@@ -89,6 +89,9 @@ CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only line
 CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
 CLM | --config_overrides n_layer                        | not of the form name=value
 CLM | --config_overrides n_layer=two                    | 'two' is no int
+CLM | --config_overrides n_layer=0                      | 'n_layer=0': a model without layers
+CLM | --config_overrides n_layer=-1                     | a model without layers
+MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
 CLM | --config_overrides n_head=5,n_embd=192            | config_overrides, 'n_head=5,n_embd=192'
 CLM | --config_overrides n_positions=64                 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json

@@ -40,7 +40,8 @@ def python(*words):
 def saved(request, tmp_path_factory):
     """A run of 12 steps: `--max_train_steps 12`, with the default warm-up, beside what names the data."""
     script, changes = KINDS[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp(request.param) / "it's a folder"  # what is printed is quoted
+    folder.mkdir()
     flags = {"dataset_name": write_corpus(folder / "corpus.jsonl"), "keywords": "none", "vocab_size": 1024,
              "cache_dir": folder / "cache", "output_dir": folder / "run", **changes}  # fmt: skip
     line = [script, "--max_train_steps", "12", *arguments(flags)]

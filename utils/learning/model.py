@@ -281,6 +281,8 @@ def _built(kind, make_config, blamed):
                         raise
     except Exception as error:  # transformers checks little, with whatever exception comes
         return config, [f"{blamed}: {' '.join(f'{type(error).__name__}: {error}'.split())}"]
+    if isinstance(layers := setting(config, "num_hidden_layers"), int) and layers < 1:
+        return config, [f"{blamed}: a model without layers"]
     names, of_type = [name for name, _ in model.named_modules()], f"model_type, {config.model_type!r}"
     if any(name.endswith(("encoder_attn", "cross_attn")) for name in names):
         return config, [f"{of_type}: attends to an encoder, and there is no input for one here"]

@@ -1,0 +1,228 @@
+"""What a run has learnt after so many steps and so many seconds, over the whole validation set.
+
+    python -m tests.benchmarks.learning --seeds 5 --picture docs/learning.png      # hours: every run is whole
+    python -m tests.benchmarks.learning --script mlm --contenders before default
+    python -m tests.benchmarks.learning --contenders before "mine: --learning_rate 4e-3" --seeds 1
+
+Contenders run in turn, each in a process of its own, seed after seed: those of CONTENDERS below, of which
+"trainer" is HF Trainer at its defaults on the same rows, model, batch and steps; or "name: flags". A seed has
+its own validation documents, the same for all. Seconds are those of training, without evaluations and saves.
+"to the goal" is where a run's evaluations first reach the final loss of the first contender.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.benchmarks.measure import PROJECT, print_table
+
+# The defaults until Muon was one, every setting that matters written out.
+BEFORE = {
+    "clm": "--optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.036 --lr_scheduler_type cosine "
+    "--min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 2800 --block_size 128 "
+    "--per_device_train_batch_size 8 --vocab_size 4096 "
+    "--config_overrides n_layer=4,n_embd=192,n_head=6,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    "mlm": "--optimizer_type adamw",
+}
+MUON = "--optimizer_type muon --muon_learning_rate 1e-2"
+CONTENDERS = {
+    "clm": {
+        "before": BEFORE["clm"],
+        "muon, 60 % of the steps": f"{BEFORE['clm']} {MUON} --max_train_steps 1680",
+        "default": "",
+        "trainer": BEFORE["clm"],
+    },
+    "mlm": {"before": BEFORE["mlm"], "default": ""},
+}
+
+
+def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, common: list[str]) -> list:
+    """[(step, seconds of training, loss over all validation rows, bits per byte or None)]"""
+    places = ["--output_dir", str(out), "--cache_dir", str(out.parent / "cache"), "--seed", str(seed)]
+    program = [str(PROJECT / f"train_{script}.py")]
+    if name == "trainer":
+        program = ["-m", "tests.benchmarks.learning", "--trainer"]
+    command = [sys.executable, *program, *flags, "--max_eval_samples", "0", *common, *places]
+    log = out.with_suffix(".log")
+    with open(log, "w") as file:
+        done = subprocess.run(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)}: exit status {done.returncode}\n{log.read_text()[-2000:]}")
+    return read_curve(out / "metrics.jsonl")
+
+
+def read_curve(metrics: Path) -> list:
+    points, seconds, tokens = [], 0.0, 0
+    for line in map(json.loads, metrics.read_text().splitlines()):
+        if "tokens_per_second" in line:
+            seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
+            tokens = line["tokens"]
+        if "loss/eval" in line:
+            points.append((line["step"], seconds, line["loss/eval"], line.get("bits_per_byte")))
+    return points
+
+
+def train_with_trainer(argv: list[str]) -> None:
+    """HF Trainer at its defaults on the rows, model, batch and steps of train_clm.py with these settings."""
+    import torch
+    from accelerate import Accelerator
+    from datasets import Dataset
+    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
+
+    import train_clm
+    from data.rows import Recipe, open_sources, prepare
+    from utils.learning.model import build_model
+    from utils.settings import parse_args, stop_at
+
+    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv)
+    problems = []
+    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)
+    stop_at(problems)
+    data = prepare(sources, Accelerator())
+    set_seed(args.seed)
+    build = "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
+    lm = build_model(*build, data.tokenizer)
+    out, size = Path(args.output_dir), args.per_device_train_batch_size
+    out.mkdir(parents=True, exist_ok=True)
+    spent, told = 0.0, (out / "metrics.jsonl").open("w")
+
+    def say(record):
+        print(json.dumps(record), file=told, flush=True)
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            self.start = time.perf_counter()
+
+        def on_step_end(self, arguments, state, *_, **__):
+            nonlocal spent
+            spent += time.perf_counter() - self.start
+            if state.global_step % args.eval_steps == 0 or state.global_step == args.max_train_steps:
+                evaluate(state.global_step)
+
+    def evaluate(step):
+        lm.eval()
+        (rows,) = data.evals.values()
+        with torch.no_grad():
+            losses = [
+                lm(input_ids=ids, labels=ids).loss.item() * len(ids)
+                for batch in data.evaluation("")
+                if len(ids := batch["input_ids"][batch["row"] >= 0])
+            ]
+        loss = sum(losses) / len(rows)
+        tokens = step * size * args.block_size
+        if step:
+            say({"step": step, "tokens": tokens, "tokens_per_second": tokens / spent})
+        say({"step": step, "loss/eval": loss, "bits_per_byte": loss / math.log(2) / rows.bytes_per_token})
+        lm.train()
+
+    evaluate(0)
+    settings = TrainingArguments(
+        str(out / "trainer"), per_device_train_batch_size=size, max_steps=args.max_train_steps,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+        seed=args.seed,
+    )  # fmt: skip
+    rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in data.train.rows))
+    Trainer(
+        lm, settings, train_dataset=rows, data_collator=default_data_collator, callbacks=[Watch()]
+    ).train()
+
+
+def summary(curves: dict[str, list[list]]) -> dict[str, dict]:
+    """{contender: what the table holds}, means over seeds; curves: {contender: a curve per seed}."""
+    goals = [curve[-1][2] for curve in next(iter(curves.values()))]
+    lines = {}
+    for name, runs in curves.items():
+        ends = [curve[-1] for curve in runs]
+        reached = [
+            next(((s, t) for s, t, loss, _ in curve if loss <= goal), None)
+            for curve, goal in zip(runs, goals, strict=False)
+        ]
+        names = "steps", "seconds", "loss"
+        line = {name: statistics.mean(end[i] for end in ends) for i, name in enumerate(names)}
+        if len(runs) > 1:
+            line["spread"] = statistics.stdev(end[2] for end in ends)
+        if ends[0][3] is not None:
+            line["bits"] = statistics.mean(end[3] for end in ends)
+        if all(reached):
+            line["goal_steps"] = statistics.mean(s for s, _ in reached)
+            line["goal_seconds"] = statistics.mean(t for _, t in reached)
+        lines[name] = line
+    return lines
+
+
+def draw(curves: dict[str, list[list]], file: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for at, panel, label in zip((0, 1), panels, ("steps", "seconds of training"), strict=True):
+        for name, runs in curves.items():
+            line = None
+            for curve in runs:
+                xs, ys = [point[at] for point in curve], [point[2] for point in curve]
+                same = {"color": line.get_color()} if line else {"label": name}
+                (line,) = panel.plot(xs[1:], ys[1:], **same, lw=1.2, marker=".")
+        panel.set_xlabel(label)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("loss, all validation rows")
+    panels[0].legend()
+    figure.savefig(file, dpi=110)
+
+
+def main():
+    if sys.argv[1:2] == ["--trainer"]:
+        return train_with_trainer(sys.argv[2:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--script", choices=["clm", "mlm"], default="clm")
+    parser.add_argument("--contenders", nargs="*", help='names of this file, or "name: flags"')
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--flags", default="", help="of every contender, such as a smaller size")
+    parser.add_argument("--output_dir", help="keeps runs and curves.json; what is there is not run again")
+    parser.add_argument("--picture", help="a .png of loss against steps and seconds")
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
+    args = parser.parse_args()
+    known, chosen = CONTENDERS[args.script], {}
+    for item in args.contenders or known:
+        name, _, flags = item.partition(":")
+        if ":" not in item and name not in known:
+            parser.error(f"{name}: no such contender; known: {', '.join(known)}")
+        chosen[name] = flags if ":" in item else known[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(args.output_dir or scratch).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        curves = {name: [] for name in chosen}
+        for seed in range(1, args.seeds + 1):
+            for name, flags in chosen.items():
+                kept = folder / f"{args.script}-{name}-{seed}.json"
+                if not kept.exists():
+                    words, common = shlex.split(flags), shlex.split(args.flags)
+                    found = run_script(args.script, name, words, seed, kept.with_suffix(""), common)
+                    kept.write_text(json.dumps(found))
+                curves[name].append(json.loads(kept.read_text()))
+    print_table(
+        f"train_{args.script}.py {args.flags}, {args.seeds} seeds, means",
+        summary(curves),
+        {"steps": "steps", "seconds": "seconds of training", "loss": "loss, whole validation set",
+         "spread": "standard deviation", "bits": "bits per byte", "goal_steps": "steps to the goal",
+         "goal_seconds": "seconds to the goal"},
+        {"seconds": "seconds ratio", "bits": "bits ratio", "goal_steps": "steps ratio, goal",
+         "goal_seconds": "seconds ratio, goal"},
+        args.append,
+    )  # fmt: skip
+    if args.picture:
+        draw(curves, args.picture)
+
+
+if __name__ == "__main__":
+    main()
