@@ -207,6 +207,9 @@ def prepare(sources: Sources, accelerator) -> "Data":
         train = made.train
         if made.eval:
             evals[first] = made.eval
+    if recipe.eval_dataset_name and (sources.shards or recipe.streaming):
+        accelerator.print(f"data       {printable(recipe.dataset_name)} is trained on as it is, with what of "
+                          "it is evaluated on, too; rows prepared from text leave such documents out")
     for name, found in opened.items():
         if isinstance(found, str):  # of shards the validation split; of others, if they have none, all
             held_out = check_shards(found, row_size, tokenizer)["splits"].get("validation", {}).get("rows")

@@ -290,11 +290,12 @@ def test_several_evaluation_sets_are_each_their_own_rows(folder):
 
 @pytest.mark.parametrize("kind, name", [("pairs", "more-pairs"), ("stream of text", "b"),
                                         ("stream of shards", "b"), ("shards", "c")])
-def test_several_evaluation_sets_for_every_kind_of_training_rows(folder, kind, name):
+def test_several_evaluation_sets_for_every_kind_of_training_rows(folder, kind, name, capsys):
     own = {"pairs": "pairs.jsonl", "stream of text": "a.jsonl"}.get(kind, "shards")
     names = (f"{folder}/{name}.jsonl", f"{folder}/{own}")
     data = opened(recipe(folder, kind, eval_dataset_name=names))
     assert list(data.evals) == [name, Path(own).stem]
+    assert ("is trained on as it is" in capsys.readouterr().out) == (kind != "pairs")
     assert [len(lists(data.evaluation(name))) > 0 for name in data.evals] == [True, True]
     single = opened(recipe(folder, kind, eval_dataset_name=names[:1]))
     assert np.array_equal(single.evals[""].rows, data.evals[name].rows)
