@@ -88,6 +88,7 @@ class TrainArgs:
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 2800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
+    gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
@@ -159,7 +160,7 @@ def main(args: TrainArgs | None = None) -> None:
     problems = check_args(args)
     sources = open_sources(Recipe.of(args, algorithm="bpe", saved=saved_data(args)), problems)
     build = "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
-    problems += model_problems(*build, sources.tokenizer)
+    problems += model_problems(*build, sources.tokenizer, args.gradient_checkpointing)
     stop_at(problems)
 
     accelerator = Accelerator(
@@ -188,6 +189,8 @@ def main(args: TrainArgs | None = None) -> None:
     set_seed(args.seed)
     trust_row_positions()
     lm = build_model(*build, data.tokenizer)
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = CausalLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
     lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
     optimizer = build_optimizer(

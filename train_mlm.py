@@ -89,6 +89,7 @@ class TrainArgs:
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 6000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
+    gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
     skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
 
@@ -167,7 +168,7 @@ def main(args: TrainArgs | None = None) -> None:
     sources = open_sources(recipe, problems)
     kind = "pretraining" if args.next_sentence else "masked"
     build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
-    problems += model_problems(*build, sources.tokenizer)
+    problems += model_problems(*build, sources.tokenizer, args.gradient_checkpointing)
     stop_at(problems)
 
     accelerator = Accelerator(
@@ -193,6 +194,8 @@ def main(args: TrainArgs | None = None) -> None:
     set_seed(args.seed)
     trust_row_positions()
     lm = build_model(*build, data.tokenizer)
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = MaskedLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
     lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
     optimizer = build_optimizer(

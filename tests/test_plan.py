@@ -20,12 +20,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from utils.learning.losses import CausalLMLoss
 from utils.learning.model import use_one_kernel_gelu
+from utils.learning.optim import build_optimizer
 
-def update(config, rows, block_size, accumulation, bf16, times):
+def update(config, rows, block_size, accumulation, bf16, times, optimizer_type, gradient_checkpointing):
     lm = AutoModelForCausalLM.from_config(config)
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm).train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = build_optimizer(model, 1e-3, 0.1, optimizer_type=optimizer_type)
     for _ in range(times):
         for _ in range(accumulation):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -40,19 +43,21 @@ def resident(name):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 torch.set_num_threads(1)
-shape, rows, block_size, accumulation, bf16 = json.loads(sys.argv[1])
-update(AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=1, vocab_size=300), 2, 16, 1, bf16, 1)
+shape, rows, block_size, accumulation, bf16, *kind = json.loads(sys.argv[1])
+update(AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=1, vocab_size=300), 2, 16, 1, bf16, 1, *kind)
 before = resident("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM starts anew
-update(AutoConfig.for_model("gpt2", **shape), rows, block_size, accumulation, bf16, 2)
+update(AutoConfig.for_model("gpt2", **shape), rows, block_size, accumulation, bf16, 2, *kind)
 print(resident("VmHWM") - before)
 """
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-CASES = {  # shape, rows, block size, accumulation, bf16
-    "activations": [{**SHAPE, "vocab_size": 8192}, 32, 128, 1, False],
-    "vocabulary": [{**SHAPE, "vocab_size": 50257}, 8, 128, 1, False],
-    "accumulation": [{**SHAPE, "vocab_size": 8192}, 16, 128, 2, False],
+CASES = {  # shape, rows, block size, accumulation, bf16, optimizer, blocks computed again
+    "activations": [{**SHAPE, "vocab_size": 8192}, 32, 128, 1, False, "adamw", False],
+    "vocabulary": [{**SHAPE, "vocab_size": 50257}, 8, 128, 1, False, "adamw", False],
+    "accumulation": [{**SHAPE, "vocab_size": 8192}, 16, 128, 2, False, "adamw", False],
+    "checkpointing": [{**SHAPE, "n_layer": 8, "vocab_size": 8192}, 32, 128, 1, False, "adamw", True],
+    "muon": [{**SHAPE, "n_layer": 8, "n_embd": 512, "vocab_size": 512}, 4, 128, 1, False, "muon", False],
 }
 
 
@@ -66,9 +71,10 @@ def test_the_estimated_peak_is_the_measured_one(case):
             for _ in range(3)]  # fmt: skip
     assert [result.returncode for result in runs] == [0, 0, 0], runs[0].stderr[-2000:]
     measured = statistics.median(int(result.stdout) for result in runs)
-    shape, rows, block_size, accumulation, bf16 = CASES[case]
+    shape, rows, block_size, accumulation, bf16, optimizer, again = CASES[case]
     config = AutoConfig.for_model("gpt2", **shape)
-    plan = estimate(config, rows, block_size, accumulation=accumulation, bf16=bf16)
+    plan = estimate(config, rows, block_size, accumulation=accumulation, bf16=bf16,
+                    optimizer_type=optimizer, gradient_checkpointing=again)  # fmt: skip
     assert plan["peak"] == pytest.approx(measured, rel=0.20)
 
 

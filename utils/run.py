@@ -160,12 +160,14 @@ class Run:
         args, steps, rows = self.args, self.steps, self.args.per_device_train_batch_size
         others = (thing for thing in self.keep.values() if not bare_optimizer(thing))
         kept = sum(thing_bytes(thing, self.model) for thing in others)
-        shape = rows, args.block_size, self.kind, self.predicted
+        names = "optimizer_type", "gradient_checkpointing"  # an edit may have neither
+        more = {name: getattr(args, name) for name in names if hasattr(args, name)}
+        more |= {"kind": self.kind, "predicted": self.predicted, "kept_bytes": kept}
         block = report(
             self.accelerator, model=args.model_name_or_path or args.model_type, parameters=self.parameters,
             rows=rows, accumulation=steps.micro_batches(0), max_steps=steps.last, start=self.step,
             block_size=steps.tokens_before(1) // steps.rows_before(1), tokens=steps.tokens_before(steps.last),
-            memory=peak_memory(self.accelerator, self.config, *shape, kept_bytes=kept),
+            memory=peak_memory(self.accelerator, self.config, rows, args.block_size, **more),
             precision=xla.xla_precision() if xla.is_xla() else None,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"

@@ -47,7 +47,7 @@ MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps "
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
     "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
-    "max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
+    "max_eval_samples per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing "
     "gradient_accumulation_steps stable".split()
 )
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
@@ -71,8 +71,6 @@ ELSEWHERE = {name: there for names, there in {
     "fp16 bf16": "the launcher's: --mixed_precision, or mixed_precision in accelerate_configs/*.yaml.",
     "torch_compile compile": "the launcher's: dynamo_backend in accelerate_configs/*.yaml.",
     "fsdp deepspeed": "the launcher's: accelerate_configs/fsdp.yaml divides a model over devices.",
-    "gradient_checkpointing": "fsdp_activation_checkpointing in accelerate_configs/fsdp.yaml; else a smaller "
-    "--per_device_train_batch_size with more --gradient_accumulation_steps.",
     "use_cpu": "the launcher's: accelerate_configs/cpu.yaml.",
     "warmup_steps warmup_ratio warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps.",
     "max_steps max_iters": "--max_train_steps.",

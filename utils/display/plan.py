@@ -11,22 +11,25 @@ from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.display.progress import readable
 from utils.display.throughput import flops_per_token, peak_flops
 from utils.learning.fused_head import chunk_rows
 from utils.learning.model import MODEL_CLASSES, use_one_kernel_gelu
+from utils.learning.muon import AT_ONCE, block_matrices
 
 
 def estimate(
     config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False, accumulation: int = 1,
     devices: int = 1, sharding: str = "ddp", device_type: str = "cpu", predicted: float = 1.0,
-    kept_bytes: int = 0,
+    kept_bytes: int = 0, optimizer_type: str = "adamw", gradient_checkpointing: bool = False,
 ) -> dict[str, float]:  # fmt: skip
-    """Bytes per device, FLOPs per token and bytes sent per update, for fused AdamW on float32 weights.
+    """Bytes per device, FLOPs per token and bytes sent per update, for float32 weights.
 
     kind: as in learning/model.py; sharding: "ddp" or "fsdp" (all of it); predicted: the share of positions
-    that pass the head (masked LM); kept_bytes: on each device beside model and optimizer.
+    that pass the head (masked LM); kept_bytes: on each device beside model and optimizer. FLOPs are those of
+    the model: what gradient_checkpointing computes again, about a third more, is not among them.
 
     The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
     architecture (a compiled model keeps less). Off the CPU, attention is taken to be fused and dropout masks,
@@ -49,13 +52,20 @@ def estimate(
         use_one_kernel_gelu(model)
         parameters = sum(p.numel() for p in model.parameters())
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        matrices = sum(p.numel() for p in block_matrices(model)) if optimizer_type == "muon" else 0
+        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        bounds = []  # of what each block keeps, within `kept`
+        for block in blocks if gradient_checkpointing else ():
+            for register in (block.register_forward_pre_hook, block.register_forward_hook):
+                register(lambda *_: bounds.append(len(kept)))
         ids = torch.zeros(rows, block_size, dtype=torch.long)
         with (
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
             torch.autocast("cpu", torch.bfloat16, enabled=bf16),
         ):
             hidden = model.base_model(input_ids=ids)[0]  # [B, T, D]
-        sizes = [tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights]
+        sizes = [tensor.untyped_storage().nbytes() * (key not in weights) for key, tensor in kept.items()]
+        inside = [sum(sizes[a:b]) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
         head = model.get_output_embeddings().weight
         tied = head is model.get_input_embeddings().weight
         layers = [child for m in model.modules() if isinstance(m, torch.nn.ModuleList) for child in m]
@@ -63,13 +73,15 @@ def estimate(
         flops = flops_per_token(model, block_size, predicted)
 
     activations, positions = sum(sizes), rows * block_size * predicted
+    if inside:  # each block keeps its input only; the rest exists for one at a time
+        activations += max(inside) - sum(inside) + len(inside) * hidden.untyped_storage().nbytes()
     half = 2 if bf16 else 0  # bytes of a second copy in bfloat16
     loss = min(chunk_rows(device_type, len(head)), positions) * len(head) * (4 + half)  # a chunk's logits
     loss += head.numel() * (4 + 2 * half)  # the head's gradient is made in the forward pass
     loss += positions * head.shape[1] * (2 * hidden.element_size() + half)  # the head's input, its gradient
     if device_type == "cpu":
         # glibc's heap holds on to freed blocks below 32 MiB, sometimes more and sometimes less
-        activations += 0.3 * sum(size for size in sizes if size < 2**25)
+        activations += (0.4 if inside else 0.3) * sum(size for size in sizes if size < 2**25)
         loss += head.numel() * half  # oneDNN's own arrangement of the weight
     shards = devices if sharding == "fsdp" else 1
     copies = 0
@@ -78,25 +90,26 @@ def estimate(
     gradients = 4 * parameters / shards
     forward_peak = activations + loss + (gradients if accumulation > 1 else 0)
     backward_peak = gradients + (8 * head.numel() if tied else 0)  # the lookups' gradient and the sum
+    backward_peak = max(backward_peak, gradients + 6 * 4 * min(matrices, AT_ONCE))  # Muon's iteration
+    optimizer = 8 * parameters - 4 * matrices  # two moments; of Muon one
     sent = (devices - 1) / devices * parameters
     # ring all-reduce: reduce and gather; FSDP: gather forward and backward, reduce, for each micro-batch
     sent *= 2 * 4 if sharding == "ddp" else 3 * (half or 4) * accumulation
     return {
         "parameters": parameters, "weights": 4 * parameters / shards, "gradients": gradients,
-        "optimizer": 8 * parameters / shards, "activations": activations, "loss": loss, "copies": copies,
-        "peak": 12 * parameters / shards + kept_bytes + copies + max(forward_peak, backward_peak),
+        "optimizer": optimizer / shards, "activations": activations, "loss": loss, "copies": copies,
+        "peak": (4 * parameters + optimizer) / shards + kept_bytes + copies
+        + max(forward_peak, backward_peak),
         "flops_per_token": flops, "sent_per_update": sent,
         "tokens_per_update": rows * block_size * accumulation * devices,
     }  # fmt: skip
 
 
-def peak_memory(
-    accelerator, config, rows: int, block_size: int, kind: str, predicted: float = 1.0, kept_bytes: int = 0
-) -> float | None:
+def peak_memory(accelerator, config, rows: int, block_size: int, **more) -> float | None:
     """Bytes per device that this run needs at its peak, by `estimate`; None for a model it cannot follow."""
     try:
         return estimate(
-            config, rows, block_size, kind=kind, predicted=predicted, kept_bytes=kept_bytes,
+            config, rows, block_size, **more,
             bf16=accelerator.mixed_precision == "bf16", devices=accelerator.num_processes,
             accumulation=accelerator.gradient_accumulation_steps, device_type=accelerator.device.type,
             sharding="fsdp" if accelerator.distributed_type == DistributedType.FSDP else "ddp",
@@ -138,6 +151,8 @@ if __name__ == "__main__":
     parser.add_argument("--block_size", type=int, default=1024)
     parser.add_argument("--per_device_train_batch_size", type=int, default=8)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
+    parser.add_argument("--optimizer_type", default="adamw", choices=["adamw", "muon"])
+    parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "no"])
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--sharding", default="ddp", choices=["ddp", "fsdp"])
@@ -156,6 +171,7 @@ if __name__ == "__main__":
         config, args.per_device_train_batch_size, args.block_size, kind=args.kind,
         bf16=args.precision == "bf16", accumulation=args.gradient_accumulation_steps,
         devices=args.devices, sharding=args.sharding, predicted=args.predicted,
+        optimizer_type=args.optimizer_type, gradient_checkpointing=args.gradient_checkpointing,
         device_type="cpu" if args.device_name == "cpu" else "cuda",
     )  # fmt: skip
     peak = peak_flops(args.device_name)

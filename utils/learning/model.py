@@ -21,9 +21,17 @@ CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # opti
 LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
 
 
-def model_problems(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None):
+def model_problems(
+    kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None,
+    gradient_checkpointing=False,
+):  # fmt: skip
     """What is wrong with these settings, one line each, before any weights are made; [] = nothing."""
-    return _configure(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer)[1]
+    of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
+    config, problems = _configure(*of)
+    if gradient_checkpointing and not problems:
+        if not MODEL_CLASSES[kind]._model_mapping[type(config)].supports_gradient_checkpointing:
+            problems.append(f"gradient_checkpointing: transformers' {config.model_type} cannot; leave it out")
+    return problems
 
 
 def build_model(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):

@@ -1,0 +1,37 @@
+"""Blocks that are computed again in the backward pass: the same run, dropout included, in less memory."""
+
+import pytest
+
+from tests.forked import finish, start_all
+from tests.runs import PROJECT, TINY, metrics, write_corpus
+from utils.learning.model import model_problems
+
+MASKED = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
+SCRIPTS = {
+    "train_clm.py": {"config_overrides": "n_layer=2,n_embd=32,n_head=2,resid_pdrop=0.1,attn_pdrop=0.1"},
+    "train_mlm.py": {"config_overrides": MASKED + ",mlp_dropout=0.1", "prompts": ["none"]},
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_is_the_same_run(script, processes, tmp_path):
+    flags = {**TINY, "dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "cache_dir": tmp_path / "cache",
+             "max_train_steps": 3, **SCRIPTS[script]}  # fmt: skip
+    if script == "train_mlm.py":
+        del flags["keywords"]
+    lines = []
+    for again in ("false", "true"):
+        mine = {**flags, "output_dir": tmp_path / again, "gradient_checkpointing": again}
+        log = tmp_path / f"{again}.log"
+        finish(start_all(PROJECT, script, mine, log, processes), log)
+        lines.append(metrics(tmp_path / again))
+    assert lines[0] == lines[1] and lines[0][-1]["step"] == 3
+
+
+def test_a_model_that_cannot_is_refused_before_anything_is_prepared():
+    build = "causal", "ctrl", "", None, 32
+    assert model_problems(*build) == []
+    assert model_problems(*build, gradient_checkpointing=True) == [
+        "gradient_checkpointing: transformers' ctrl cannot; leave it out"
+    ]
