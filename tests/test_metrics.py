@@ -289,11 +289,17 @@ def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
     GradientState._reset_state()
     tracker = ListTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
-    start_trackers(accelerator, "project", tmp_path, {"seed": 1, "prompts": ["a"], "name": None})
+    settings = {"seed": 1, "prompts": ["a"], "name": None}
+    lacks = start_trackers(accelerator, "project", tmp_path, settings)
     record = {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"}
-    log_to_trackers(accelerator, record)
+    log_to_trackers(accelerator, record, lacks)
     assert tracker.settings == {"seed": 1, "prompts": "['a']", "name": "None"}
     assert tracker.logged == [(7, {"loss/train": 2.5})]
+    accelerator.trackers = []
+    lacks = start_trackers(accelerator, "project", tmp_path, settings, step=7)  # tests/trackers: real ones
+    for step in (7, 8):
+        log_to_trackers(accelerator, record | {"step": step}, lacks)
+    assert tracker.logged[1:] == [(8, {"loss/train": 2.5})]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():

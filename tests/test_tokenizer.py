@@ -226,6 +226,7 @@ def test_a_full_disk_is_one_message(english, tmp_path):
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english[:20]))
     words = ["--dataset_name", source, "--vocab_size", 600, "--output_dir", tmp_path / "out"]
     line = shlex.join([sys.executable, "-m", "data.tokenizer", *map(str, words)])  # files end at 1 KiB there
-    done = subprocess.run(["bash", "-c", f"ulimit -f 1; exec {line}"], cwd=PROJECT, capture_output=True, text=True)
+    line = ["bash", "-c", f"ulimit -f 1; exec {line}"]
+    done = subprocess.run(line, cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"output_dir {tmp_path / 'out'} cannot be written" in done.stderr and "room" in done.stderr

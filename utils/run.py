@@ -143,7 +143,7 @@ class Run:
             save_args(args, self.code)
         self.metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, self.is_main)
         project = Path(sys.modules[type(args).__module__].__file__).stem
-        start_trackers(accelerator, project, args.output_dir, self.settings, self.step)
+        self.lacks = start_trackers(accelerator, project, args.output_dir, self.settings, self.step)
         name = device_name(accelerator.device)
         self.hardware, peak = f"{accelerator.num_processes} x {name}", peak_flops(name)
         self.throughput = Throughput(
@@ -380,7 +380,7 @@ class Run:
         self._log_pushes()
         record = {"step": self.step, **record}
         self.metrics.write(record)
-        log_to_trackers(self.accelerator, record)
+        log_to_trackers(self.accelerator, record, self.lacks)
         status = self.pusher.status if self.pusher else ""
         self.progress.update(self.step, record, self.throughput.eta, status)
 

@@ -1,8 +1,9 @@
 """Accelerate's trackers, for the numbers of metrics.jsonl on a dashboard."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from utils.display.metrics import read_run
+from utils.display.metrics import read_metrics, read_run
 
 
 def check_trackers(report_to: str) -> list[str]:
@@ -20,10 +21,14 @@ def check_trackers(report_to: str) -> list[str]:
     return names
 
 
-def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0):
-    """accelerator.init_trackers such that a resumed run (step > 0) continues its curves. On all processes."""
+def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> dict[str, int]:
+    """accelerator.init_trackers such that a resumed run (step > 0) continues its curves: what metrics.jsonl
+    holds and a kill has kept from a tracker is told again. On all processes, metrics.jsonl being cut.
+
+    Returns {tracker: the first step that it is still to be told}, for log_to_trackers.
+    """
     if not accelerator.log_with:
-        return
+        return {}
     run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name
     plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in settings.items()}
     accelerator.init_trackers(
@@ -32,13 +37,23 @@ def start_trackers(accelerator, project: str, output_dir, settings: dict, step: 
         init_kwargs={
             "wandb": {"id": run_id, "name": name, "resume": "allow"},
             "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
-            "tensorboard": {"purge_step": step + 1 if step else None},  # hides what came after the checkpoint
+            "tensorboard": {"purge_step": 0 if step else None},  # hides what is told again, which is all
         },
     )
+    if not (step and accelerator.is_main_process):
+        return {}
+    lacks = {tracker.name: step + 1 for tracker in accelerator.trackers} | {"tensorboard": 0}
+    for tracker in accelerator.trackers:
+        if next_step := {"wandb": "step", "trackio": "_next_step"}.get(tracker.name):
+            lacks[tracker.name] = getattr(tracker.tracker, next_step)
+    for record in read_metrics(output_dir):
+        log_to_trackers(accelerator, record, lacks)
+    return lacks
 
 
-def log_to_trackers(accelerator, record: dict):
+def log_to_trackers(accelerator, record: dict, lacks: Mapping[str, int]):
     """Send one metrics.jsonl record to the trackers, if there are any: numbers only, at the record's step."""
-    if accelerator.trackers:
-        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
-        accelerator.log(numbers, step=record["step"])
+    numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+    for tracker in accelerator.trackers if numbers else ():
+        if record["step"] >= lacks.get(tracker.name, 0):
+            tracker.log(numbers, step=record["step"])

@@ -1,0 +1,99 @@
+"""TensorBoard, trackio and Weights & Biases (offline), each with its package: a run that is killed and
+continued is one curve in each, read back from what they keep.
+"""
+
+import importlib.util
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
+
+PACKAGES = "tensorboard", "trackio", "wandb"
+MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+NEEDED = f"tests/trackers/requirements.txt: {', '.join(MISSING)}"
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=NEEDED)
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run killed at step 26 or later, continued from step 20, and what the trackers have of it."""
+    folder = tmp_path_factory.mktemp("trackers")
+    (folder / "wandb").mkdir()
+    flags = {**TINY, "dataset_name": write_corpus(folder / "corpus.jsonl"), "max_train_steps": STEPS,
+             "save_steps": 10, "eval_steps": 10, "cache_dir": folder / "cache", "output_dir": folder / "run",
+             "report_to": ",".join(PACKAGES), "prompts": ["none"]}  # fmt: skip
+    line = [sys.executable, "train_clm.py", *arguments(flags)]
+    places = {"WANDB_DIR": str(folder / "wandb"), "TRACKIO_DIR": str(folder / "trackio")}
+    env, log = environment(WANDB_MODE="offline", **places), folder / "log"
+    with open(log, "w") as out:
+        process = subprocess.Popen(line, cwd=PROJECT, env=env, stdout=out, stderr=out, start_new_session=True)
+        until = time.time() + 300
+        while "step 26/" not in log.read_text() and process.poll() is None and time.time() < until:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, log.read_text()[-3000:]
+        done = subprocess.run(line, cwd=PROJECT, env=env, stdout=out, stderr=out)
+    assert done.returncode == 0, log.read_text()[-3000:]
+    return folder
+
+
+def test_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "run/train_clm"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss/train")] == list(range(1, STEPS + 1))
+    assert [event.step for event in events.Scalars("loss/eval")] == [0, 10, 20, 30, 40]
+
+
+def test_trackio(folder, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = SQLiteStorage.get_runs("train_clm")
+    logged = SQLiteStorage.get_logs("train_clm", run)
+    for metric, steps in ("loss/train", range(1, STEPS + 1)), ("loss/eval", range(0, STEPS + 1, 10)):
+        assert [line["step"] for line in logged if metric in line] == list(steps), metric
+
+
+def test_wandb(folder):
+    """Offline there is a file for each part of a run, of one id: what both hold is the same, and the service
+    keeps a step once."""
+    losses, seen = {}, Counter()
+    files = sorted((folder / "wandb/wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2 and files[0].name == files[1].name
+    for file in files:
+        for record in records(file):
+            items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "loss/train" in items:
+                step = int(items["_step"])
+                assert losses.setdefault(step, items["loss/train"]) == items["loss/train"]
+                seen[file, step] += 1
+    assert sorted(losses) == list(range(1, STEPS + 1)) and set(seen.values()) == {1}
+
+
+def records(file):
+    """The records of a .wandb file: LevelDB's log format, in blocks of 32 KiB, after a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7]) if left >= 7 else (0, 0, 0)
+        if kind == 0:  # the rest of a block is empty
+            at += left
+            continue
+        whole += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record, whole = Record.FromString(whole), b""
+            yield record
