@@ -19,14 +19,15 @@ from unittest import mock
 from tests.runs import PROJECT, arguments, environment
 
 OURS = ("data", "utils", "train_clm", "train_mlm")
+HUB = ("huggingface_hub",)  # which reads the environment when it is imported
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preloaded"])
 
 
-def start(folder, script: str, flags: dict, log, processes: int = 1, rank: int = 0, port: int = 0):
-    """The running process, number `rank` of several."""
-    env = environment(processes)
+def start(folder, script: str, flags: dict, log, processes: int = 1, rank: int = 0, port: int = 0, hub=None):
+    """The running process, number `rank` of several. hub: the environment of a client of HubServer."""
+    env = environment(processes) if hub is None else environment(processes, **hub, HF_HUB_OFFLINE="0")
     if processes > 1:
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
@@ -37,12 +38,12 @@ def start(folder, script: str, flags: dict, log, processes: int = 1, rank: int =
     return process
 
 
-def start_all(folder, script: str, flags: dict, log, processes: int) -> list:
+def start_all(folder, script: str, flags: dict, log, processes: int, hub=None) -> list:
     """All processes of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [start(folder, script, flags, log, processes, rank, port) for rank in range(processes)]
+    return [start(folder, script, flags, log, processes, rank, port, hub) for rank in range(processes)]
 
 
 def finish(processes: list, log, timeout: float = 120) -> None:
@@ -61,7 +62,8 @@ def _run(folder, script, words, log, env):
     os.dup2(out, 1)
     os.dup2(out, 2)
     assert "tests.preloaded" in sys.modules, "the server could not import it"
-    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+    anew = OURS + HUB * ("HF_ENDPOINT" in env)
+    for name in [name for name in sys.modules if name.split(".")[0] in anew]:
         del sys.modules[name]
     os.environ.clear()
     os.environ.update(env)

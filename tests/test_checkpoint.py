@@ -458,8 +458,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
-from utils.state.checkpoint import Checkpoints, _checksum
-from utils.state.files import checksum_file
+from utils.state.checkpoint import Checkpoints
+from utils.state.files import checksum_file, checksum_json
 folder, marker = Path(sys.argv[1]), Path(sys.argv[2])
 
 class Bomb:
@@ -476,7 +476,7 @@ def forge(made):  # a manifest that fits what is there
     files = [path for path in made.rglob("*") if path.is_file() and path.name != "manifest.json"]
     manifest["files"] = {str(path.relative_to(made)): checksum_file(path) for path in files}
     del manifest["checksum"]
-    (made / "manifest.json").write_text(json.dumps(manifest | {"checksum": _checksum(manifest)}))
+    (made / "manifest.json").write_text(json.dumps(manifest | {"checksum": checksum_json(manifest)}))
 
 pickle.loads(pickle.dumps(Bomb()))
 assert marker.exists()  # it works

@@ -44,7 +44,7 @@ def workspace(tmp_path_factory):
     write_corpus(folder / "corpus.jsonl")
     one = run("train_clm.py", settings(folder, "whole"))
     assert one.returncode == 0, one.stderr[-3000:]
-    two = sharded(settings(folder, "cut", per_device_train_batch_size=4))
+    two = sharded(settings(folder, "cut", per_device_train_batch_size=4, milestones=[4, 6]))
     assert two.returncode == 0, two.stderr[-3000:]
     assert "FSDP, 2 processes" in two.stdout
     return folder
@@ -60,6 +60,8 @@ def test_the_saved_model_is_complete_and_loads(workspace):
     assert whole.keys() == cut.keys()
     for name in whole:
         torch.testing.assert_close(cut[name], whole[name], rtol=1e-3, atol=2e-5)
+    milestone = load_file(workspace / "cut/milestones/step-6/model.safetensors")
+    assert milestone.keys() == cut.keys() and all(torch.equal(milestone[name], cut[name]) for name in cut)
     lm = AutoModelForCausalLM.from_pretrained(workspace / "cut")
     assert lm.lm_head.weight is lm.transformer.wte.weight
     assert torch.equal(lm.transformer.wte.weight, cut["transformer.wte.weight"])

@@ -26,11 +26,12 @@ from utils.learning.optim import skipped_updates, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.fetch import fetch_checkpoint
 from utils.publishing.hub_client import check_hub
+from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
-from utils.publishing.push import HubPusher
+from utils.publishing.push import NOT_THE_MODEL, HubPusher
 from utils.publishing.secrets import without_secrets
 from utils.settings import changed_settings, code_version, save_args
-from utils.state.checkpoint import Checkpoints, disk_space, thing_bytes
+from utils.state.checkpoint import Checkpoints, disk_space, outdate, step_of, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
 from utils.state.rehearsal import Watch, rehearsal
 from utils.state.training_state import bare_optimizer
@@ -76,7 +77,11 @@ class Run:
         """
         args, accelerator, is_main = self.args, self.accelerator, self.is_main
         self.model, self.evaluate_batch, self.data, self.steps, self.keep = model, evaluate, data, steps, keep
-        limit, models = args.save_total_limit, 1 + args.keep_best
+        stable, every = stable_steps(args, steps), steps.every(args.save_steps)
+        saves = [*range(every, steps.last, every), stable[1], steps.last]
+        self.milestones = milestone_steps(args.milestones, steps.last, saves)
+        ahead = self.milestones.difference(map(step_of, list_milestones(args.output_dir)))
+        limit, models = args.save_total_limit, 1 + args.keep_best + len(ahead)
         enough, disk = disk_space(args.output_dir, model, keep, limit, models)
         if not enough:
             raise ValueError(f"output_dir: {disk}.")
@@ -86,15 +91,18 @@ class Run:
         accelerator.wait_for_everyone()
         self.counts = {
             "rows_per_step": steps.rows_before(1), "max_steps": steps.last, "training_rows": data.length,
-            "stable": stable_steps(args, steps),
+            "stable": stable,
         }  # fmt: skip
         self.code = code_version(args)
         self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, args.background_save)
-        self.checkpoints.kept_step = self.counts["stable"][1]  # runs of other lengths may begin there
+        self.checkpoints.kept_step = stable[1]  # runs of other lengths may begin there
         saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
+        origin = without_secrets(self.checkpoints.origin)
         if saved:
-            self.state = saved["state"]
+            self.state = saved["state"] | ({"origin": origin} if origin else {})
             data.load_state_dict(saved["stream"])
+        if is_main:
+            outdate(list_milestones(args.output_dir), 0 if origin else self.step)
         if self.repo_id:
             self.pusher = HubPusher(self.repo_id, args.output_dir, push_checkpoints=args.push_checkpoints)
         if self.step >= steps.last and not self.state["evaluation_due"]:
@@ -109,6 +117,7 @@ class Run:
         self.watch, self.first_step = Watch(update, model, keep, known=(data, steps, args)), True
         if args.preflight and not saved:
             self._rehearse(update)
+        self._keep_milestone()  # wanted only now, or lost with another machine
         if args.eval_at_start and not saved:
             self.state["evaluation_due"] = True  # the origin of the curves
         return self._evaluation_caught_up()
@@ -140,8 +149,9 @@ class Run:
     def _open_log(self, saved: dict | None) -> None:
         args, accelerator, steps = self.args, self.accelerator, self.steps
         if self.is_main:
-            save_args(args, self.code)
-        self.metrics = MetricsLog(args.output_dir, saved["metrics_offset"] if saved else 0, self.is_main)
+            save_args(args, self.code, self.state.get("origin"))
+        offset = saved["metrics_offset"] if saved and not self.checkpoints.origin else 0
+        self.metrics = MetricsLog(args.output_dir, offset, self.is_main, self.state.get("origin"))
         project = Path(sys.modules[type(args).__module__].__file__).stem
         self.lacks = start_trackers(accelerator, project, args.output_dir, self.settings, self.step)
         name = device_name(accelerator.device)
@@ -220,12 +230,13 @@ class Run:
         set_seed((self.args.seed * 1_000_003 + self.step * 4099 + self.accelerator.process_index) % 2**32)
 
     def next_step(self) -> None:
-        """One more step is done: counted, shown, and all processes agree about stopping."""
+        """One more step is done: counted, shown, a milestone kept, and all processes agree about stopping."""
         self.state["step"] += 1
         if self.first_step:
             self.watch.check()
             self.first_step = False
         self.progress.update(self.step)
+        self._keep_milestone()
         self.stop.agreed()
 
     def due(self, steps: int) -> bool:
@@ -330,7 +341,7 @@ class Run:
         commands = {
             self.task.label: shlex.join(generate),
             "evaluate": f"python {shlex.join(sys.argv)} --eval_only true --max_eval_samples 0",
-            "publish": shlex.join(["hf", "upload", self.name, folder, ".", "--exclude", "checkpoints/*"]),
+            "publish": shlex.join(["hf", "upload", self.name, folder, ".", *NOT_THE_MODEL]),
         }
         title = f"{settings['model_type']} on {settings['dataset_name']}"
         return summarize(folder, title, results, without_secrets(commands))
@@ -343,7 +354,7 @@ class Run:
             step=step, max_steps=steps.last, tokens=steps.tokens_before(step), seconds=self.state["seconds"],
             hardware=self.hardware, settings=settings, results=self.state["eval"],
             example=self._prompt((settings["prompts"] or [self.task.prompt])[0]), repo_id=self.repo_id,
-            base_model=settings["model_name_or_path"],
+            base_model=settings["model_name_or_path"], branch=self.state.get("origin"),
         )  # fmt: skip
 
     def _prompt(self, text: str) -> str:
@@ -363,6 +374,14 @@ class Run:
             metrics = self.task.metrics(totals, rows.bytes_per_token)
             record |= {f"{key}/{name}" if name else key: value for key, value in metrics.items()}
         return record
+
+    def _keep_milestone(self) -> None:
+        if self.step not in self.milestones:
+            return
+        with self.throughput.aside("milestone"):
+            keep_milestone(self.accelerator, self.model, self.data.tokenizer, self.args.output_dir, self.step)
+            if self.pusher:
+                self.pusher.push_milestones()
 
     def _keep_best(self, record: dict) -> None:
         """The model of the lowest loss of the first evaluation set; losses of the same rows are compared."""

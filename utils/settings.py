@@ -24,6 +24,7 @@ from utils.display.metrics import write_json
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import check_trackers
 from utils.learning.optim import SCHEDULES
+from utils.publishing.milestones import milestone_steps
 from utils.publishing.secrets import without_secrets
 from utils.state.checkpoint import newest_extra
 
@@ -48,7 +49,7 @@ MAY_CHANGE = set(
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
     "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
     "max_eval_samples per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing "
-    "gradient_accumulation_steps stable".split()
+    "gradient_accumulation_steps milestones stable".split()
 )
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
@@ -145,6 +146,7 @@ def common_problems(args: Any) -> list[str]:
     problems = number_problems(args)
     problems += folder_problems("output_dir", args.output_dir) + folder_problems("cache_dir", args.cache_dir)
     checks = (quiet_libraries, args.log_level), (check_trackers, args.report_to), (check_devices,)
+    checks += ((milestone_steps, args.milestones, args.max_train_steps),)
     for check, *values in checks:
         try:
             check(*values)
@@ -263,13 +265,13 @@ def saved_data(args: Any) -> dict:
     return found.get("data", {})
 
 
-def save_args(args: Any, code: dict[str, str | None]) -> None:
-    """Writes args.json: every setting, the preset included, what it ran on and with which code."""
+def save_args(args: Any, code: dict[str, str | None], origin: dict | None = None) -> None:
+    """Writes args.json: every setting, what it ran on and with which code, where a branch comes from."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     write_json(Path(args.output_dir) / "args.json", {
         "settings": without_secrets(dataclasses.asdict(args)),
         "versions": {package: importlib.metadata.version(package) for package in packages},
-        "python": platform.python_version(), "platform": platform.platform(), "code": code,
+        "python": platform.python_version(), "platform": platform.platform(), "code": code, "origin": origin,
     })  # fmt: skip
 
 

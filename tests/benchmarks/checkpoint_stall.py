@@ -60,12 +60,12 @@ def main():
     background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
     foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1, background=False)
     background.reserve(model, keep)
-    first = {"seconds": background.save(0, model, keep, {})}
+    first = {"seconds": seconds(background.save, 0, model, keep, {})}
     background.wait()
     dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
     rows = []
     for step in range(1, args.rounds + 1):
-        copied, stalled = seconds(copy), background.save(step, model, keep, {})
+        copied, stalled = seconds(copy), seconds(background.save, step, model, keep, {})
         background.wait()
         written = seconds(foreground.save, step, model, keep, {})
         shutil.rmtree(folder / "foreground")

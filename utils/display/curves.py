@@ -25,14 +25,12 @@ PANELS = {
 }  # fmt: skip
 
 
-def draw_curves(output_dir) -> bool:
+def draw_curves(output_dir) -> None:
     """Redraw output_dir/curves.png, atomically. A failure warns: no run ends over it."""
     try:
         draw([output_dir], Path(output_dir) / "curves.png")
-        return True
     except Exception as error:
         warnings.warn(f"curves.png was not drawn: {type(error).__name__}: {error}", stacklevel=2)
-        return False
 
 
 def draw(runs: list, output: Path, x: str = "step"):

@@ -16,10 +16,11 @@ class MetricsLog:
 
     offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, kept in
     checkpoints) cuts the file there, so that a resumed run repeats no line. A line that a crash cut short is
-    dropped. Only the main process writes. run.json beside it holds the trackers' run id and the resumes.
+    dropped. Only the main process writes. run.json beside it holds the trackers' run id, the resumes, and the
+    origin of a branch: {"run": name, "step": step}.
     """
 
-    def __init__(self, output_dir, offset=None, is_main_process=True):
+    def __init__(self, output_dir, offset=None, is_main_process=True, origin=None):
         self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0
         if not is_main_process:
             return
@@ -30,7 +31,7 @@ class MetricsLog:
         kept = kept[: kept.rfind(b"\n") + 1]
         self.offset = len(kept)
         self.file.truncate(self.offset)
-        run = read_run(output_dir) if kept else _new_run()
+        run = (read_run(output_dir) if kept else _new_run()) | ({"origin": origin} if origin else {})
         if kept:  # noted here, so that metrics.jsonl reads like one uninterrupted run
             steps = (line.get("step") for line in _records(reversed(kept.splitlines())))
             last = next((step for step in steps if isinstance(step, int)), 0)
@@ -52,10 +53,6 @@ class MetricsLog:
             warnings.warn(f"{self.path}: a line is lost ({error}), training goes on", stacklevel=2)
             with contextlib.suppress(OSError):
                 self.file.truncate(self.offset)
-
-    def close(self):
-        if self.file is not None:
-            self.file.close()
 
 
 def read_metrics(output_dir) -> list[dict]:

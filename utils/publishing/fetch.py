@@ -10,13 +10,13 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, ask, bound_waiting
-from utils.state.checkpoint import list_checkpoints
+from utils.state.checkpoint import list_checkpoints, step_of
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
     """(step, folder) of the newest complete one; (-1, None) without any. Other names are the user's."""
     made = list_checkpoints(output_dir / "checkpoints")
-    complete = ((int(path.name[-8:]), path) for path in made if (path / "manifest.json").exists())
+    complete = ((step_of(path), path) for path in made if (path / "manifest.json").exists())
     return max(complete, default=(-1, None))
 
 

@@ -1,7 +1,8 @@
 """Publish a run on the Hugging Face Hub while it trains: the network can neither hold it up nor lose a model.
 
 A push is exactly one commit, so every revision is complete and of one step, whatever dies when. One thread
-uploads; of the snapshots that wait, the newest replaces the older ones.
+uploads; of the snapshots that wait, the newest replaces the older ones. Milestones are never replaced: each
+gets a tag, step-N, and only when the Hub has its files with the hashes of its manifest.
 
 Data loader workers forked while the thread is in an HTTP call can deadlock: start them before the first push.
 """
@@ -22,15 +23,23 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils.sha import git_hash
 
 from utils.display.progress import readable
 from utils.publishing.fetch import newest_checkpoint
 from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, Trouble, bound_waiting, diagnose
+from utils.publishing.milestones import list_milestones
+from utils.state.checkpoint import step_of
+from utils.state.files import find_problem
 
 # The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
 COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
 WEIGHTS = r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+NOT_THE_MODEL = [word for name in ("checkpoints/*", "milestones/*", ".*") for word in ("--exclude", name)]
+ALL = r"(?!\.gitattributes$).*"
+MILESTONES = "milestones"  # the branch of the commits that get tags
 
 
 @dataclass
@@ -43,6 +52,7 @@ class Snapshot:
     names: list[str]  # paths in the folder and in the repository
     message: str
     replaces: str  # files of the branch that match this expression and are not in `names` are deleted
+    lane: str  # in which the newest snapshot replaces the older ones: the branch, or the tag of a milestone
     tries: int = 0
 
 
@@ -62,10 +72,10 @@ class HubPusher:
         self.frozen = self.output_dir / ".hub"  # on the same file system, so that weights can be hard links
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
         self.changed = threading.Condition()  # guards what follows
-        self.waiting: dict[str, Snapshot] = {}  # branch -> the newest snapshot that waits
+        self.waiting: dict[str, Snapshot] = {}  # lane -> the newest snapshot that waits
         self.uploading: Snapshot | None = None
-        self.wanted: dict[str, Snapshot] = {}  # branch -> the newest snapshot of all
-        self.arrived: dict[str, int] = {}  # branch -> its step on the Hub
+        self.wanted: dict[str, Snapshot] = {}  # lane -> the newest snapshot of all
+        self.arrived: dict[str, int] = {}  # lane -> its step on the Hub
         self.finishing = self.finished = False
         self.events: list[dict] = []
         self.error = self.said = ""
@@ -86,6 +96,17 @@ class HubPusher:
         numbers = [f"{key} {readable(value)}" for key, value in (metrics or {}).items() if value is not None]
         message = ", ".join([f"Step {step}", *numbers])
         self._freeze(step, "main", files, message, WEIGHTS)
+        self.push_milestones()
+
+    def push_milestones(self) -> None:
+        """Those of output_dir that this run has not seen on the Hub; what failed is tried again."""
+        with self.changed:
+            known = {*self.waiting, *self.arrived, self.uploading.lane if self.uploading else ""}
+        for folder in list_milestones(self.output_dir):
+            if (tag := folder.name) not in known:
+                names = sorted(path.name for path in folder.iterdir())
+                told = f"Milestone {tag}"
+                self._queue(Snapshot(step_of(folder), MILESTONES, folder, names, told, ALL, tag))
 
     def poll(self) -> list[dict]:
         """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.
@@ -107,12 +128,13 @@ class HubPusher:
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the newest snapshots to arrive: True if they did. Ends pushing."""
         self._push_checkpoint()
+        self.push_milestones()
         with self.changed:
             self.finishing = True
             self.changed.notify_all()
             self.changed.wait_for(lambda: not self.waiting and self.uploading is None, timeout)
             self.finished = True
-            lost = [s for branch, s in self.wanted.items() if self.arrived.get(branch) != s.step]
+            lost = [s for lane, s in self.wanted.items() if self.arrived.get(lane) != s.step]
         shutil.rmtree(self.frozen, ignore_errors=True)  # an upload under way now fails before its commit
         for snapshot in lost:
             self.said = self.error
@@ -125,8 +147,10 @@ class HubPusher:
     def _command(self, snapshot: Snapshot) -> str:
         name = f"checkpoints/step-{snapshot.step:08d}"
         what = [str(self.output_dir / name), name, "--revision", BRANCH]
+        if snapshot.branch == MILESTONES:
+            what = [str(snapshot.folder), ".", "--revision", snapshot.lane, "--delete", "*"]
         if snapshot.branch == "main":
-            what = [str(self.output_dir), ".", "--exclude", "checkpoints/*", "--exclude", ".*"]
+            what = [str(self.output_dir), ".", *NOT_THE_MODEL]
         return shlex.join(["hf", "upload", self.repo_id, *what, "--commit-message", snapshot.message])
 
     # ---- The caller's thread
@@ -142,7 +166,7 @@ class HubPusher:
 
     def _freeze(self, step: int, branch: str, names: list[str], message: str, replaces: str) -> None:
         folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
-        snapshot = Snapshot(step, branch, folder, sorted(names), message, replaces)
+        snapshot = Snapshot(step, branch, folder, sorted(names), message, replaces, lane=branch)
         self.wanted[branch] = snapshot
         try:
             for name in snapshot.names:
@@ -155,10 +179,13 @@ class HubPusher:
         except OSError as error:  # a full disk, most likely: no reason to end the training
             shutil.rmtree(folder, ignore_errors=True)
             return self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
+        self._queue(snapshot)
+
+    def _queue(self, snapshot: Snapshot) -> None:
         with self.changed:
-            if older := self.waiting.get(branch):
+            if older := self.waiting.get(snapshot.lane):
                 self._replace(older)
-            self.waiting[branch] = snapshot
+            self.waiting[snapshot.lane] = self.wanted[snapshot.lane] = snapshot
             self.changed.notify_all()
         if self.thread.ident is None:
             self.thread.start()
@@ -185,7 +212,8 @@ class HubPusher:
                 self._wait_for_quota()
                 if self.finished:
                     return
-                snapshot = self.uploading = self.waiting.pop(next(iter(self.waiting)))
+                lane = min(self.waiting, key=lambda lane: lane.startswith("step-"))  # milestones can wait
+                snapshot = self.uploading = self.waiting.pop(lane)
             self.status = f"pushing step {snapshot.step}"
             snapshot.tries += 1
             started = time.monotonic()
@@ -205,9 +233,9 @@ class HubPusher:
                 self.status = f"step {snapshot.step} pushed"
                 seconds = round(time.monotonic() - started, 2)
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
-                self.commit_times.append(time.monotonic())
-                self.arrived[snapshot.branch] = snapshot.step
-            shutil.rmtree(snapshot.folder, ignore_errors=True)
+                self.arrived[snapshot.lane] = snapshot.step
+            if snapshot.branch != MILESTONES:  # whose folders are no copies
+                shutil.rmtree(snapshot.folder, ignore_errors=True)
             with self.changed:
                 self.uploading = None
                 self.changed.notify_all()
@@ -215,14 +243,42 @@ class HubPusher:
     def _upload(self, snapshot: Snapshot) -> str:
         """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)"""
         api = HfApi()
+        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
+        tag, tagged = snapshot.lane if snapshot.branch == MILESTONES else "", False
+        if tag:
+            if problem := find_problem(snapshot.folder):
+                raise ValueError(f"{snapshot.folder} is damaged, {problem}")
+            with suppress(RevisionNotFoundError):
+                if not self._missing(additions, tag):
+                    return tag  # it arrived before a kill
+                tagged = True
+            api.create_branch(self.repo_id, branch=MILESTONES, exist_ok=True)
         there = api.list_repo_files(self.repo_id, revision=snapshot.branch)
         stale = [n for n in there if re.fullmatch(snapshot.replaces, n) and n not in snapshot.names]
-        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
         for addition in additions:  # several at once would use threads that hold up the exit of the process
             api.preupload_lfs_files(self.repo_id, [addition], revision=snapshot.branch, free_memory=False)
         changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
         target = {"commit_message": snapshot.message, "revision": snapshot.branch}
-        return api.create_commit(self.repo_id, changes, **target).oid
+        revision = api.create_commit(self.repo_id, changes, **target).oid
+        self.commit_times.append(time.monotonic())
+        if tag and (missing := self._missing(additions, revision)):
+            raise ConnectionError(f"{', '.join(missing)}: arrived with another hash")
+        if tagged:  # by another run
+            api.delete_tag(self.repo_id, tag=tag)
+        if tag:
+            api.create_tag(self.repo_id, tag=tag, revision=revision)
+        return revision
+
+    def _missing(self, additions: list[CommitOperationAdd], revision: str) -> list[str]:
+        """Files that the Hub has not at this revision, or with another hash."""
+        expected = {addition.path_in_repo: addition for addition in additions}
+        for file in HfApi().get_paths_info(self.repo_id, [*expected], revision=revision):
+            ours = expected[file.path]
+            if file.lfs and file.lfs.sha256 == ours.upload_info.sha256.hex():
+                del expected[file.path]
+            elif not file.lfs and file.blob_id == git_hash(Path(ours.path_or_fileobj).read_bytes()):
+                del expected[file.path]
+        return [*expected]
 
     def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
         """Back to the queue, unless a newer one has come, and wait: longer each time, or as long as asked."""
@@ -232,7 +288,7 @@ class HubPusher:
         with self.changed:
             hurry = self.finishing  # then the waits are short, and the one under way at that moment ends
             delay = min(delay, 5) if hurry and not asked else delay
-            newest = self.waiting.setdefault(snapshot.branch, snapshot)
+            newest = self.waiting.setdefault(snapshot.lane, snapshot)
             self.uploading = None
             self.status = f"pushing step {newest.step} again in {math.ceil(delay)} s"
             self._record(snapshot, "retry", error=trouble.text, tries=snapshot.tries, wait=round(delay, 1))

@@ -17,19 +17,17 @@ import logging
 import os
 import shutil
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception: torch's own full disk
 from torch.distributed.tensor import DTensor
 
 from utils.state import training_state
-from utils.state.files import checksum_file, safetensors_chunks, sync_folder, write_file, write_shards
+from utils.state.files import find_problem, flush, retire, safetensors_chunks, seal, write_file, write_shards
 from utils.xla import sync
 
 logger = logging.getLogger(__name__)
@@ -51,6 +49,7 @@ class Checkpoints:
         self.save_total_limit, self.kept_step = save_total_limit, 0  # beside those: the one of this step
         self.background = background
         self.last_good = None  # Path of the newest complete checkpoint
+        self.origin = None  # {"run": name, "step": step} of what was loaded, if it is another run's: a branch
         self.failure = None  # why the newest save failed, in words; None when it did not
         self._written = None  # (step, state.json) of last_good
         self._origins = []  # the checkpoints, named by --resume_from_checkpoint, that this run descends from
@@ -67,14 +66,11 @@ class Checkpoints:
 
     # Saving
 
-    def save(self, step: int, model, keep: dict, extra: dict, final: bool = False, beside=()) -> float:
-        """Returns the seconds that training stood still.
-
-        keep: {name: anything with state_dict and load_state_dict}; extra: JSON values; beside: (name, bytes)
-        of small files that go with it. A save that fails warns and returns; the last good checkpoint stays.
+    def save(self, step: int, model, keep: dict, extra: dict, final: bool = False, beside=()) -> None:
+        """keep: {name: what has state_dict and load_state_dict}; extra: JSON values; beside: (name, bytes) of
+        small files that go with it. A save that fails warns and returns; the last good checkpoint stays.
         With final=True nothing is left to the background, and a failure raises RuntimeError on every process.
         """
-        start = time.perf_counter()
         self.wait()
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         sync()
@@ -104,7 +100,6 @@ class Checkpoints:
             failed = bytes([self.failure is not None])
             if b"\1" in training_state.gather_bytes(accelerator, failed):
                 raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
-        return time.perf_counter() - start
 
     def reserve(self, model, keep: dict) -> None:
         """Take the memory that background saves copy into: the first save would, and stall twice as long."""
@@ -166,19 +161,18 @@ class Checkpoints:
                 return
             for file, content in (*beside, ("state.json", text.encode())):
                 files[file] = write_file(aside / file, [content])
-            manifest = {"step": step, "torch": torch.__version__, "files": files}
-            manifest["checksum"] = _checksum(manifest)
-            write_file(aside / "manifest.json", [json.dumps(manifest, indent=1).encode()])
-            sync_folder(aside)
-            old = _hide(self.folder / name)  # the same step, saved before
-            aside.rename(self.folder / name)
-            sync_folder(self.folder)
-            shutil.rmtree(old, ignore_errors=True)
-            self.last_good, self._written = self.folder / name, (step, text)
+            seal(aside, files, step=step, torch=torch.__version__)
+            if (complete := self.folder / name).exists():  # the same step, saved before
+                retire(complete, ".tmp-old-")
+            aside.rename(complete)
+            flush(self.folder)
+            self.last_good, self._written = complete, (step, text)
             keep = self.save_total_limit or 0
             for path in (*list_checkpoints(self.folder)[:-keep], *self.folder.glob("bad-*")):
                 if path.name != f"step-{self.kept_step:08d}":
-                    shutil.rmtree(_hide(path), ignore_errors=True)
+                    retire(path, ".tmp-old-")  # half deleted, it must not look like a damaged one
+            for path in self.folder.glob(".tmp-old-*"):
+                shutil.rmtree(path, ignore_errors=True)
         except (Exception, CheckpointException) as error:  # training is worth more than this checkpoint
             last = f"The last good checkpoint is {self.last_good or 'missing'}"
             self.failure = f"{str(error) or repr(error)}. {last}"
@@ -213,12 +207,11 @@ class Checkpoints:
             if resume_from != "auto" and (origin := _origin(self.folder, resume_from)) not in self._origins:
                 self._origins.append(origin)
             self.last_good = folder
+            if folder.resolve().parent != self.folder.resolve():
+                self.origin = {"run": run_name(folder), "step": step}
             self.reserve(model, keep)
         if self.accelerator.is_main_process:
-            for path in list_checkpoints(self.folder):
-                if _step(path) > step:
-                    logger.warning("%s is newer than this start: renamed to replaced-%s", path, path.name)
-                    _set_aside(path, "replaced-")
+            outdate(list_checkpoints(self.folder), step)
         self.accelerator.wait_for_everyone()
         return extra
 
@@ -254,7 +247,7 @@ class Checkpoints:
                 damaged.append((chosen, problem))
             for path, what in () if problem else damaged:
                 logger.warning("%s is damaged (%s): going back to %s", path, what, chosen)
-                _set_aside(path, "bad-")
+                retire(path, "bad-")
             if chosen and chosen != Path(resume_from) and resume_from != "auto":
                 logger.warning("%s descends from %s: going on there", chosen, resume_from)
         found = json.dumps([str(chosen or ""), problem]).encode()
@@ -283,6 +276,13 @@ def _origin(folder, resume_from: str) -> str:
     return os.path.relpath(os.path.realpath(resume_from), os.path.realpath(folder))
 
 
+def run_name(checkpoint: Path) -> str:
+    """The name of the run that made a checkpoint, as it may be printed: nothing of the path above it."""
+    place = checkpoint.resolve()
+    name = (place.parents[1] if place.parent.name == "checkpoints" else place).name
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
 def _read_state(path: Path) -> dict:
     """state.json of a checkpoint, {} where that cannot be read."""
     with suppress(OSError, ValueError):
@@ -300,45 +300,17 @@ def list_checkpoints(folder) -> list[Path]:
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
-def find_problem(folder: Path) -> str:
-    """What is wrong with a checkpoint; "" when every file has the size and checksum of the manifest."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        if manifest.pop("checksum") != _checksum(manifest):
-            return "manifest.json: wrong checksum"
-        for name, entry in manifest["files"].items():
-            size = (folder / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name}: {size} bytes instead of {entry['bytes']}"
-            if checksum_file(folder / name) != entry:
-                return f"{name}: wrong checksum"
-    except OSError as error:
-        return f"{Path(error.filename or folder).name}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return "manifest.json: not readable"
-    return ""
+def outdate(made: list[Path], step: int) -> None:
+    """Set aside, as replaced-*, the checkpoints or milestones after the step from which a run goes on."""
+    newer = [path for path in made if step_of(path) > step]
+    for path in newer:
+        retire(path)
+    if newer:
+        logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
 
 
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
-
-
-def _set_aside(path: Path, prefix: str):
-    names = (f"{prefix}{path.name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
-    path.rename(next(to for to in map(path.with_name, names) if not to.exists()))
-
-
-def _checksum(value) -> str:
-    return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _hide(path: Path) -> Path:
-    """Where it is deleted: a checkpoint that is half deleted must not look like a damaged one."""
-    hidden = path.with_name(f".tmp-old-{path.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
-    if path.exists():
-        path.rename(hidden)
-    return hidden
 
 
 # Before training
@@ -371,7 +343,8 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, mode
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free + own
-    text = f"{count} checkpoints of {_size(each)} and the model need {_size(needed)} in {output_dir}"
+    kept = "the model" if models == 1 else f"{models} models"
+    text = f"{count} checkpoints of {_size(each)} and {kept} need {_size(needed)} in {output_dir}"
     if needed <= free:
         return True, f"{text}; {_size(free)} are free"
     return False, f"{text}, but {_size(free)} are free: choose another output_dir or lower save_total_limit"

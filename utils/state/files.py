@@ -1,5 +1,6 @@
-"""Files of a checkpoint: written down to the disk, with a checksum of what was handed over."""
+"""Files of a checkpoint or milestone: down on the disk, with checksums; whole folders: complete or absent."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+ALGORITHMS = xxhash.xxh3_128, hashlib.sha256  # of checkpoints, of milestones
 CHUNK = 1 << 24  # bytes read and checksummed at a time
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
@@ -48,15 +50,15 @@ def write_file(path: Path, chunks) -> dict:
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
-def checksum_file(path: Path) -> dict:
-    """Size and checksum of a file, as write_file returns them."""
-    digest, size = xxhash.xxh3_128(), 0
+def checksum_file(path: Path, algorithm=xxhash.xxh3_128) -> dict:
+    """Size and checksum of a file, as write_file returns them; or with another algorithm: hashlib.sha256."""
+    digest, size = algorithm(), 0
     buffer = memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+    return {"bytes": size, digest.name.lower(): digest.hexdigest()}
 
 
 def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> dict:
@@ -85,7 +87,45 @@ def read_shards(folder: Path, name: str, targets: dict) -> None:
     dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
 
 
-def sync_folder(path: Path) -> None:
+def seal(folder: Path, files: dict, **told) -> None:
+    """manifest.json, written last: the folder is complete. files: {name: its size and checksum}"""
+    manifest = told | {"files": files}
+    manifest["checksum"] = checksum_json(manifest)
+    write_file(folder / "manifest.json", [json.dumps(manifest, indent=1).encode()])
+    flush(folder)
+
+
+def find_problem(folder: Path) -> str:
+    """What is wrong with a sealed folder; "" when every file has the size and checksum of its manifest."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        if manifest.pop("checksum") != checksum_json(manifest):
+            return "manifest.json: wrong checksum"
+        for name, entry in manifest["files"].items():
+            algorithm, size = ALGORITHMS["sha256" in entry], (folder / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name}: {size} bytes instead of {entry['bytes']}"
+            if checksum_file(folder / name, algorithm) != entry:
+                return f"{name}: wrong checksum"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "manifest.json: not readable"
+    return ""
+
+
+def checksum_json(value) -> str:
+    return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def retire(path: Path, prefix: str = "replaced-") -> None:
+    """Rename it to prefix + its name, with a number if that is taken."""
+    names = (f"{prefix}{path.name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
+    path.rename(next(to for to in map(path.with_name, names) if not to.exists()))
+
+
+def flush(path: Path) -> None:
+    """Down to the disk: a file's content, a folder's names."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
