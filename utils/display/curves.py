@@ -52,12 +52,17 @@ def draw(runs: list, output: Path, x: str = "step"):
     axes = {key: figure.add_subplot(grid[1, i]) for i, key in enumerate(panels)}
     visible = []
     for i, (run, lines) in enumerate(histories.items()):
-        visible += _draw_loss(loss, run.resolve().name, lines, sets, None if alone else i, x)
+        name = run.resolve().name
+        if origin := read_run(run).get("origin"):  # a branch
+            name += f", from {origin['run']} at step {origin['step']:,}"
+            at = _positions(lines, [origin["step"]], x)
+            loss.axvline(*at, color=COLOURS[i % len(COLOURS)], lw=0.9, ls="-.")
+        visible += _draw_loss(loss, name, lines, sets, None if alone else i, x)
     for key, axis in axes.items():
         _draw_panel(axis, list(histories.values()), key, sets, x)
         axis.set_title(panels[key], fontsize=9, loc="left")
     if alone:
-        loss.set_title(_title(run.resolve().name, lines), fontsize=10, loc="left")
+        loss.set_title(_title(name, lines), fontsize=10, loc="left")
         _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
     elif list(sets) != [""]:  # whose dashes are the same for all runs
         for place, label in enumerate(sets.values()):

@@ -27,7 +27,7 @@ def write_model_card(
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
-    training started from. numbers: hardware, parameters, step, max_steps and tokens, for the template.
+    training started from. numbers: hardware, parameters, step, max_steps, tokens, branch, for the template.
     """
     output_dir = Path(output_dir)
     # The Hub refuses metadata that names a folder as data set or base model.

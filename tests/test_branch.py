@@ -1,0 +1,66 @@
+"""A branch, `--resume_from_checkpoint runs/a/checkpoints/step-N --output_dir runs/b`, says where it began."""
+
+import json
+import shutil
+
+import pytest
+
+from tests.forked import finish, start
+from tests.runs import PROJECT, TINY, metrics, write_corpus
+from utils.display import curves
+from utils.display.metrics import read_run
+from utils.state.checkpoint import run_name
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """a: 6 steps; b: branches off after its step 3, and is resumed at its own 5; c: branches off there."""
+    folder = tmp_path_factory.mktemp("runs")
+    flags = TINY | {"dataset_name": write_corpus(folder / "corpus.jsonl"), "cache_dir": folder / "cache",
+                    "prompts": "none", "eval_at_start": False, "save_steps": 1}  # fmt: skip
+
+    def train(name, **changes):
+        changes |= {"output_dir": folder / name}
+        finish([start(PROJECT, "train_clm.py", flags | changes, folder / "log")], folder / "log")
+
+    train("a", save_steps=3)
+    before = {path: path.read_bytes() for path in (folder / "a").rglob("*") if path.is_file()}
+    train("b", resume_from_checkpoint=folder / "a/checkpoints/step-00000003")
+    shutil.rmtree(folder / "b/checkpoints/step-00000006")
+    train("b")
+    (folder / "c").mkdir()
+    shutil.copy(folder / "a/metrics.jsonl", folder / "c")  # of an older run there
+    train("c", resume_from_checkpoint=folder / "b/checkpoints/step-00000005")
+    assert before == {path: path.read_bytes() for path in (folder / "a").rglob("*") if path.is_file()}
+    return folder
+
+
+def test_settings_and_card_name_the_origin_also_after_a_resume(runs):
+    for name, origin in {"a": None, "b": {"run": "a", "step": 3}, "c": {"run": "b", "step": 5}}.items():
+        assert json.loads((runs / name / "args.json").read_text())["origin"] == origin
+        card = (runs / name / "README.md").read_text()
+        row = f"| branch of | `{origin['run']}`, after its step {origin['step']} |" if origin else ""
+        assert row in card and ("branch of" in card) == bool(origin)
+    assert read_run(runs / "b")["resumes"] == [5]
+    assert metrics(runs / "b") == [line for line in metrics(runs / "a") if line["step"] > 3]
+    assert metrics(runs / "c") == [line for line in metrics(runs / "a") if line["step"] > 5]
+
+
+@pytest.mark.parametrize("x", ["step", "tokens"])
+def test_curves_mark_where_a_branch_starts(runs, tmp_path, monkeypatch, x):
+    drawn, titles = [], []
+    monkeypatch.setattr(curves, "_tidy", lambda axis, ticks: drawn.append(axis))
+    monkeypatch.setattr(curves, "_title", lambda name, lines: titles.append(name) or name)
+    curves.draw([runs / "b"], tmp_path / "b.png", x)
+    marks = [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == "-."]
+    assert marks == [3 * (256 if x == "tokens" else 1)] and titles == ["b, from a at step 3"]
+    drawn.clear()
+    curves.draw([runs / name for name in "abc"], tmp_path / "abc.png", x)
+    _, labels = drawn[0].get_legend_handles_labels()
+    assert labels == ["a", "b, from a at step 3", "c, from b at step 5"]
+
+
+def test_the_name_of_a_run_shows_nothing_of_its_path_and_can_be_printed(tmp_path):
+    odd = tmp_path / "odd\n\udce4 run"
+    assert run_name(odd / "checkpoints" / "step-00000007") == "odd?? run"
+    assert run_name(tmp_path / "a copy") == "a copy"
