@@ -2,48 +2,69 @@
 
     process = start(folder, "train_clm.py", {"max_train_steps": 6}, log)
     process.pid, process.kill(), process.join(), process.exitcode
+    done = run("train_clm.py", {"max_train_steps": 6})         # to the end, as tests.runs.run
+    done = run("utils.generate", ["runs/clm", "--prompt", "x"])
 
 Each is a process of its own, with its own environment, folder and output, that can be killed. The project's
 modules are imported anew from `folder`, which may hold an edited copy. All share one seed of Python's hashes,
-which runs that people start do not.
+which runs that people start do not. Without `picture` they draw no curves.png and warn of it, as on a machine
+where matplotlib fails: drawing takes three times what the rest of a small run takes.
 """
 
 import multiprocessing
 import os
 import runpy
 import socket
+import subprocess
 import sys
+import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
 from tests.runs import PROJECT, arguments, environment
 
 OURS = ("data", "utils", "train_clm", "train_mlm")
-HUB = ("huggingface_hub",)  # which reads the environment when it is imported
+READ_AT_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "TORCH_LOGS")
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["tests.preloaded"])
+_servers = {}  # one for each environment that the libraries were imported in
 
 
-def start(folder, script: str, flags: dict, log, processes: int = 1, rank: int = 0, port: int = 0, hub=None):
-    """The running process, number `rank` of several. hub: the environment of a client of HubServer."""
-    env = environment(processes) if hub is None else environment(processes, **hub, HF_HUB_OFFLINE="0")
+def start(
+    folder, what: str, flags: dict | list, log, processes: int = 1, rank: int = 0, port: int = 0,
+    *, env: dict | None = None, errors=None, cwd=None, picture: bool = False,
+):  # fmt: skip
+    """The running process, number `rank` of several. what: a script of `folder`, or a module, as python -m.
+    env: its whole environment, if not the usual one; errors: where its stderr goes, if not to the log; cwd:
+    where it runs, if not in `folder`."""
+    env = environment(processes) if env is None else env
     if processes > 1:
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env |= {name: str(processes) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         env |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
-    process = context.Process(target=_run, args=(str(folder), script, arguments(flags), str(log), env))
-    with mock.patch.dict(os.environ, environment(PYTHONPATH=str(PROJECT))):  # of the server, at its start
+    words = arguments(flags) if isinstance(flags, dict) else [str(word) for word in flags]
+    Path(log).touch()
+    outputs = str(log), str(errors or log)
+    places = str(folder), str(cwd or folder)
+    process = context.Process(target=_run, args=(places, what, words, outputs, env, picture))
+    early = {name: env[name] for name in READ_AT_IMPORT if name in env}
+    server = _servers.setdefault(tuple(early.items()), forkserver.ForkServer())
+    server.set_forkserver_preload(["tests.preloaded"])
+    clean = {name: value for name, value in environment(PYTHONPATH=str(PROJECT)).items()
+             if name not in READ_AT_IMPORT}  # fmt: skip
+    with (mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
+          mock.patch.dict(os.environ, clean | early, clear=True)):  # of the server, at its start
         process.start()
     return process
 
 
-def start_all(folder, script: str, flags: dict, log, processes: int, hub=None) -> list:
+def start_all(folder, what: str, flags: dict | list, log, processes: int, **settings) -> list:
     """All processes of one run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return [start(folder, script, flags, log, processes, rank, port, hub) for rank in range(processes)]
+    return [start(folder, what, flags, log, processes, rank, port, **settings) for rank in range(processes)]
 
 
 def finish(processes: list, log, timeout: float = 120) -> None:
@@ -56,18 +77,51 @@ def finish(processes: list, log, timeout: float = 120) -> None:
     assert statuses == [0] * len(processes), f"exit {statuses}: {Path(log).read_text()[-4000:]}"
 
 
-def _run(folder, script, words, log, env):
+def run(
+    what: str, flags: dict | list, processes: int = 1, timeout: float = 120, folder=PROJECT,
+    env: dict | None = None, picture: bool = False,
+) -> subprocess.CompletedProcess:  # fmt: skip
+    """Runs to the end: what subprocess.run says of it. The status of several processes: the first failure."""
+    with tempfile.TemporaryDirectory() as outputs:
+        out, errors = Path(outputs, "out"), Path(outputs, "errors")
+        settings = {"env": env, "errors": errors, "picture": picture}
+        started = start_all(folder, what, flags, out, processes, **settings)
+        for process in started:
+            process.join(timeout)
+        statuses = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+        assert None not in statuses, f"it did not end in {timeout} s: {errors.read_text()[-4000:]}"
+        status = next((status for status in statuses if status), 0)
+        return subprocess.CompletedProcess([what, flags], status, out.read_text(), errors.read_text())
+
+
+def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.CompletedProcess:
+    """As python -c, or several by torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "code.py")
+        script.write_text(code)
+        return run(str(script), list(words), processes, **settings)
+
+
+def _run(places, what, words, outputs, env, picture):
     """In the forked process."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    for descriptor, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     assert "tests.preloaded" in sys.modules, "the server could not import it"
-    anew = OURS + HUB * ("HF_ENDPOINT" in env)
-    for name in [name for name in sys.modules if name.split(".")[0] in anew]:
+    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
+    if not picture:
+        sys.modules["matplotlib.figure"] = None  # importing it fails
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(folder)
+    folder = places[0]
+    os.chdir(places[1])
     sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(PROJECT), folder))]
-    sys.argv = [script, *words]
-    runpy.run_path(script, run_name="__main__")
+    sys.argv = [what, *words]
+    if "PYTHONUNBUFFERED" in env:
+        sys.stdout.reconfigure(line_buffering=True)
+    if what.endswith(".py"):
+        runpy.run_path(what, run_name="__main__")
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import matplotlib.pyplot
 import torch
+import torch.distributed.fsdp  # noqa: F401
 import torch.distributed.run  # noqa: F401
 import torch.optim.swa_utils  # noqa: F401
 from transformers import conversion_mapping
+from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 from transformers.models.modernbert import modeling_modernbert  # noqa: F401
 from transformers.models.roberta import modeling_roberta  # noqa: F401

@@ -4,16 +4,12 @@ Each row is a process of its own, forked from one that has imported torch, in an
 """
 
 import json
-import os
-import runpy
 import shlex
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from tests.forked import OURS, context
+from tests import forked
 from tests.runs import PROJECT, environment
 
 CLM, MLM, PREPARE, TOKENIZER = "train_clm.py", "train_mlm.py", "data.prepare", "data.tokenizer"
@@ -145,24 +141,6 @@ CURVES | ../old --x epochs                               | invalid choice: 'epoc
 ROWS = [[part.strip() for part in row.split(" | ")] for row in TABLE.splitlines() if row and row[0] != "#"]
 
 
-def run(folder, what, words, log):
-    """In the forked process: the script or the module as people call it, in `folder`."""
-    out = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
-        del sys.modules[name]
-    os.environ.pop("HF_TOKEN", None)
-    os.environ["HF_HOME"] = str(folder.parent / "home")
-    os.chdir(folder)
-    sys.path[:] = [str(PROJECT), *(path for path in sys.path if path not in ("", str(PROJECT)))]
-    sys.argv = [what, *words]
-    if what.endswith(".py"):
-        runpy.run_path(str(PROJECT / what), run_name="__main__")
-    else:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
-
-
 @pytest.fixture(scope="module")
 def around(tmp_path_factory):
     """The folder around those of the rows, with what some of them name."""
@@ -197,9 +175,11 @@ def test_it_is_told(around, number):
     folder.mkdir()
     before = left_in(around)
     words = shlex.split(f"{TEXT if what in ('CLM', 'MLM') else ''} {flags.replace('LONG', 'x' * 300)}")
-    process = context.Process(target=run, args=(folder, globals()[what], words, log))
-    with mock.patch.dict(os.environ, environment(PYTHONPATH=str(PROJECT))):  # of the server, at its start
-        process.start()
+    run = globals()[what]
+    env = environment(HF_HOME=str(around / "home"))
+    env.pop("HF_TOKEN", None)
+    script = str(PROJECT / run) if run.endswith(".py") else run
+    process = forked.start(PROJECT, script, words, log, env=env, cwd=folder)
     process.join(60)
     process.kill()
     output = log.read_text()

@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from tests import forked
 from utils.state import checkpoint
 from utils.state.checkpoint import Checkpoints, disk_space, find_problem, list_checkpoints
 
@@ -368,8 +368,7 @@ print(inside, "inside a save")
 
 def test_no_moment_to_kill_a_save_loses_a_complete_checkpoint(tmp_path):
     """kill -9 at 40 random moments of a process that only saves; what is there is valid and of one step."""
-    script = [sys.executable, "-c", KILLED, str(tmp_path), "40"]
-    result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    result = forked.run_code(KILLED, [tmp_path, "40"])
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[0]) >= 10  # kills that really hit a save
 
@@ -444,8 +443,7 @@ def test_the_same_step_saved_again_is_there_whenever_the_save_is_killed(tmp_path
     """kill -9 at each file operation of the second save (sharded: each renaming and deletion of a folder):
     what comes back is whole, the first state or the new one, and both were met; with save_total_limit 1.
     """
-    script = [sys.executable, "-c", KILLED_AT, str(tmp_path / "run"), state]
-    result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=200)
+    result = forked.run_code(KILLED_AT, [tmp_path / "run", state])
     assert result.returncode == 0, result.stderr[-3000:]
     found = result.stdout.split()
     assert len(found) > 3 and {*found} == {"1", "2"} and found == sorted(found), found
@@ -521,8 +519,7 @@ for sharded in (False, True):
 
 def test_no_file_planted_in_a_checkpoint_is_unpickled(tmp_path):
     """Beside the state, and in its place: whole and sharded, under the names that other loaders look for."""
-    script = [sys.executable, "-c", PLANTED, str(tmp_path), str(tmp_path / "marker")]
-    result = subprocess.run(script, cwd=PROJECT, capture_output=True, text=True, timeout=200)
+    result = forked.run_code(PLANTED, [tmp_path, tmp_path / "marker"])
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.count("refused:") == 4 and not (tmp_path / "marker").exists(), result.stdout
 
@@ -622,12 +619,7 @@ accelerator.end_training()
 
 def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_path):
     """Replicated and sharded, saved beside training, into either; each process has its random state back."""
-    script = tmp_path / "job.py"
-    script.write_text(SEVERAL)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
-    command, environment = [*launcher, script, tmp_path], os.environ | settings
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    result = forked.run_code(SEVERAL, [tmp_path], processes=2)
     assert result.returncode == 0, result.stderr[-3000:]
 
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

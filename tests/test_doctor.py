@@ -1,17 +1,18 @@
 """The start-up block and its warnings; the launches it must refuse."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 
+from tests import forked
+from tests.runs import environment
 from utils.display.doctor import (
     check_devices,
     computes_bf16,
@@ -82,11 +83,11 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
         "from accelerate import Accelerator\nfrom utils.display.doctor import check_devices, check_launch\n"
         "check_devices()\ncheck_launch(Accelerator(mixed_precision='no'))\nprint('trains')\n"
     )
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2", str(script)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
+    words = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2", str(script)]
+    args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    env = prepare_multi_gpu_env(args) | environment()  # what the launcher hands on
     env.pop("ACCELERATE_USE_CPU", None)
-    done = subprocess.run(launch, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=120)
+    done = forked.run(str(script), [], processes=2, env=env)
     assert done.returncode != 0 and "trains" not in done.stdout
     assert re.search(r"2 processes were started, but each sees 1.*ACCELERATE_USE_CPU=true", done.stderr)
 

@@ -3,9 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
 
+from tests import forked
 from utils.learning.optim import (
     Means,
     UpdateGuard,
@@ -301,11 +299,7 @@ def test_means_do_not_wait_for_the_device_before_they_are_read():
 
 def test_means_survive_a_resume_on_any_number_of_processes():
     """Two processes that differ save; one, two and three go on."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.test_optim"],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    run = forked.run("tests.test_optim", [], processes=2)
     assert run.returncode == 0, run.stderr[-3000:]
     lines = [line for line in run.stdout.splitlines() if line.startswith("means")]
     assert len(lines) == 2 and lines[0] == lines[1]
