@@ -1,13 +1,19 @@
-"""train_clm.py publishing on a Hub on loopback: every claim with the real script, client and HTTP."""
+"""train_clm.py publishing on a Hub on loopback: every claim with the real script, client and HTTP.
+
+The first run is `python train_clm.py`, the others are forked (tests/forked.py).
+"""
 
 import hashlib
 import json
+import os
 import pickle
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,18 +21,20 @@ import pytest
 import xxhash
 from transformers import AutoModelForCausalLM
 
+from tests import forked
 from tests.hub_server import TOKEN, Fault, HubServer
-from tests.runs import PROJECT, TINY, arguments, command, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
 
 REPO = "ada/tiny"
 ALWAYS = float("inf")
 SECOND_COMMIT = {"match": f"POST .*/{REPO}/commit/main", "skip": 1, "times": ALWAYS}
 
 
-@pytest.fixture
-def hub(tmp_path):
-    with HubServer(tmp_path / "server", xet=True) as hub:  # as by default; test_hub.py has both transports
-        yield hub
+@pytest.fixture(scope="module")
+def port(tmp_path_factory):
+    """Of all servers here, or each of them would need a fork server of its own."""
+    with HubServer(tmp_path_factory.mktemp("port")) as first:
+        return first.port
 
 
 @pytest.fixture(scope="module")
@@ -34,23 +42,55 @@ def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
 
 
-def start(hub, corpus, folder, token=TOKEN, processes=0, **changes):
-    """The script on the output folder folder/tiny, without the launcher or with so many processes."""
-    flags = {**TINY, "dataset_name": corpus, "cache_dir": corpus.parent / "cache", "push_to_hub": True,
-             "output_dir": folder / "tiny", **changes}  # fmt: skip
-    words = [sys.executable, "train_clm.py", *arguments(flags)]
-    env = hub.env(corpus.parent / "home", token) | {"OMP_NUM_THREADS": "1"}
-    if processes:
-        words, env["ACCELERATE_USE_CPU"] = command("train_clm.py", flags, processes), "true"
-    return subprocess.Popen(
-        words, cwd=PROJECT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+@pytest.fixture
+def hub(tmp_path, port, corpus):
+    shutil.rmtree(corpus.parent / "home" / "xet", ignore_errors=True)  # what the server before had
+    with HubServer(tmp_path / "server", port, xet=True) as hub:  # as by default; both ways in test_hub.py
+        yield hub
 
 
-def end(process, status, *folders):
+def settings(corpus, folder, **changes):
+    """Of the output folder folder/tiny."""
+    return {**TINY, "dataset_name": corpus, "cache_dir": corpus.parent / "cache", "push_to_hub": True,
+            "output_dir": folder / "tiny", **changes}  # fmt: skip
+
+
+def environment(hub, corpus, token=TOKEN):
+    return hub.env(corpus.parent / "home", token) | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def start(hub, corpus, folder, token=TOKEN, processes=1, picture=False, **changes):
+    """The processes of the script on the output folder folder/tiny, and where they write."""
+    folder.mkdir(exist_ok=True)
+    log = Path(tempfile.mkstemp(dir=folder, prefix="log-")[1])
+    flags, env = settings(corpus, folder, **changes), environment(hub, corpus, token)
+    return forked.start_all(PROJECT, "train_clm.py", flags, log, processes, env=env, picture=picture), log
+
+
+def running(started):
+    """AssertionError with what it printed if it has ended."""
+    processes, log = started
+    assert all(process.is_alive() for process in processes), log.read_text()
+    return True
+
+
+def kill(started):
+    for process in started[0]:
+        process.kill()
+
+
+def end(started, status, *folders):
     """What it printed; neither that nor what it left may hold the token."""
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == status, output
+    processes, log = started
+    for process in processes:
+        process.join(200)
+    output, statuses = log.read_text(), [process.exitcode for process in processes]
+    kill(started)
+    assert statuses == [status] * len(processes), output
+    return without_token(output, *folders)
+
+
+def without_token(output, *folders):
     assert TOKEN not in output
     for folder in folders:
         assert not [p for p in folder.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
@@ -79,7 +119,12 @@ def published(hub, folder):
 
 
 def test_every_save_is_a_revision(hub, corpus, tmp_path):
-    end(start(hub, corpus, tmp_path), 0, tmp_path)
+    words = [sys.executable, "train_clm.py", *arguments(settings(corpus, tmp_path))]
+    done = subprocess.run(
+        words, cwd=PROJECT, env=environment(hub, corpus), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    without_token(done.stdout + done.stderr, tmp_path)
     assert published(hub, tmp_path / "revisions")[-1] == 6
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
     lines = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]
@@ -99,7 +144,7 @@ def test_the_last_push_fails(hub, corpus, tmp_path, why):
     """Training finishes and waits no longer than hub_timeout; status 1; the printed command works later."""
     what = {"kind": "drop"} if why == "gone" else {"status": 401}
     hub.faults.append(Fault(**SECOND_COMMIT, **what))
-    output = end(start(hub, corpus, tmp_path, hub_timeout=2), 1, tmp_path / "tiny")
+    output = end(start(hub, corpus, tmp_path, picture=True, hub_timeout=2), 1, tmp_path / "tiny")
     assert metrics(tmp_path / "tiny")[-1]["step"] == 6
     assert ("hf auth login" in output) == (why == "revoked")
     hub.faults.clear()
@@ -115,9 +160,7 @@ def test_a_tokenizer_is_published_with_the_same_care(hub, corpus, tmp_path):
 
     def train(status, token=TOKEN, vocab_size="400"):
         flags = ["--dataset_name", corpus, "--vocab_size", vocab_size, "--output_dir", tmp_path / "words"]
-        words = [sys.executable, "-m", "data.tokenizer", *flags, "--push_to_hub"]
-        env = hub.env(tmp_path / "home", token) | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=100)
+        done = forked.run("data.tokenizer", [*flags, "--push_to_hub"], env=environment(hub, corpus, token))
         assert done.returncode == status, done.stderr
         assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
         return done.stdout + done.stderr
@@ -136,11 +179,10 @@ def test_a_tokenizer_is_published_with_the_same_care(hub, corpus, tmp_path):
 
 def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tmp_path):
     """The repository is made, private; a passing fault is waited out; the finished one is left alone."""
-    env = hub.env(tmp_path / "home") | {"OMP_NUM_THREADS": "1"}
 
     def tool(module, *flags):
-        words = [sys.executable, "-m", f"data.{module}", "--dataset_name", corpus, *flags]
-        done = subprocess.run(words, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=100)
+        flags = ["--dataset_name", corpus, *flags]
+        done = forked.run(f"data.{module}", flags, env=environment(hub, corpus))
         assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
         return done.stdout
 
@@ -158,7 +200,7 @@ def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tm
 
 
 def test_one_of_two_processes_publishes(hub, corpus, tmp_path):
-    end(start(hub, corpus, tmp_path, processes=2, per_device_train_batch_size=4), 0, tmp_path)
+    end(start(hub, corpus, tmp_path, processes=2, picture=True, per_device_train_batch_size=4), 0, tmp_path)
     assert published(hub, tmp_path / "revisions")[-1] == 6
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 
@@ -167,12 +209,12 @@ def test_one_of_two_processes_publishes(hub, corpus, tmp_path):
 def test_a_stop_signal_waits_for_the_push_but_not_for_ever(hub, corpus, tmp_path, kind):
     """What was saved at the stop arrives; from a server that does not answer, the command is printed."""
     hub.faults.append(Fault(f"POST .*/{REPO}/commit/main", kind=kind, rate=5e3, times=ALWAYS))
-    process = start(hub, corpus, tmp_path, max_train_steps=100_000, eval_steps=1000, save_steps=20)
+    started = start(hub, corpus, tmp_path, max_train_steps=100_000, eval_steps=1000, save_steps=20)
     while not any("/commit/main" in entry["line"] for entry in hub.log):
-        assert process.poll() is None, process.communicate()[0]
+        assert running(started)
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    output = end(process, 128 + signal.SIGTERM, tmp_path / "tiny")
+    os.kill(started[0][0].pid, signal.SIGTERM)
+    output = end(started, 128 + signal.SIGTERM, tmp_path / "tiny")
     if kind == "hang":
         assert "did not reach" in output and "hf upload ada/tiny" in output
         return
@@ -185,14 +227,14 @@ def test_a_stop_signal_waits_for_the_push_but_not_for_ever(hub, corpus, tmp_path
 def test_killed_during_a_push(hub, corpus, tmp_path):
     """The same command again ends with whole revisions in order, the final model last."""
     hub.faults.append(Fault(**SECOND_COMMIT, kind="hang"))
-    process = start(hub, corpus, tmp_path)
+    started = start(hub, corpus, tmp_path, picture=True)
     while sum("/commit/main" in entry["line"] for entry in hub.log) < 2:
-        assert process.poll() is None, process.communicate()[0]
+        assert running(started)
         time.sleep(0.02)
-    process.kill()
-    end(process, -signal.SIGKILL, tmp_path / "tiny")
+    kill(started)
+    end(started, -signal.SIGKILL, tmp_path / "tiny")
     hub.faults.clear()
-    end(start(hub, corpus, tmp_path), 0, tmp_path / "tiny")
+    end(start(hub, corpus, tmp_path, picture=True), 0, tmp_path / "tiny")
     assert published(hub, tmp_path / "revisions")[-1] == 6
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 
@@ -204,9 +246,9 @@ def test_a_run_goes_on_on_another_machine(hub, corpus, tmp_path):
     whole = start(hub, corpus, tmp_path / "whole", push_to_hub=False, **longer)
     dies = start(hub, corpus, tmp_path / "dies", push_checkpoints=True, **longer)
     while not hub.commits(REPO, "checkpoints"):
-        assert dies.poll() is None, dies.communicate()[0]
+        assert running(dies)
         time.sleep(0.02)
-    dies.kill()
+    kill(dies)
     end(dies, -signal.SIGKILL)
     end(whole, 0)
     assert state_steps(hub)[-1] < 120
