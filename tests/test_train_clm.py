@@ -1,19 +1,25 @@
-"""train_clm.py as users run it: through `accelerate launch`, on real text, at 1 and 2 processes."""
+"""train_clm.py as users run it: through `accelerate launch`, on real text, at 1 and 2 processes.
+
+What is compared with these launched runs is forked (tests/forked.py): the same script, without the launcher.
+"""
 
 import json
 import math
 import subprocess
-import sys
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import evaluation_rows
 from data.packing import PackedRows
-from tests.runs import PROJECT, TINY, arguments, command, environment, metrics, run, write_corpus
+from tests import forked
+from tests.runs import PROJECT, TINY, command, environment, metrics, run, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -30,22 +36,21 @@ def flags(workspace, name, **changes):
     }  # fmt: skip
 
 
-def trained(workspace, name, processes=1, **changes):
+def trained(workspace, name, processes=1, start=forked.run, **changes):
     """The output folder of a finished run; made once per name."""
-    settings = flags(workspace, name, **changes)
-    result = run("train_clm.py", settings, processes)
+    result = start("train_clm.py", flags(workspace, name, **changes), processes)
     assert result.returncode == 0, result.stderr[-3000:]
     return workspace / name
 
 
 @pytest.fixture(scope="module")
 def one_process(workspace):
-    return trained(workspace, "one")
+    return trained(workspace, "one", start=run)
 
 
 @pytest.fixture(scope="module")
 def two_processes(workspace):
-    return trained(workspace, "two", processes=2, per_device_train_batch_size=4)
+    return trained(workspace, "two", processes=2, start=run, per_device_train_batch_size=4)
 
 
 def first_moments(output_dir):
@@ -82,19 +87,20 @@ def test_two_processes_train_like_one(one_process, two_processes):
 @pytest.mark.parametrize("how", [[], ["--dynamo_use_regional_compilation"]], ids=["whole", "by blocks"])
 def test_compiled_it_is_the_same_run_and_nothing_is_compiled_after_the_start(how, workspace, one_process):
     """The rehearsal has met every shape there will be, evaluation's last batch too. aot_eager traces as
-    inductor does, in a tenth of the time."""
+    inductor does, in a tenth of the time. Forked with what the launcher hands on."""
     name = "-".join(["compiled", *how])
-    line = command("train_clm.py", flags(workspace, name, preflight=True))
-    script = line.index("train_clm.py")
-    line[script:script] = ["--dynamo_backend", "aot_eager", *how]
-    result = subprocess.run(
-        line, cwd=PROJECT, env=environment(TORCH_LOGS="recompiles", PYTHONUNBUFFERED="1"), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stdout[-3000:]
-    start, rest = result.stdout.split("step 1/6", 1)
+    words = ["--config_file", "accelerate_configs/cpu.yaml", "--dynamo_backend", "aot_eager", *how]
+    args = launch_command_parser().parse_args([*words, "train_clm.py"])
+    handed_on = prepare_simple_launcher_cmd_env(_validate_launch_command(args)[0])[1]
+    log = workspace / f"{name}.log"
+    env = handed_on | environment(TORCH_LOGS="recompiles", PYTHONUNBUFFERED="1")
+    process = forked.start(PROJECT, "train_clm.py", flags(workspace, name, preflight=True), log, env=env)
+    process.join(200)
+    output = log.read_text()
+    assert process.exitcode == 0, output[-3000:]
+    start, rest = output.split("step 1/6", 1)
     assert "compiled with aot_eager" in start and "Recompiling" in start
-    assert "Recompiling" not in rest and "recompile_limit" not in result.stdout
+    assert "Recompiling" not in rest and "recompile_limit" not in output
     for a, b in zip(metrics(one_process), metrics(workspace / name), strict=True):
         assert a == pytest.approx(b, rel=1e-4), (a, b)
     saved = [load_file(folder / "checkpoints/step-00000006/model.safetensors").keys()
@@ -136,7 +142,7 @@ def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_pr
     losses = brute_force(one_process, ids[evaluation_rows(len(ids), n, seed=42)])
     loss = losses.mean().item()
     for processes, batch_size in [(1, 1), (1, 7), (1, 32), (2, 7)]:
-        result = run(
+        result = forked.run(
             "train_clm.py",
             flags(
                 workspace, "one", eval_only=True, max_eval_samples=n, per_device_eval_batch_size=batch_size
@@ -156,13 +162,7 @@ def test_the_saved_model_completes_a_prompt_in_a_fresh_process(one_process):
         "from transformers import pipeline; import sys;"
         "print(repr(pipeline('text-generation', model=sys.argv[1])('import os', max_new_tokens=5)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(one_process)],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd="/",
-    )
+    result = forked.run_code(code, [one_process], folder="/")
     assert result.returncode == 0, result.stderr[-2000:]
     assert "import os" in result.stdout
     tokenizer = AutoTokenizer.from_pretrained(one_process)
@@ -172,7 +172,7 @@ def test_the_saved_model_completes_a_prompt_in_a_fresh_process(one_process):
 
 def test_a_finished_run_is_left_alone(workspace, one_process):
     before = {file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"}
-    result = run("train_clm.py", flags(workspace, "one"))
+    result = forked.run("train_clm.py", flags(workspace, "one"))
     assert result.returncode == 0 and "finished" in result.stdout
     assert before == {
         file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"
@@ -221,33 +221,12 @@ def mistakes(workspace):
     ]  # fmt: skip
 
 
-ONE_AFTER_THE_OTHER = """
-import contextlib, io, json, sys
-import train_clm
-for argv in json.load(sys.stdin):
-    stderr, status = io.StringIO(), 0
-    sys.argv = ["train_clm.py", *argv]
-    try:
-        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
-            train_clm.main()
-    except SystemExit as end:
-        status = end.code
-    print(json.dumps([status, stderr.getvalue()]))
-"""
-
-
 def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, one_process):
     """Without the launcher, which makes 1 of every failing status and adds a traceback of its own."""
-    cases = mistakes(workspace)
-    argvs = [arguments({**flags(workspace, "mistake"), **changes}) for changes, _ in cases]
-    result = subprocess.run(
-        [sys.executable, "-c", ONE_AFTER_THE_OTHER], cwd=PROJECT, env=environment(), input=json.dumps(argvs),
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    for (changes, words), line in zip(cases, result.stdout.strip().splitlines(), strict=True):
-        status, message = json.loads(line)
-        assert status == 2, (changes, message)
+    for changes, words in mistakes(workspace):
+        result = forked.run("train_clm.py", {**flags(workspace, "mistake"), **changes})
+        message = result.stderr
+        assert result.returncode == 2, (changes, message)
         assert "Traceback" not in message and message.count("error:") == 1, (changes, message)
         for word in words:
             assert word in message, (changes, message)
@@ -267,25 +246,30 @@ def test_processes_that_do_not_see_each_other_are_stopped(workspace):
     assert "ACCELERATE_USE_CPU" in result.stderr and not (workspace / "apart").exists()
 
 
+@pytest.fixture(scope="module")
+def whole(workspace):
+    return trained(workspace, "whole", **SLOW)
+
+
+SLOW = {"per_device_eval_batch_size": 1, "max_eval_samples": 0}
+
+
 @pytest.mark.parametrize("during", ["first", "last"])
-def test_a_stop_during_an_evaluation_loses_nothing(during, workspace):
+def test_a_stop_during_an_evaluation_loses_nothing(during, workspace, whole):
     """The last step is saved with its evaluation due, before the first one there is nothing to save; the same
     command evaluates and leaves the same lines."""
     seen = "step 6/6  loss" if during == "last" else "disk "
-    slow = {"per_device_eval_batch_size": 1, "max_eval_samples": 0}
-    whole = trained(workspace, f"{during}-whole", **slow)
-    settings = flags(workspace, f"{during}-cut", **slow)
-    process = subprocess.Popen(
-        [sys.executable, "train_clm.py", *arguments(settings)], cwd=PROJECT, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    for line in process.stdout:
-        if line.startswith(seen):
-            process.terminate()
-    assert process.wait() == 143
+    settings = flags(workspace, f"{during}-cut", **SLOW)
+    log = workspace / f"{during}-log"
+    process = forked.start(PROJECT, "train_clm.py", settings, log)
+    while process.is_alive() and not (log.exists() and f"\n{seen}" in log.read_text()):
+        time.sleep(0.001)
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 143, log.read_text()
     logged = [json.loads(line) for line in (workspace / f"{during}-cut" / "metrics.jsonl").open()]
     assert [line["step"] for line in logged if "loss/eval" in line] == [0, 3][: 2 * (during == "last")]
-    cut = trained(workspace, f"{during}-cut", **slow)
+    cut = trained(workspace, f"{during}-cut", **SLOW)
     assert metrics(cut) == metrics(whole)
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert (cut / "summary.json").exists()
