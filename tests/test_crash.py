@@ -14,6 +14,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 KILLS = int(os.environ.get("CRASH_KILLS", 0))
@@ -27,26 +28,38 @@ def workspace(tmp_path_factory):
 
 
 def start(script, flags, processes, log):
-    """Without `accelerate launch` in between, which would only add its start to every kill."""
+    """One process forked, or several by torchrun, which starts them again: without `accelerate launch` in
+    between, which would only add its start to every kill."""
+    if processes == 1:
+        return forked.start(PROJECT, script, flags, log)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--max_restarts=1"]
     launcher += [f"--nproc_per_node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments(flags)]
     # or workers that torchrun starts again may find the addresses of the dead ones (torch 2.13)
     env = environment(processes, ACCELERATE_USE_CPU="true", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     settings = {"env": env, "start_new_session": True}
-    return subprocess.Popen(command, cwd=PROJECT, stdout=log, stderr=log, **settings)
+    with open(log, "a") as out:
+        command = [sys.executable, *launcher, script, *arguments(flags)]
+        return subprocess.Popen(command, cwd=PROJECT, stdout=out, stderr=out, **settings)
+
+
+def status(process, seconds=0):
+    """Its exit status, None if it has not ended after so many seconds."""
+    if not isinstance(process, subprocess.Popen):
+        process.join(seconds)
+        return process.exitcode
+    return process.wait(seconds) if seconds else process.poll()
 
 
 def kill_all(process):
     """SIGKILL to the launcher and all below it; torchrun's workers are not in its process group."""
-    family = [process, *psutil.Process(process.pid).children(recursive=True)]
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for member in family:
         try:
             member.kill()
         except psutil.NoSuchProcess:
             pass
     psutil.wait_procs(family[1:])
-    process.wait()
+    status(process, 60)
 
 
 def in_a_save(output_dir):
@@ -57,7 +70,7 @@ def run_with_interruptions(script, flags, processes, interruptions):
     """Start, interrupt after a random number of steps, start again; at last to the end.
 
     interruptions: "kill"; "kill save", in the next save; "kill start", within 8 s of the start; "term",
-    SIGTERM to what was launched; "kill worker", the last process only, and torchrun starts all of them again
+    SIGTERM to what was started; "kill worker", the last process only, and torchrun starts all of them again
     by itself. Returns how many met a save.
     """
     moments, in_saves = random.Random(0), 0
@@ -67,31 +80,30 @@ def run_with_interruptions(script, flags, processes, interruptions):
     for kind in [*interruptions, None]:
         seen = log.stat().st_size if log.exists() else 0
         if process is None:
-            with open(log, "a") as out:
-                process = start(script, flags, processes, out)
+            process = start(script, flags, processes, log)
 
         def steps_done(seen=seen):
             return log.read_bytes()[seen:].count(b"\nstep ")
 
         if kind is None:
-            assert process.wait(1500) == 0, log.read_text()[-4000:]
+            assert status(process, 1500) == 0, log.read_text()[-4000:]
             return in_saves
         if kind == "kill start":
             time.sleep(moments.uniform(0, 8))
         else:
             steps = moments.randint(1, 50)
-            while steps_done() < steps and process.poll() is None:
+            while steps_done() < steps and status(process) is None:
                 time.sleep(0.01)
             time.sleep(moments.uniform(0, 0.05))
-        while kind == "kill save" and not in_a_save(output_dir) and process.poll() is None:
+        while kind == "kill save" and not in_a_save(output_dir) and status(process) is None:
             time.sleep(0.0005)
-        assert process.poll() is None, f"ended by itself: {log.read_text()[-4000:]}"
+        assert status(process) is None, f"ended by itself: {log.read_text()[-4000:]}"
         if kind == "kill worker":
             psutil.Process(process.pid).children()[-1].kill()
             continue
         if kind == "term":
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == (143 if processes == 1 else 1), log.read_text()[-4000:]
+            os.kill(process.pid, signal.SIGTERM)
+            assert status(process, 60) == (143 if processes == 1 else 1), log.read_text()[-4000:]
         else:
             kill_all(process)
             in_saves += (output_dir / "checkpoints").is_dir() and in_a_save(output_dir)
@@ -118,7 +130,8 @@ def check(workspace, script, processes, interruptions):
     unbroken, broken = (runs / name / "run" for name in ("unbroken", "broken"))
     for folder in (unbroken, broken):
         folder.parent.mkdir()
-    run_with_interruptions(script, {**common, "output_dir": unbroken}, processes, [])
+    flags, log = {**common, "output_dir": unbroken}, unbroken.parent / "log"
+    forked.finish(forked.start_all(PROJECT, script, flags, log, processes), log, 1500)
     flags = {**common, "output_dir": broken}
     in_saves = run_with_interruptions(script, flags, processes, interruptions)
     print(f"{script}, {processes} processes: {len(interruptions)} interruptions, {in_saves} in a save")
@@ -138,6 +151,7 @@ def test_one_process_killed_and_stopped(workspace):
     check(workspace, "train_clm.py", 1, kills() or ["kill save", "term"])
 
 
+@pytest.mark.slow
 def test_two_processes_killed(workspace):
     """One worker alone, too: the launcher's --max_restarts brings the run back from the newest checkpoint."""
     check(workspace, "train_clm.py", 2, kills() or ["kill worker"])

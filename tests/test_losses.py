@@ -1,6 +1,6 @@
 """The losses against brute force in float64, and unchanged by autocast, compile, DDP and FSDP.
 
-Run as a program (by torch.distributed.run, from the tests below) it is the worker of the two-process tests.
+Run as a program (twice, from the tests below) it is the worker of the two-process tests.
 """
 
 import copy
@@ -28,6 +28,7 @@ from transformers import (
 
 from data.packing import PackedRows
 from data.rows import Data
+from tests import forked
 from utils.learning.fused_head import chunk_rows, linear_cross_entropy
 from utils.learning.losses import (
     CausalLMLoss,
@@ -392,8 +393,10 @@ def trusted(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize(
+    ("split", "compiled"),
+    [(True, False), (False, False), (True, True), pytest.param(False, True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type, split, compiled, trusted):
     lm = small_model(model_type).double()
@@ -630,18 +633,7 @@ def test_compile_changes_neither_value_nor_gradient_nor_names(regional, token_lo
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "ddp smoothed", "fsdp2 smoothed"])
 def test_two_processes_give_the_gradient_of_one(wrapper):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "tests.test_losses",
-    ]
-    run = subprocess.run(
-        [*command, wrapper], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300
-    )
+    run = forked.run("tests.test_losses", [wrapper], processes=2)
     assert run.returncode == 0, run.stderr[-3000:]
     assert run.stdout.count("gradients agree") == 2
 

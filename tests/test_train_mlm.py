@@ -1,10 +1,12 @@
-"""train_mlm.py as users run it, masked LM alone and with next-sentence prediction, at 1 and 2 processes."""
+"""train_mlm.py as users run it, masked LM alone and with next-sentence prediction, at 1 and 2 processes.
+
+Pairs on two processes are launched; what is compared with them is forked (tests/forked.py), and
+tests/test_saved_models.py runs `python train_mlm.py`.
+"""
 
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -19,7 +21,8 @@ from data.masking import MaskTokens
 from data.order import evaluation_rows
 from data.packing import PackedRows
 from data.pairs import PairRows
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, run
+from tests import forked
+from tests.runs import TINY, metrics, run
 
 KINDS = {
     "mlm": {"model_type": "roberta"},
@@ -29,23 +32,6 @@ SHAPE = (
     "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0,"
     "attention_probs_dropout_prob=0"
 )
-# Runs of one interpreter after another: starting one costs more than training these models.
-RUNS = """
-import contextlib, io, json, sys
-from accelerate.state import AcceleratorState, GradientState
-import train_mlm
-for argv in json.load(open(sys.argv[1])):
-    out, err, status = io.StringIO(), io.StringIO(), 0
-    sys.argv = ["train_mlm.py", *argv]
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            train_mlm.main()
-    except SystemExit as end:
-        status = end.code
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
-"""
 
 
 def write_english(path):
@@ -60,7 +46,6 @@ def write_english(path):
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mlm")
     write_english(folder / "english.jsonl")
-    (folder / "runs.py").write_text(RUNS)
     return folder
 
 
@@ -73,15 +58,10 @@ def flags(workspace, name, kind="mlm", **changes):
     }  # fmt: skip
 
 
-def run_all(workspace, settings):
-    """[(status, stdout, stderr)] of runs with these settings, one after the other in one process."""
-    (workspace / "argvs.json").write_text(json.dumps([arguments(one) for one in settings]))
-    result = subprocess.run(
-        [sys.executable, str(workspace / "runs.py"), str(workspace / "argvs.json")], cwd=PROJECT,
-        env=environment(PYTHONPATH=str(PROJECT)), capture_output=True, text=True,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+def run_all(settings):
+    """[(status, stdout, stderr)] of runs with these settings."""
+    done = [forked.run("train_mlm.py", one) for one in settings]
+    return [(one.returncode, one.stdout, one.stderr) for one in done]
 
 
 SPLITS = {"4x2": (4, 2), "8x1": (8, 1)}  # micro-batches x rows; the whole runs below are 1x8 and 2 x 1x4
@@ -102,14 +82,14 @@ def runs(workspace):
                 workspace, f"{kind}-{split}", kind, max_train_steps=1, num_warmup_steps=0, max_eval_samples=8,
                 gradient_accumulation_steps=accumulation, per_device_train_batch_size=rows,
             )  # fmt: skip
-    for status, _, err in run_all(workspace, settings.values()):
+    for status, _, err in run_all(settings.values()):
         assert status == 0, err
     for kind in KINDS:
         name = f"{kind}-2"
         settings[name] = flags(
             workspace, name, kind, per_device_train_batch_size=4, per_device_eval_batch_size=7
         )
-        result = run("train_mlm.py", settings[name], processes=2)
+        result = (run if kind == "nsp" else forked.run)("train_mlm.py", settings[name], processes=2)
         assert result.returncode == 0, result.stderr[-3000:]
     return {name: Path(one["output_dir"]) for name, one in settings.items()}
 
@@ -210,7 +190,7 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
         resumed.append(flags(workspace, f"{kind}-resumed", kind))
         again += [flags(workspace, f"{kind}-1", kind, eval_only=True)] * 2
         finished.append(flags(workspace, f"{kind}-1", kind))
-    results = run_all(workspace, resumed + again + finished)
+    results = run_all(resumed + again + finished)
     assert [status for status, _, _ in results] == [0] * 8, results
     for i, kind in enumerate(KINDS):
         whole = metrics(runs[f"{kind}-1"])
@@ -223,7 +203,7 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
         assert first == second == {key: value for key, value in line.items() if key != "step"}
         assert "finished" in results[6 + i][1]
         on_two = again[2 * i] | {"per_device_eval_batch_size": 7}
-        on_two = json.loads(run("train_mlm.py", on_two, processes=2).stdout.splitlines()[-1])
+        on_two = json.loads(forked.run("train_mlm.py", on_two, processes=2).stdout.splitlines()[-1])
         assert on_two == pytest.approx(first, rel=1e-6)
 
 
@@ -236,9 +216,7 @@ for folder in sys.argv[1:]:
     print([guess["token_str"] for guess in fill(f"It is {fill.tokenizer.mask_token}.", top_k=5)])
 """
     folders = [str(runs[f"{kind}-1"]) for kind in (*KINDS, "modernbert")]
-    result = subprocess.run(
-        [sys.executable, "-c", code, *folders], cwd="/", env=environment(), capture_output=True, text=True
-    )
+    result = forked.run_code(code, folders, folder="/")
     assert result.returncode == 0, result.stderr[-2000:]
     assert [len(eval(line)) for line in result.stdout.strip().splitlines()] == [5, 5, 5]
     assert "warning" not in result.stderr.lower()
@@ -258,7 +236,7 @@ def test_next_sentence_is_learned(workspace):
         per_device_train_batch_size=32, max_eval_samples=0, validation_fraction=0.2, adam_beta2=0.99,
         config_overrides=SHAPE.replace("hidden_size=32", "hidden_size=64"),
     )  # fmt: skip
-    [(status, _, err)] = run_all(workspace, [settings])
+    [(status, _, err)] = run_all([settings])
     assert status == 0, err
     line = [line for line in metrics(workspace / "subjects") if "loss/eval" in line][-1]
     assert line["nsp_accuracy"] > 0.7, line
@@ -293,7 +271,7 @@ def mistakes(workspace, tokenizer_folder):
 def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, runs):
     cases = mistakes(workspace, runs["nsp-1"])
     settings = [flags(workspace, "mistake", kind, **changes) for kind, changes, _ in cases]
-    for (_, changes, words), (status, _, err) in zip(cases, run_all(workspace, settings), strict=True):
+    for (_, changes, words), (status, _, err) in zip(cases, run_all(settings), strict=True):
         assert status == 2, (changes, err)
         assert "Traceback" not in err and err.count("error:") == 1, (changes, err)
         for word in words:
