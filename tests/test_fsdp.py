@@ -1,4 +1,7 @@
-"""FSDP2 through accelerate and fsdp.yaml, on two CPU processes (see fsdp_on_cpu.py), against one process."""
+"""FSDP2 through accelerate and fsdp.yaml, on two CPU processes (see fsdp_on_cpu.py), against one process.
+
+The first sharded run is launched, the others are forked (tests/forked.py) with what the launcher hands on.
+"""
 
 import shutil
 import subprocess
@@ -6,10 +9,13 @@ import sys
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, run, write_corpus
+from tests import forked
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 
 def settings(workspace, name, **changes):
@@ -19,14 +25,23 @@ def settings(workspace, name, **changes):
     }  # fmt: skip
 
 
-def sharded(flags, processes=2, script="train_clm"):
-    """Run under fsdp.yaml."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", "accelerate_configs/fsdp.yaml", "--num_processes", str(processes)]
-    command += ["--mixed_precision", "no", "tests/fsdp_on_cpu.py", script, *arguments(flags)]
-    return subprocess.run(
-        command, cwd=PROJECT, env=environment(2), capture_output=True, text=True, timeout=300
-    )
+CONFIG = ["--config_file", "accelerate_configs/fsdp.yaml", "--num_processes", "2", "--mixed_precision", "no"]
+SCRIPT = "tests/fsdp_on_cpu.py"
+
+
+def launched(flags):
+    """Under fsdp.yaml."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *CONFIG, SCRIPT, "train_clm"]
+    return subprocess.run([*command, *arguments(flags)], cwd=PROJECT, env=environment(2), capture_output=True,
+                          text=True, timeout=300)  # fmt: skip
+
+
+def sharded(flags):
+    """The same, forked."""
+    args = launch_command_parser().parse_args([*CONFIG, SCRIPT])
+    env = prepare_multi_gpu_env(_validate_launch_command(args)[0]) | environment(2)
+    assert env["ACCELERATE_USE_FSDP"] == "true"
+    return forked.run(SCRIPT, ["train_clm", *arguments(flags)], 2, env=env)
 
 
 def assert_same_run(a, b):
@@ -42,9 +57,9 @@ def workspace(tmp_path_factory):
     """Holds `whole`, a run of one process, and `cut`, the same run sharded over two."""
     folder = tmp_path_factory.mktemp("fsdp")
     write_corpus(folder / "corpus.jsonl")
-    one = run("train_clm.py", settings(folder, "whole"))
+    one = forked.run("train_clm.py", settings(folder, "whole"))
     assert one.returncode == 0, one.stderr[-3000:]
-    two = sharded(settings(folder, "cut", per_device_train_batch_size=4, milestones=[4, 6]))
+    two = launched(settings(folder, "cut", per_device_train_batch_size=4, milestones=[4, 6]))
     assert two.returncode == 0, two.stderr[-3000:]
     assert "FSDP, 2 processes" in two.stdout
     return folder
@@ -77,7 +92,7 @@ def test_a_sharded_checkpoint_continues_anywhere(workspace, how):
     if how == "sharded":
         done = sharded(flags)
     else:
-        done = run("train_clm.py", flags, processes=1 if how == "one process" else 2)
+        done = forked.run("train_clm.py", flags, processes=1 if how == "one process" else 2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "3 are done" in done.stdout
     assert_same_run(workspace / "cut", flags["output_dir"])
