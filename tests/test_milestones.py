@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 
 from tests.forked import finish, start, start_all
 from tests.hub_server import TOKEN, Fault, HubServer
-from tests.runs import PROJECT, TINY, write_corpus
+from tests.runs import PROJECT, TINY, environment, write_corpus
 from utils.learning.losses import CausalLMLoss
 from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
 from utils.state.checkpoint import outdate, step_of
@@ -56,9 +56,10 @@ def assert_the_weights(lm, expected: dict):
     assert expected and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def clients(hub, folder) -> dict:
+def clients(hub, folder, processes=1) -> dict:
     env = hub.env(folder / "home")
-    return {name: value for name, value in env.items() if name.startswith("HF_") or name == "NO_PROXY"}
+    env = {name: value for name, value in env.items() if name.startswith("HF_") or name == "NO_PROXY"}
+    return environment(processes, **env | {"HF_HUB_OFFLINE": "0"})
 
 
 # What a kill meets, in turn, as the milestone of a step is made or pushed; and what the Hub does meanwhile.
@@ -84,10 +85,10 @@ def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, proce
     flags |= {"output_dir": run, "save_steps": 7, "milestones": steps, "push_to_hub": True}
     moments, inodes = random.Random(0), {}
     with HubServer(tmp_path / "server", xet=processes == 2) as hub:
-        env = clients(hub, tmp_path)
+        env = clients(hub, tmp_path, processes)
         for i, step in enumerate(steps):
             hub.faults = [Fault(**vars(FAULTS[(2 * i + j) % len(FAULTS)])) for j in range(2)]
-            running = start_all(PROJECT, "train_clm.py", flags, log, processes, env)
+            running = start_all(PROJECT, "train_clm.py", flags, log, processes, env=env)
             moment, seen = MOMENTS[i % len(MOMENTS)], len(hub.log)
             made = run / "milestones" / f"step-{step}"
             there = {
@@ -106,7 +107,7 @@ def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, proce
                 assert find_problem(path) == ""
                 inodes.setdefault(path, inode(path))
         hub.faults = [Fault(**vars(fault)) for fault in FAULTS[:3]]
-        finish(start_all(PROJECT, "train_clm.py", flags, log, processes, env), log)
+        finish(start_all(PROJECT, "train_clm.py", flags, log, processes, env=env), log)
 
         made = {step_of(path): path for path in list_milestones(run)}
         assert list(made) == steps
@@ -152,7 +153,7 @@ def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next
     with HubServer(tmp_path / "server") as hub:
         hub.put(REPO, {"model.safetensors": b"of another run"})
         hub.faults = [Fault(COMMIT, kind="wrong", times=float("inf"))]
-        ended = start(PROJECT, "train_clm.py", flags, log, hub=clients(hub, tmp_path))
+        ended = start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))
         ended.join(120)
         assert ended.exitcode == 1 and hub.tags(REPO) == {}, log.read_text()[-2000:]
         for step in (2, 4):
@@ -160,10 +161,10 @@ def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next
             assert f"milestones/step-{step} . --revision step-{step}" in log.read_text()
         assert "arrived with another hash" in log.read_text() and "steps             6" in log.read_text()
         hub.faults = []
-        finish([start(PROJECT, "train_clm.py", flags, log, hub=clients(hub, tmp_path))], log)
+        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
         assert hub.tags(REPO).keys() == {"step-2", "step-4"}
         commits = len(hub.commits(REPO, "milestones"))
-        finish([start(PROJECT, "train_clm.py", flags, log, hub=clients(hub, tmp_path))], log)
+        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
         assert len(hub.commits(REPO, "milestones")) == commits  # what is there is left alone
 
 
@@ -172,11 +173,11 @@ def test_a_run_that_begins_anew_has_only_its_own(flags, tmp_path):
     run, log = tmp_path / "tiny", tmp_path / "log"
     flags = flags | {"output_dir": run, "milestones": "log", "push_to_hub": True}
     with HubServer(tmp_path / "server") as hub:
-        finish([start(PROJECT, "train_clm.py", flags, log, hub=clients(hub, tmp_path))], log)
+        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
         assert hub.tags(REPO).keys() == {"step-1", "step-2", "step-4"}
         old = hub.tags(REPO)["step-2"]["model.safetensors"]["sha256"]
         anew = {"resume_from_checkpoint": "none", "learning_rate": 1e-4, "milestones": [2, 3]}
-        finish([start(PROJECT, "train_clm.py", flags | anew, log, hub=clients(hub, tmp_path))], log)
+        finish([start(PROJECT, "train_clm.py", flags | anew, log, env=clients(hub, tmp_path))], log)
         new = hub.tags(REPO)["step-2"]["model.safetensors"]["sha256"]
     names = {"step-2", "step-3", "replaced-step-1", "replaced-step-2", "replaced-step-4"}
     assert set(os.listdir(run / "milestones")) == names
