@@ -179,7 +179,7 @@ def test_it_is_told(around, number):
     env = environment(HF_HOME=str(around / "home"))
     env.pop("HF_TOKEN", None)
     script = str(PROJECT / run) if run.endswith(".py") else run
-    process = forked.start(PROJECT, script, words, log, env=env, cwd=folder)
+    process = forked.start(PROJECT, script, words, log, env=env, cwd=folder, picture=run == CURVES)
     process.join(60)
     process.kill()
     output = log.read_text()
