@@ -2,16 +2,15 @@
 
 import base64
 import shutil
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from data.sources.storage import printable
+from tests import forked
 from tests.hub_server import TOKEN, HubServer
-from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+from tests.runs import TINY, metrics, write_corpus
 from utils.publishing.secrets import without_secrets
 
 S3_ID, S3_KEY = "AKIALOOPBACKADA4242Q", "s3-Secret/of+ada"
@@ -38,6 +37,13 @@ class Guarded(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.fixture(scope="module")
+def known(tmp_path_factory):
+    """The port and the home of both Hubs here: what the libraries were imported with."""
+    with HubServer(tmp_path_factory.mktemp("port")) as first:
+        return first.port, tmp_path_factory.mktemp("home")
+
+
 @pytest.fixture
 def server(tmp_path):
     http = ThreadingHTTPServer(("127.0.0.1", 0), Guarded)
@@ -48,26 +54,25 @@ def server(tmp_path):
     http.shutdown()
 
 
-def run(server, hub, folder, words, status):
-    """stdout and stderr of a command that knows all the secrets and leaves none in `folder`."""
+def run(server, hub, home, folder, what, words, status):
+    """stdout and stderr of a command that knows all the secrets and leaves none in `folder` and its home."""
     proxy = f"http://ada:{PROXY}@127.0.0.1:9"
-    env = hub.env(folder / "home") | {
+    env = hub.env(home) | {
         "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "https_proxy": proxy, "http_proxy": proxy,
         "AWS_ACCESS_KEY_ID": S3_ID, "AWS_SECRET_ACCESS_KEY": S3_KEY,
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, *words], cwd=PROJECT, env=env, capture_output=True, text=True, timeout=200
-    )
+    done = forked.run(what, words, env=env, picture=True)
     output = done.stdout + done.stderr
     assert done.returncode == status, output
     for secret in (TOKEN, server.password, QUERY, S3_KEY, PROXY, OVERRIDE):
         assert secret not in output, (secret, output)
-        left = [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+        files = [path for place in (folder, home) for path in place.rglob("*") if path.is_file()]
+        left = [path for path in files if secret.encode() in path.read_bytes()]
         assert not left, (secret, left)
     return output
 
 
-def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(server, tmp_path):
+def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(server, known, tmp_path):
     """And the run goes on by the same command, also when the password has been changed meanwhile."""
     overrides = TINY["config_overrides"] + f",_name_or_path=s3://{S3_ID}:{S3_KEY}@bucket/model"
     overrides += f",summary_type=https://host/model?sig={QUERY},summary_activation={OVERRIDE}"
@@ -79,10 +84,11 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
     def train(password, status=0, **changes):
         server.password = password
         url = f"http://ada:{password}@127.0.0.1:{server.server_port}"
-        words = ["train_clm.py", *arguments(flags | {"dataset_name": f"{url}/corpus.jsonl"} | changes)]
-        return run(server, hub, tmp_path, words, status)
+        changed = flags | {"dataset_name": f"{url}/corpus.jsonl"} | changes
+        return run(server, hub, home, tmp_path, "train_clm.py", changed, status)
 
-    with HubServer(tmp_path / "server") as hub:
+    port, home = known
+    with HubServer(tmp_path / "server", port) as hub:
         train("url-pass-4242")
         before = metrics(tmp_path / "tiny")
         assert "http://***@127.0.0.1" in (tmp_path / "tiny/README.md").read_text()
@@ -95,13 +101,18 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
         assert "dataset_name: http://***@127.0.0.1" in told and "corpus.jsonl?*** now" in told
 
 
-def test_prepared_shards_do_not_hold_the_password_of_their_source(server, tmp_path):
+def test_prepared_shards_do_not_hold_the_password_of_their_source(server, known, tmp_path):
     server.password = "url-pass-4242"
     url = f"http://ada:{server.password}@127.0.0.1:{server.server_port}/"
-    words = ["-m", "data.prepare", "--text_only", "--output_dir", str(tmp_path / "shards"), "--dataset_name"]
-    with HubServer(tmp_path / "server") as hub:
-        assert "http://***@127.0.0.1" in run(server, hub, tmp_path, [*words, f"{url}no.jsonl"], 2)
-        run(server, hub, tmp_path, [*words, f"{url}corpus.jsonl"], 0)
+    port, home = known
+    with HubServer(tmp_path / "server", port) as hub:
+
+        def prepare(name, status):
+            words = ["--text_only", "--output_dir", tmp_path / "shards", "--dataset_name", url + name]
+            return run(server, hub, home, tmp_path, "data.prepare", words, status)
+
+        assert "http://***@127.0.0.1" in prepare("no.jsonl", 2)
+        prepare("corpus.jsonl", 0)
     assert "http://***@127.0.0.1" in (tmp_path / "shards/manifest.json").read_text()
 
 
