@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from utils.state.preemption import lock_output_dir
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -67,14 +68,18 @@ if __name__ == "__main__":
 
 
 class Job:
-    """A launched script; its output, the ids of the processes that run main, and its end."""
+    """A script, forked or by a launcher; its output, the ids of the processes that run main, and its end."""
 
     def __init__(self, folder, *launcher, arguments=("train", "0.5")):
         (folder / "job.py").write_text(JOB)
         script = ["job.py"] if not launcher or launcher[0] == "-m" else []
         self.log = folder / "log"
+        self.launched = None
+        if not launcher:
+            self.process = forked.start(PROJECT, str(folder / "job.py"), arguments, self.log)
+            return
         environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{folder}", "ACCELERATE_USE_CPU": "true"}
-        self.process = subprocess.Popen(
+        self.process = self.launched = subprocess.Popen(
             [sys.executable, *launcher, *script, *arguments], cwd=folder, env=environment,
             stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
@@ -95,7 +100,11 @@ class Job:
 
     def end(self):
         """The launcher's status, once the workers are gone too."""
-        status = self.process.wait(60)
+        if self.launched:
+            status = self.launched.wait(60)
+        else:
+            self.process.join(60)
+            status = self.process.exitcode
         deadline = time.monotonic() + 60
         while any(Path(f"/proc/{pid}").exists() for pid in self.workers):
             assert time.monotonic() < deadline, self.output
@@ -113,9 +122,9 @@ def test_one_signal_lets_the_run_save_and_says_so_with_its_status(tmp_path, numb
     """Also when it arrives twice within a moment, as from a scheduler and from a launcher."""
     job = Job(tmp_path)
     job.wait_for("ready")
-    job.process.send_signal(number)
+    os.kill(job.process.pid, number)
     time.sleep(0.1)
-    job.process.send_signal(number)
+    os.kill(job.process.pid, number)
     assert job.end() == status, job.output
     assert job.output.count("saved") == 1 and job.output.count("a second signal stops at once") == 1
 
@@ -123,17 +132,17 @@ def test_one_signal_lets_the_run_save_and_says_so_with_its_status(tmp_path, numb
 def test_a_second_signal_ends_the_run_at_once(tmp_path):
     job = Job(tmp_path, arguments=("train", "60"))
     job.wait_for("ready")
-    job.process.send_signal(signal.SIGINT)
+    os.kill(job.process.pid, signal.SIGINT)
     job.wait_for("stops at")
     time.sleep(1.2)
-    job.process.send_signal(signal.SIGINT)
+    os.kill(job.process.pid, signal.SIGINT)
     assert job.end() == 130 and "saved" not in job.output
 
 
 def test_before_training_a_signal_ends_the_run_at_once(tmp_path):
     job = Job(tmp_path, arguments=("prepare", "0"))
     job.wait_for("ready")
-    job.process.send_signal(signal.SIGTERM)
+    os.kill(job.process.pid, signal.SIGTERM)
     assert job.end() == 143 and "nothing to save" in job.output
 
 
@@ -145,7 +154,7 @@ def test_one_process_under_accelerate_launch_saves_when_its_launcher_is_stopped(
     if how == "terminal":
         os.killpg(job.process.pid, signal.SIGINT)
     else:
-        job.process.send_signal(how)
+        os.kill(job.process.pid, how)
     job.end()
     number = 2 if how == "terminal" else 15
     assert f"by {number}" in job.output and "saved" in job.output and "second signal," not in job.output
@@ -168,7 +177,7 @@ def test_under_a_tpu_launcher_the_signal_reaches_the_child(tmp_path):
     launcher.write_text(TPU_LAUNCHER)
     job = Job(tmp_path, str(launcher))
     job.wait_for("ready")
-    job.process.send_signal(signal.SIGTERM)
+    os.kill(job.process.pid, signal.SIGTERM)
     assert job.end() == 143, job.output
     assert "saved" in job.output
 
