@@ -69,16 +69,16 @@ class TrainArgs:
 
     # Model
     model_type: str = "gpt2"  # any causal model of transformers, from scratch
-    config_overrides: str = "n_layer=4,n_embd=192,n_head=6,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    config_overrides: str = "n_layer=4,n_embd=128,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
-    optimizer_type: str = "adamw"  # or muon: on the matrices of the blocks, AdamW on the rest
-    learning_rate: float = 2e-3  # peak
-    muon_learning_rate: float = 0.0  # peak, of these matrices; 0: learning_rate
+    optimizer_type: str = "muon"  # on the matrices of the blocks, AdamW on the rest; or adamw on all
+    learning_rate: float = 1e-2  # peak, of AdamW; with adamw on all rather 2e-3
+    muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
@@ -86,7 +86,7 @@ class TrainArgs:
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 2800  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 4200  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
@@ -95,10 +95,10 @@ class TrainArgs:
     skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
 
     # When to log, evaluate, save
-    logging_steps: int = 25  # steps
+    logging_steps: int = 50  # steps
     eval_at_start: bool = True  # evaluate before the first step, too
-    eval_steps: int = 700  # steps; 0: once per epoch
-    save_steps: int = 700  # steps; 0: once per epoch
+    eval_steps: int = 1050  # steps; 0: once per epoch
+    save_steps: int = 1050  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
     milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
@@ -130,7 +130,8 @@ PRESETS = {
         tokenizer_name="huggingface-course/code-search-net-tokenizer",
         config_overrides="n_positions=1024",  # GPT-2's; rows of block_size 128 train the first 128
         keytokens=["plt", "pd", "sk", "fit", "predict"], lr_scheduler_type="linear",
-        per_device_train_batch_size=32, gradient_accumulation_steps=8, learning_rate=5e-4, adam_beta2=0.999,
+        per_device_train_batch_size=32, gradient_accumulation_steps=8,
+        optimizer_type="adamw", learning_rate=5e-4, adam_beta2=0.999,
         num_warmup_steps=1000, max_train_steps=0, logging_steps=50, eval_steps=5000, save_steps=5000,
         output_dir="runs/codeparrot",
     ),
@@ -138,8 +139,8 @@ PRESETS = {
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257, to 64 x 786
-        per_device_train_batch_size=32, gradient_accumulation_steps=16, learning_rate=6e-4,
-        num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
+        per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
+        learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
         output_dir="runs/gpt2-124m",
     ),
 }

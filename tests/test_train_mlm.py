@@ -95,9 +95,9 @@ def runs(workspace):
 
 
 def first_moments(output_dir):
-    """AdamW's first moments after one step, 0.1 x the gradient of each parameter, in one vector."""
+    """AdamW's first moments and Muon's momenta after one step, in one vector: shares of the gradients."""
     saved = load_file(output_dir / "checkpoints" / "step-00000001" / "optimizer.safetensors")
-    return torch.cat([saved[name].flatten() for name in sorted(saved) if name.endswith("exp_avg")])
+    return torch.cat([saved[name].flatten() for name in sorted(saved) if name.endswith(("exp_avg", "buffer"))])
 
 
 @pytest.mark.parametrize("kind", KINDS)
