@@ -180,7 +180,7 @@ def test_it_is_told(around, number):
     env.pop("HF_TOKEN", None)
     script = str(PROJECT / run) if run.endswith(".py") else run
     process = forked.start(PROJECT, script, words, log, env=env, cwd=folder, picture=run == CURVES)
-    process.join(60)
+    process.join(120)
     process.kill()
     output = log.read_text()
     assert process.exitcode == 2, output

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, run, write_corpus
+from tests import forked
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 BOUND = 60  # seconds: a machine ends that soon after another has died (gloo sees the closed connection)
 
@@ -92,7 +93,7 @@ def test_two_machines_train_like_one_process(machines, workspace):
         assert process.wait(240) == 0, log_of(flags, rank)[-3000:]
     assert "2 processes on 2 machines" in log_of(flags, 0)
     one = settings(workspace, "one", per_device_train_batch_size=8)
-    assert run("train_clm.py", one).returncode == 0
+    assert forked.run("train_clm.py", one).returncode == 0
     for a, b in zip(metrics(one["output_dir"]), metrics(flags["output_dir"]), strict=True):
         assert a.keys() == b.keys()
         for key in a:
@@ -101,6 +102,7 @@ def test_two_machines_train_like_one_process(machines, workspace):
     assert (workspace / "two" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_when_a_machine_dies_the_other_ends_and_the_same_command_continues(machines, workspace):
     """Everything on one machine is killed, then on the other: each time the survivor names it and fails."""
     flags = settings(workspace, "killed", max_train_steps=300, save_steps=5, eval_steps=100)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+from tests import forked
 from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
 from train_clm import PRESETS, TrainArgs
 from utils.settings import parse_args
@@ -19,23 +20,24 @@ print("and the notebook goes on")
 """
 
 
-def launch(tmp_path, **changes):
+def cell(tmp_path, **changes):
     settings = TINY | {"keywords": [], "dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
                        "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
-    cell = CELL.format(settings=settings | changes)
-    return subprocess.run([sys.executable, "-c", cell], cwd=PROJECT, env=environment(2), timeout=240,
-                          capture_output=True, text=True)  # fmt: skip
+    return CELL.format(settings=settings | changes)
 
 
 def test_notebook_launcher_trains_and_returns(tmp_path):
-    done = launch(tmp_path)
+    words = [sys.executable, "-c", cell(tmp_path)]
+    done = subprocess.run(
+        words, cwd=PROJECT, env=environment(2), timeout=240, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "and the notebook goes on" in done.stdout
     assert metrics(tmp_path / "run")[-1]["step"] == 6
 
 
 def test_a_mistake_ends_in_its_message(tmp_path):
-    done = launch(tmp_path, learning_rate=-1.0)
+    done = forked.run_code(cell(tmp_path, learning_rate=-1.0), env=environment(2))
     assert "learning_rate: must be greater than 0, is -1.0." in done.stderr
     assert done.returncode and "notebook goes on" not in done.stdout
 

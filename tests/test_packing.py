@@ -29,7 +29,8 @@ from data.packing import (
     trained_tokenizer,
 )
 from data.sources.corpus import Source, load_corpus
-from tests.runs import PROJECT, TINY, run, write_corpus
+from tests import forked
+from tests.runs import PROJECT, TINY, write_corpus
 
 T = 32
 
@@ -206,7 +207,7 @@ def test_ids_with_gaps_are_kept_and_weighed(tmp_path):
     assert token_dtype(tokenizer) == np.uint32
     texts = [json.dumps({"text": "plt " * 40 + f"other {i}"}) for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(texts))
-    done = run("train_clm.py", TINY | {
+    done = forked.run("train_clm.py", TINY | {
         "dataset_name": tmp_path / "a.jsonl", "tokenizer_name": tmp_path / "tokenizer", "keytokens": ["plt"],
         "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_train_steps": 1,
         "num_warmup_steps": 0, "prompts": "none", "config_overrides": "n_layer=1,n_embd=8,n_head=1",

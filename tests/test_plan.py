@@ -1,16 +1,14 @@
 """The cost model against what processes really take."""
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.runs import PROJECT
+from tests import forked
 from utils.display.plan import describe, estimate
 
 MEASURE = """
@@ -62,13 +60,12 @@ CASES = {  # shape, rows, block size, accumulation, bf16, optimizer, blocks comp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["activations", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
+)
 def test_the_estimated_peak_is_the_measured_one(case):
     """What glibc keeps of freed blocks differs from run to run: 15 percent here, hence the median and 20."""
-    command = [sys.executable, "-c", MEASURE, json.dumps(CASES[case])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}  # buffers of threads are not planned
-    runs = [subprocess.run(command, cwd=PROJECT, env=env, text=True, capture_output=True, timeout=300)
-            for _ in range(3)]  # fmt: skip
+    runs = [forked.run_code(MEASURE, [json.dumps(CASES[case])]) for _ in range(3)]
     assert [result.returncode for result in runs] == [0, 0, 0], runs[0].stderr[-2000:]
     measured = statistics.median(int(result.stdout) for result in runs)
     shape, rows, block_size, accumulation, bf16, optimizer, again = CASES[case]
@@ -124,10 +121,9 @@ def test_the_table_gives_time_at_a_rate():
 
 
 def test_the_command_plans_a_run_on_devices_that_are_not_here():
-    command = [sys.executable, "-m", "utils.display.plan"]
     options = ["--config_overrides", "n_layer=2,n_embd=64,n_head=4", "--devices", "8"]
     options += ["--device_name", "NVIDIA H100", "--tokens", "1e9"]
-    result = subprocess.run([*command, *options], cwd=PROJECT, capture_output=True, text=True)
+    result = forked.run("utils.display.plan", options)
     assert result.returncode == 0 and "tokens per second" in result.stdout and "hours" in result.stdout
-    result = subprocess.run([*command, "--model_type", "gtp2"], cwd=PROJECT, capture_output=True, text=True)
+    result = forked.run("utils.display.plan", ["--model_type", "gtp2"])
     assert result.returncode == 2 and "gtp2" in result.stderr and "Traceback" not in result.stderr

@@ -5,8 +5,6 @@ checkpoint knows of the data.
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +21,8 @@ from data.order import evaluation_rows
 from data.packing import PackedRows
 from data.rows import Data, Recipe, open_sources, prepare, short_names
 from data.tokenizer import train_tokenizer
-from tests import shard_data
-from tests.runs import PROJECT, command, environment
+from tests import forked, shard_data
+from tests.runs import PROJECT
 
 T, B = 32, 4
 KINDS = ("text", "shards", "pairs", "stream of text", "stream of shards")
@@ -175,8 +173,7 @@ def test_two_processes_see_together_what_one_sees(folder):
     """Prepared by both at once, in a cache of their own."""
     script = folder / "two_processes.py"
     script.write_text(SCRIPT.format(project=str(PROJECT), folder=str(folder)))
-    done = subprocess.run(command(str(script), {}, processes=2), cwd=PROJECT, env=environment(2),
-                          capture_output=True, text=True, timeout=300)
+    done = forked.run(str(script), [], processes=2)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[:4000]
     for kind in KINDS:
         both = [json.loads((folder / f"{kind}-{process}.json").read_text()) for process in range(2)]
@@ -192,19 +189,23 @@ def test_two_processes_see_together_what_one_sees(folder):
 
 
 APART = """
-import datetime, os, sys
+import datetime, os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from accelerate import Accelerator
 from data.rows import open_sources, prepare
 from tests.test_rows import recipe
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"here-{rank}").touch()
+while len(list(folder.glob("here-*"))) < 2:
+    time.sleep(0.01)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
 accelerator = Accelerator(cpu=True)
 for kind in ("text", "pairs"):
     data = prepare(open_sources(recipe(folder, kind, cache_dir=f"{folder}/{rank}"), []), accelerator)
     print(f"rank {rank}: {kind}", flush=True)
 accelerator.wait_for_everyone()
+time.sleep(1 - int(rank))  # the first one keeps the store
 os._exit(0)
 """
 
@@ -216,16 +217,15 @@ def test_a_machine_that_prepares_for_longer_than_a_collective_may_wait_is_waited
     lock = tmp_path / "all" / "1" / f"{Path(made.train.path).parent.name}.lock"
     lock.parent.mkdir()
     (tmp_path / "apart.py").write_text(APART)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    log = tmp_path / "log"
     with FileLock(lock):
-        process = subprocess.Popen([*launch, tmp_path / "apart.py", tmp_path / "all"], cwd=PROJECT, text=True,
-                                   env=environment(2, PYTHONPATH=str(PROJECT)), stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT)
-        while not list((tmp_path / "all").glob("0/rows-*/sizes.json")) and process.poll() is None:
+        script = str(tmp_path / "apart.py")
+        both = forked.start_all(PROJECT, script, [tmp_path / "all"], log, processes=2)
+        while not list((tmp_path / "all").glob("0/rows-*/sizes.json")) and both[0].is_alive():
             time.sleep(0.1)
         time.sleep(6)
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output[-3000:]
+    forked.finish(both, log)
+    output = log.read_text()
     assert sorted(line for line in output.splitlines() if line.startswith("rank")) == [
         "rank 0: pairs", "rank 0: text", "rank 1: pairs", "rank 1: text"]
 
