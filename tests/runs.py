@@ -14,8 +14,8 @@ TINY = {
     "vocab_size": 512, "block_size": 32, "keywords": ["none"], "validation_fraction": 0.1,
     "config_overrides": "n_layer=2,n_embd=32,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
     "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "max_eval_samples": 50,
-    "learning_rate": 2e-3, "muon_learning_rate": 2e-3, "max_train_steps": 6, "num_warmup_steps": 2, "logging_steps": 1, "eval_steps": 3, "save_steps": 3,
-    "prompts": ["import os"], "preflight": False,
+    "learning_rate": 2e-3, "muon_learning_rate": 2e-3, "max_train_steps": 6, "num_warmup_steps": 2,
+    "logging_steps": 1, "eval_steps": 3, "save_steps": 3, "prompts": ["import os"], "preflight": False,
 }  # fmt: skip
 
 

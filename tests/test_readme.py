@@ -14,6 +14,7 @@ import pytest
 
 import train_clm
 import train_mlm
+from tests import forked
 from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
 from utils.settings import parse_args
 
@@ -81,6 +82,7 @@ def commands() -> list[str]:
 # What makes each of them small here; it counts more than what the line itself says.
 TINY_RUN = arguments({**TINY, "preflight": True, "dataset_name": "corpus.jsonl"})
 TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --rounds 1".split()
+TINY_LEARNING = [*TINY_RUN, "--config_overrides", "n_layer=1,n_embd=32,n_head=2", "--max_train_steps", "4"]
 BENCHMARK = "python -m tests.benchmarks."
 SMALL = {
     "python -m utils.generate runs/clm": [],
@@ -96,10 +98,13 @@ SMALL = {
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
     BENCHMARK + "model_types": ["--types", "bart"],
+    BENCHMARK + "learning": ["--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING)],
 }
 NOT_HERE = {
     "pip install -r requirements.txt && accelerate": "CI installs; the rest makes the runs below",
     "pip install -r requirements.txt -r tests": "this is how CI runs this test",
+    "pytest tests -m slow": "CI runs it, too",
+    "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
@@ -127,9 +132,9 @@ def project_with_runs(tmp_path_factory):
     copy = tmp_path_factory.mktemp("readme") / "project"
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
     write_corpus(copy / "corpus.jsonl")
-    for name in ("clm", "other"):
-        line = "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py"
-        shell(copy, " ".join([line, *map(shlex.quote, TINY_RUN), "--output_dir", f"runs/{name}"]))
+    line = "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py"
+    shell(copy, " ".join([line, *map(shlex.quote, TINY_RUN)]))
+    shutil.copytree(copy / "runs/clm", copy / "runs/other")
     return copy
 
 
@@ -147,7 +152,10 @@ def test_every_command_is_run_here_or_has_its_reason():
         assert any(line.startswith(start) for line in commands()), f"on no page any more: {start}"
 
 
-@pytest.mark.parametrize("start", SMALL)
+LONG = [pytest.param(start, marks=pytest.mark.slow) if "benchmarks" in start else start for start in SMALL]
+
+
+@pytest.mark.parametrize("start", LONG)
 def test_the_command_runs(start, project_with_runs):
     line = next(line for line in commands() if line.startswith(start))
     assert shell(project_with_runs, " ".join([line, *map(shlex.quote, SMALL[start])])).strip()
@@ -178,9 +186,6 @@ def test_the_edits_run(edit, tmp_path):
     file.write_text(source.replace(old, new))
     flags = {**TINY, "dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "max_train_steps": 2,
              "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "preflight": True}  # fmt: skip
-    result = subprocess.run(
-        [sys.executable, "train_clm.py", *arguments(flags)], cwd=copy, env=environment(), capture_output=True,
-        text=True,
-    )  # fmt: skip
+    result = forked.run("train_clm.py", flags, folder=copy)
     assert result.returncode == 0, result.stderr[-2000:]
     assert '"step": 2' in (tmp_path / "run" / "metrics.jsonl").read_text()
