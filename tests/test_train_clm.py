@@ -56,7 +56,8 @@ def two_processes(workspace):
 def first_moments(output_dir):
     """AdamW's first moments and Muon's momenta after one step, in one vector: shares of the gradients."""
     saved = load_file(output_dir / "checkpoints" / "step-00000001" / "optimizer.safetensors")
-    return torch.cat([saved[name].flatten() for name in sorted(saved) if name.endswith(("exp_avg", "buffer"))])
+    names = (name for name in sorted(saved) if name.endswith(("exp_avg", "momentum_buffer")))
+    return torch.cat([saved[name].flatten() for name in names])
 
 
 def test_the_gradient_of_an_update_does_not_depend_on_its_split(workspace):
