@@ -107,6 +107,7 @@ NOT_HERE = {
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
+    "python train_mlm.py --next_sentence": "an hour; with fewer words in test_train_mlm.py",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
     "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py": "makes the runs below",
     "accelerate launch --config_file accelerate_configs/single_gpu": "GPU; test_accelerate_configs.py",
