@@ -21,9 +21,8 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) -> Path:
     """The folder of `cache_dir` that build(folder) filled for these settings, or fills it now.
 
-    It appears by a rename, complete, with the size of every file on record. Of several processes one builds
-    and the others wait, without a collective that could time out; what a killed one leaves goes with the next
-    build. Raises ValueError where the cache cannot be written."""
+    It appears by a rename. Of several processes one builds and the others wait, without a collective that
+    could time out; what a killed one leaves goes with the next build. ValueError: none can be written."""
     key = hashlib.blake2b(json.dumps([FORMAT, settings]).encode(), digest_size=12).hexdigest()
     folder, building = Path(cache_dir) / f"{kind}-{key}", Path(cache_dir) / f"{kind}-{key}.tmp"
     if is_whole(folder):
@@ -63,7 +62,7 @@ def is_whole(folder: Path) -> bool:
 
 class RowFile:
     """Writes a .npy file [n, T] whose n is known only at the end: numpy's header has room for it. The
-    checksum of the rows is computed on the way and kept beside the file."""
+    xxh3_128 of the rows, their T and their type is computed on the way and kept beside the file."""
 
     def __init__(self, path, block_size: int, dtype):
         self.path, self.block_size, self.dtype, self.rows = path, block_size, np.dtype(dtype), 0
@@ -90,8 +89,3 @@ class RowFile:
         os.fsync(self.file.fileno())
         self.file.close()
         Path(f"{self.path}.xxh3").write_text(self.digest.hexdigest())
-
-
-def checksum(path) -> str:
-    """xxh3_128 of the rows in a .npy file [n, T], their T and their type, as RowFile has kept it."""
-    return Path(f"{path}.xxh3").read_text()

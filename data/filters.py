@@ -1,10 +1,10 @@
-"""Which documents are trained on: keyword filter, exact duplicates, validation split, and the count of
-everything."""
+"""Which documents are trained on (keywords, exact duplicates, validation split), and the count of all."""
 
 import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
@@ -31,9 +31,6 @@ class Accounting:
     tokens_dropped: int = 0
     seconds: float = 0.0
 
-    def as_dict(self) -> dict:
-        return asdict(self)
-
     def hold_out(self, account: "Accounting", size: int):
         """Move a kept document of `size` bytes to the validation split's account."""
         self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
@@ -41,11 +38,8 @@ class Accounting:
 
     def share_after_filtering(self) -> str:
         """As the Hugging Face course prints it: documents with a keyword (duplicates too), of all read."""
-        return f"{self.share_kept(duplicates=True):.2%} of data after filtering."
-
-    def share_kept(self, duplicates=False) -> float:
-        kept = self.kept + self.validation + duplicates * (self.duplicate + self.evaluated)
-        return kept / max(self.read, 1)
+        found = self.kept + self.validation + self.duplicate + self.evaluated
+        return f"{found / max(self.read, 1):.2%} of data after filtering."
 
     def table(self, title="", extra: dict[str, int] | None = None) -> str:
         named = asdict(self) | (extra or {})
@@ -67,9 +61,8 @@ class SeenHashes:
         """False where it was there already."""
         if self.count * 4 > len(self.slots) * 3:
             old, self.slots, self.count = self.slots, array("Q", bytes(16 * len(self.slots))), 0
-            for known in old:
-                if known:
-                    self.add(known)
+            for known in filter(None, old):
+                self.add(known)
         slot = self._slot(number)
         if self.slots[slot]:
             return False
@@ -101,28 +94,26 @@ def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iter
         text = document.get(column)
         if not isinstance(text, str):
             counts.unreadable += 1
-            continue
-        if not text or text.isspace():
+        elif not text or text.isspace():
             counts.empty += 1
-            continue
-        if keywords and not any(keyword in text for keyword in keywords):
+        elif keywords and not any(keyword in text for keyword in keywords):
             counts.filtered += 1
-            continue
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:  # lone surrogates: JSON escapes or bytes that were not UTF-8
+        elif (data := _utf8(text)) is None:
             counts.unreadable += 1
-            continue
-        number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-        if number in evaluated:
+        elif (number := int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")) in evaluated:
             counts.evaluated += 1
-            continue
-        if not seen.add(number):
+        elif not seen.add(number):
             counts.duplicate += 1
-            continue
-        counts.kept += 1
-        counts.bytes += len(data)
-        yield document
+        else:
+            counts.kept += 1
+            counts.bytes += len(data)
+            yield document
+
+
+def _utf8(text: str) -> bytes | None:
+    """None where it holds lone surrogates: JSON escapes, or bytes that were not UTF-8."""
+    with suppress(UnicodeEncodeError):
+        return text.encode()
 
 
 def in_validation(text: str, seed: int, fraction: float) -> bool:
@@ -133,15 +124,13 @@ def in_validation(text: str, seed: int, fraction: float) -> bool:
 
 
 def show_progress(documents: Iterable[dict], counts: Accounting, what: str, enabled=True) -> Iterator[dict]:
-    """Pass documents through while showing documents/s and the share kept: a bar on a terminal, else a line
-    now and then, on stderr."""
-    terminal = sys.stderr.isatty()
-    line = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n"}
-    line |= dict.fromkeys(("mininterval", "delay"), SECONDS_BETWEEN_LINES)
-    line = {} if terminal else line
+    """The same documents, while stderr shows documents/s and the share kept: a bar, or lines in a file."""
+    line = {} if sys.stderr.isatty() else {
+        "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n",
+        "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
     with tqdm(desc=what, unit=" documents", initial=counts.read, disable=not enabled, **line) as bar:
         for document in documents:
             yield document
-            if enabled:
-                bar.set_postfix(kept=f"{counts.share_kept():.1%}", refresh=False)
-                bar.update(counts.read - bar.n)
+            kept = (counts.kept + counts.validation) / max(counts.read, 1)
+            bar.set_postfix(kept=f"{kept:.1%}", refresh=False)
+            bar.update(counts.read - bar.n)

@@ -14,14 +14,14 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from data.cache import RowFile, build_once, checksum
+from data.cache import RowFile, build_once
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
 from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sampled, split_text, train_tokenizer
 
@@ -60,9 +60,9 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
     backend.no_padding()
     backend.encode_special_tokens = True
 
-    def convert(encodings, lasts):
+    def convert(batch, lasts):
         tokens, ends = [], []
-        for encoding, last in zip(encodings, lasts, strict=True):
+        for encoding, last in zip(batch.result(), lasts, strict=True):
             tokens += encoding.ids
             if last:
                 tokens.append(eos)
@@ -76,10 +76,9 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
             batch = encoder.submit(backend.encode_batch_fast, pieces, add_special_tokens=False)
             running.append((batch, lasts))
             if len(running) == 2:
-                encodings, lasts = running.popleft()
-                yield convert(encodings.result(), lasts)
-        for encodings, lasts in running:
-            yield convert(encodings.result(), lasts)
+                yield convert(*running.popleft())
+        for batch, lasts in running:
+            yield convert(batch, lasts)
 
 
 def tokenize_documents(documents: Iterable[tuple], tokenizer) -> Iterator[tuple]:
@@ -134,8 +133,8 @@ class PackedRows(torch.utils.data.Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the content of the rows, and with nothing else."""
-        return checksum(self.path)
+        """Changes with the content of the rows, and with nothing else: the checksum that RowFile has kept."""
+        return Path(f"{self.path}.xxh3").read_text()
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -153,7 +152,7 @@ class PackedRows(torch.utils.data.Dataset):
 @dataclass
 class PreparedRows:
     splits: dict[str, PackedRows]  # train, and validation where anything was to be held out
-    accounting: dict[str, dict]  # of each, Accounting.as_dict()
+    accounting: dict[str, dict]  # of each, an Accounting as a dictionary
     folder: str
 
     @property
@@ -194,8 +193,7 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
             for split in splits.values():
                 split.close()
             train = splits["train"].counts
-            enough = not hold_out or splits["validation"].counts.rows or not train.rows
-            if enough or not 0 < fraction <= 0.25:
+            if not 0 < fraction <= 0.25 or not train.rows or splits["validation"].counts.rows:
                 break
             fraction = max(2 * fraction, 2 / train.kept)  # holds out what the smaller one did, and more
             print(f"validation_fraction {validation_fraction} of {train.kept} documents fills no row of "
@@ -209,7 +207,7 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
                 print(f"{train.evaluated:,} documents of {corpus.name} are in the evaluation data too: they "
                       "are not trained on", flush=True)
         _check_rows(splits, corpus, eval_corpus, block_size, validation_fraction)
-        return {name: split.counts.as_dict() for name, split in splits.items()}
+        return {name: asdict(split.counts) for name, split in splits.items()}
 
     return prepare_splits(cache_dir, "rows", settings, write)
 
@@ -228,8 +226,7 @@ def preparation_settings(version: int, corpus, eval_corpus, also_evaluated) -> d
 
 
 def prepare_splits(cache_dir, kind: str, settings: dict, write, rows=PackedRows) -> PreparedRows:
-    """What write(folder) -> {split: account} prepared for these settings, or prepares now: a .npy file for
-    each split, opened as `rows`."""
+    """The .npy files, opened as `rows`, that write(folder) -> {split: account} makes for these settings."""
 
     def build(folder: Path) -> None:
         manifest = {"settings": settings, "accounting": write(folder)}

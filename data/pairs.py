@@ -18,7 +18,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -212,7 +212,7 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
             if progress:
                 print(split.report(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
             split.check(f"the {name} split of {source.name}")
-        return {name: split.counts.as_dict() | split.extra() for name, split in splits.items()}
+        return {name: asdict(split.counts) | split.extra() for name, split in splits.items()}
 
     return prepare_splits(cache_dir, "pairs", settings, write, PairRows)
 
@@ -257,11 +257,10 @@ class _PairFile:
         if not self.documents:
             return
         documents = [[] for _ in self.documents]
-        sentences = ((sentence, into) for into, document in zip(documents, self.documents, strict=True)
-                     for sentence in document)
-        for ids, into in tokenize_documents(sentences, self.tokenizer):
+        sentences = ((sentence, i) for i, document in enumerate(self.documents) for sentence in document)
+        for ids, i in tokenize_documents(sentences, self.tokenizer):
             if len(ids) > 1:
-                into.append(ids[:-1])  # without EOS
+                documents[i].append(ids[:-1])  # without EOS
         self.counts.tokens += sum(len(sentence) for document in documents for sentence in document)
         cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
         for a, b, label in self.builder.pairs(documents):

@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def write_shards(settings: dict[str, Any], corpora, tokenizer, folder: Folder) -
     manifest = {"format": settings["format"], **rows, "settings": settings, "splits": {}, "accounting": {}}
     for split, account in records.accounts().items():
         manifest["splits"][split] = {"rows": account.rows, "shards": records.shards[split]}
-        manifest["accounting"][split] = account.as_dict()
+        manifest["accounting"][split] = asdict(account)
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 

@@ -4,7 +4,7 @@ import io
 import json
 import time
 from array import array
-from dataclasses import replace
+from dataclasses import asdict, replace
 from zipfile import BadZipFile
 
 import numpy as np
@@ -68,8 +68,7 @@ class Records:
 
     def add(self, number: int) -> bool:
         """SeenHashes.add, and remembers what the next record must hold."""
-        new = self.seen.add(number)
-        if new:
+        if new := self.seen.add(number):
             self.fresh.append(number)
         return new
 
@@ -82,7 +81,7 @@ class Records:
         self.counts[split], self.number = replace(counts), self.number + 1
         shards = {split: shards[self.recorded[split] :] for split, shards in self.shards.items()}
         schema = self.schema.serialize().to_pybytes().hex() if self.schema else ""
-        every = {split: counts.as_dict() for split, counts in self.counts.items()}
+        every = {split: asdict(counts) for split, counts in self.counts.items()}
         state = {"counts": every, "held": self.held, "shards": shards, "schema": schema}
         record = io.BytesIO()
         np.savez(record, state=json.dumps(state), hashes=np.array(self.fresh[:new], np.uint64), **pending)
