@@ -190,7 +190,6 @@ def prepare(sources: Sources, accelerator) -> "Data":
                                validation_fraction=0.0 if opened else recipe.validation_fraction,
                                validation_seed=recipe.seed)
     if sources.shards:
-        check_shards(sources.shards, row_size, tokenizer)
         train = (ShardSource(sources.shards) if recipe.streaming
                  else open_shards(sources.shards, "train", cache_dir=cache_dir))
     elif recipe.streaming:
@@ -260,8 +259,7 @@ class Data:
 
     train: PackedRows or PairRows, or read while training: a ShardSource or TextSource. length: training rows,
     None where only the end of the stream would tell. evals: name -> rows, the name of a single one is "".
-    collate: batch -> batch, for example masking; replace it before the first batch. evaluation_collate: for
-    evaluation instead; None: the same."""
+    collate: batch -> batch, as masking; set it before the first batch. evaluation_collate: None: the same."""
 
     def __init__(self, recipe: Recipe, accelerator, tokenizer, train, evals: dict[str, PackedRows]):
         self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer

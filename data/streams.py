@@ -14,10 +14,13 @@ core: beyond that, prepare shards first.
 """
 
 import hashlib
+import itertools
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,8 +68,7 @@ class ShardSource:
         """Windows from the one that holds `position` on, endlessly."""
         folder = Folder(self.url)  # opened here, in the worker: remote file systems do not survive a fork
         sizes = np.array([shard["rows"] for shard in self.shards])
-        epoch = position // self.n_rows
-        while True:
+        for epoch in itertools.count(position // self.n_rows):
             first, order = epoch * self.n_rows, np.arange(len(sizes))
             if self.shuffle_shards:
                 order = permuted(order, len(sizes), seed, epoch)
@@ -78,18 +80,13 @@ class ShardSource:
                     row_ids = np.concatenate([sizes[:m].sum() + np.arange(sizes[m]) for m in members])
                     if self.shuffle_shards:
                         row_ids = row_ids[shuffled(n, seed, epoch, window)]
-
-                    def load(chosen, row_ids=row_ids, members=members):
-                        return self._read(folder, sizes, members, row_ids[chosen])
-
-                    yield Window(first, epoch, row_ids, load)
+                    yield Window(first, epoch, row_ids, partial(self._read, folder, sizes, members, row_ids))
                 first += n
-            epoch += 1
 
-    def _read(self, folder, sizes, members, row_ids) -> np.ndarray:
-        rows = np.empty((len(row_ids), self.block_size), self.dtype)
+    def _read(self, folder, sizes, members, row_ids, chosen) -> np.ndarray:
+        rows = np.empty((len(chosen), self.block_size), self.dtype)
         for m in members:
-            inside = row_ids - sizes[:m].sum()
+            inside = row_ids[chosen] - sizes[:m].sum()
             here = (0 <= inside) & (inside < sizes[m])
             if here.any():
                 rows[here] = read_shard(folder, self.shards[m], self.block_size)[inside[here]]
@@ -121,11 +118,8 @@ class TextSource:
                 order = np.arange(len(rows))
                 if self.shuffle_rows:
                     order = shuffled(len(rows), seed, epoch, row // size)
-
-                def load(chosen, rows=rows, order=order):
-                    return rows[order[chosen]]
-
-                yield Window(first, epoch, row + order, load, (epoch, row, document, offset))
+                    rows = rows[order]
+                yield Window(first, epoch, row + order, rows.__getitem__, (epoch, row, document, offset))
                 first, row = first + len(rows), row + len(rows)
                 document, offset = next_document, next_offset
             if row == 0:
@@ -169,11 +163,10 @@ class TextSource:
 class StreamingRows(IterableDataset):
     """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader of this batch_size.
 
-    start, stop: positions (rows of all processes together), start a multiple of batch_size x num_processes.
-    Do not let accelerate divide the loader again: its rows are this process's already."""
+    start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes."""
 
     def __init__(self, source: ShardSource | TextSource, *, batch_size: int, seed: int,
-                 process_index: int = 0, num_processes: int = 1, start: int = 0, stop: int | None = None):
+                 process_index: int = 0, num_processes: int = 1, start: int = 0, stop: float = math.inf):
         self.source, self.seed, self.batch_size = source, seed, batch_size
         self.process_index, self.num_processes = process_index, num_processes
         self.start, self.stop = start, stop
@@ -210,16 +203,14 @@ class StreamingRows(IterableDataset):
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         first_batch = self.start // self.batch_size // self.num_processes
         for number, window in enumerate(self.source.windows(self.start, self.seed, tuple(self.mark))):
-            if self.stop is not None and window.first >= self.stop:
+            if window.first >= self.stop:
                 return
             if window.mark:
                 self.marks[number % MARKS] = torch.tensor([window.first, *window.mark])
             positions = window.first + np.arange(len(window.row_ids))
             batch, process = np.divmod(positions // self.batch_size, self.num_processes)
             mine = (process == self.process_index) & ((batch - first_batch) % workers == index)
-            mine &= positions >= self.start
-            if self.stop is not None:
-                mine &= positions < self.stop
+            mine &= (self.start <= positions) & (positions < self.stop)
             chosen = np.flatnonzero(mine)
             if len(chosen):
                 yield window.epoch, positions[chosen], window.row_ids[chosen], window.load(chosen)
