@@ -20,17 +20,8 @@ from dataclasses import replace
 from functools import partial
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -131,7 +122,7 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     if "cls_token" in special:
         first, last = special["cls_token"], special["sep_token"]
         second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"
-        backend.post_processor = processors.TemplateProcessing(
+        backend.post_processor = TemplateProcessing(
             single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
             special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)],
         )
