@@ -48,18 +48,17 @@ def entry_point(main: Callable) -> Callable:
     A child of multiprocessing does so by itself, after it has told notebook_launcher that main is done.
     """
 
+    main = user_mistakes()(main)
+
     @functools.wraps(main)
     def run(*args):
         handle_stop_signals()
         sys.excepthook = _print_error
         if not _several_processes() or multiprocessing.parent_process() is not None:
-            with user_mistakes():
-                main(*args)
-            return
+            return main(*args)
         status = 1
         try:
-            with user_mistakes():
-                main(*args)
+            main(*args)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1

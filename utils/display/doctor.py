@@ -150,8 +150,7 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
 def computes_bf16(device: torch.device) -> bool | None:
     """Whether the device itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
     if device.type == "cpu":
-        asked = [getattr(torch.cpu, f"_is_{unit}_supported", None) for unit in ("amx_tile", "avx512_bf16")]
-        return any(ask() for ask in asked if ask) if any(asked) else None
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     ask = getattr(_module(device), "is_bf16_supported", None)
     try:
         return ask and ask(including_emulation=False)

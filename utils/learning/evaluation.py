@@ -31,17 +31,16 @@ def sums_over_dataset(
     Padding rows (row == -1) must count as nothing in it; then every sample counts once, however divided.
     """
     model.eval()
-    values, early = [], False
+    values = []
     for batch in batches:
         found = evaluate(batch)
         parts = [value.detach().float().reshape(-1) for pair in found.values() for value in pair]
         values.append(torch.cat(parts))
         sync()  # the last batch's graph is that of all others
-        if early := bool(stopped()):
-            break
+        if stopped():
+            model.train()
+            return None
     model.train()
-    if early:
-        return None
     values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]
     columns = iter(values.cpu().double().split([len(part) for part in parts], dim=1))
     totals = {}

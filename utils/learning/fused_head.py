@@ -24,10 +24,8 @@ class ChunkSoftmax(nn.Module):
 
     def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
         """logits [C, V], targets [C] (valid ids), weights [C] -> losses [C], correct [C], bias gradient."""
-        if scratch is None:  # float32 logits are worked on in place; XLA has no buffers to reuse
-            x = logits if logits.dtype == weights.dtype else logits.to(weights.dtype)
-        else:
-            x = scratch.copy_(logits)
+        # Float32 logits are worked on in place; XLA has no buffers to reuse.
+        x = logits.to(weights.dtype) if scratch is None else scratch.copy_(logits)
         if bias is not None:
             x.add_(bias)
         targets, weights = targets[:, None], weights[:, None]
@@ -94,10 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses, corrects, d_hidden, trained = [], [], [], []
             for start in range(0, rows, step):
                 part = slice(start, min(start + step, rows))
-                if buffer is None:
-                    logits = h[part] @ w.t()
-                else:
-                    logits = torch.mm(h[part], w.t(), out=buffer[: part.stop - start])
+                logits = torch.mm(h[part], w.t(), out=None if buffer is None else buffer[: part.stop - start])
                 if token_loss is not None:
                     other, d_logits = _chunk_of_any_loss(
                         token_loss, logits, bias, targets[part], weights[part], with_gradient

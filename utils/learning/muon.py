@@ -86,13 +86,9 @@ class MuonAdamW(torch.optim.AdamW):
         size = group["lr"] * 0.2 * math.sqrt(flat.shape[2])
         skip = getattr(self, "found_inf", None)
         for weight, buffer, newer, update in zip(weights, buffers, moved, updates, strict=True):
-            update = _cut_as(weight, update.mT if weight.shape[0] > weight.shape[1] else update)
+            update = update.mT if weight.shape[0] > weight.shape[1] else update
+            if isinstance(weight, DTensor):
+                update = distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None)
             new = weight * (1 - group["lr"] * group["weight_decay"]) - size * update
             buffer.copy_(newer if skip is None else torch.where(skip > 0, buffer, newer))
             weight.copy_(new if skip is None else torch.where(skip > 0, weight, new))
-
-
-def _cut_as(weight, update):
-    if not isinstance(weight, DTensor):
-        return update
-    return distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None)

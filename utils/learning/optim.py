@@ -129,18 +129,17 @@ class UpdateGuard:
             self.accepted = self.accepted + ~skip
             weight = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, an exponential one later
             self.mean = self.mean + torch.where(skip, 0.0, (norm - self.mean) * weight)
-        flag = skip.float()
+        flag = pending = skip.float()
         if self.obeyed:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag
         elif self.scaler is None or self.outlier_factor:
             sync()  # else XLA would compute the gradient twice: for the host, and for the step
-            self._pending.append(flag.cpu())
-            if self._pending[-1]:
+            pending = flag.cpu()
+            if pending:
                 for optimizer in self.optimizers:
                     optimizer.zero_grad(set_to_none=True)
-            return flag
-        self._pending.append(flag)
+        self._pending.append(pending)
         return flag
 
     def read(self):

@@ -58,11 +58,10 @@ def write_model_card(
     def link(name: str, on_hub: bool, kind: str = "") -> str:
         return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub else f"`{name}`"
 
-    origin = f"further from {link(base_model, base_on_hub)}" if base_model else "from scratch"
+    origin = f"trained further from {link(base_model, base_on_hub)}" if base_model else "trained from scratch"
     card = ModelCard.from_template(
         data, template_path=str(TEMPLATE), title=model_name, model_type=model_type, **numbers,
-        origin=f"trained {origin}",
-        dataset_link=link(dataset, dataset_on_hub, "datasets/"), duration=duration(seconds),
+        origin=origin, dataset_link=link(dataset, dataset_on_hub, "datasets/"), duration=duration(seconds),
         settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
         sets=sets, results=table, example=json.dumps(example, ensure_ascii=False),
         address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),

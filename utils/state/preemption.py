@@ -209,8 +209,7 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0):
         if tries == 0:
             logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
         time.sleep(0.1)
-    file.seek(0)
-    file.truncate()
+    file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
