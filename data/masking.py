@@ -23,9 +23,8 @@ class MaskTokens:
     """collate_fn for batches of PackedRows and PairRows: input_ids [B, T]; position, epoch, row [B]; ...
 
     Returns them with masks applied to input_ids, with `slots` int64 [B, K] (the positions to predict) and
-    `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots). K is the same for every batch, so
-    shapes are static and the vocabulary is projected on K positions per row instead of T; it is the largest
-    number of predictions a row can ask for, so none is ever dropped. Rows numbered -1 have none.
+    `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots). K, the most predictions a row can ask
+    for, makes shapes static: the vocabulary is projected on K positions per row. Rows numbered -1 have none.
 
     Packed rows carry no attention mask: every position is text. They are wrapped as `<s> row </s>`, the form
     in which a fill-mask pipeline will hand its sentence to the model, and come out two tokens longer.

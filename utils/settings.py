@@ -95,9 +95,8 @@ ELSEWHERE = {name: there for names, there in {
 def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
     """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags beside it.
 
-    `none` switches an optional setting off and empties a list. The trailing comment of a field is its help
-    text. ValueError naming every unknown flag, with what does it here or its nearest match, or the first
-    value that does not parse.
+    `none` switches an optional setting off and empties a list. A field's trailing comment is its help text.
+    ValueError with every unknown flag and what does it here or is near, or with a value that does not parse.
     """
     notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
     argv = ([] if notebook else sys.argv[1:]) if argv is None else argv

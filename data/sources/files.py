@@ -187,8 +187,7 @@ def _txt_rows(file) -> Iterator[dict]:
 
 
 def articles(lines: Iterable[str | None]) -> Iterator[dict]:
-    """The documents in WikiText's lines: a heading after a blank line opens an article. A line that cannot
-    be read is a document by itself."""
+    """The documents in WikiText's lines: a heading after a blank line opens one, unreadable lines are one."""
     article, blank, started = [], True, False
     for line in lines:
         if not isinstance(line, str):

@@ -53,8 +53,7 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     is multiplied with: the head (tied or not; for the share `head_share` of positions, those predicted), not
     the lookups (token, position and type embeddings).
     12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
-    size; not halved because of the causal mask.
-    Take it before FSDP cuts the parameters up.
+    size; not halved because of the causal mask. Take it before FSDP cuts the parameters up.
     """
     head = getattr(model.get_output_embeddings(), "weight", None)  # some models do not tell
     lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
@@ -73,8 +72,7 @@ class Throughput:
     steps: as utils.steps.Steps, whose tokens are rows x T over all processes, padding included.
     peak: FLOP/s of all devices together or None; the bf16 peak whatever the run's precision, so that a run in
     float32 shows what it leaves unused. mfu = flops_per_token * tokens/s / peak.
-    every: {name: steps}: how often the time spent in `aside(name)` comes again.
-    seconds: what earlier parts of a resumed run took.
+    every: {name: steps} between calls of `aside(name)`. seconds: of the earlier parts of a resumed run.
     """
 
     def __init__(

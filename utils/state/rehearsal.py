@@ -184,9 +184,7 @@ def _listed(names: list[str]) -> str:
 
 
 def closed_over(function, seen=None) -> dict:
-    """{name: value} of what a function of a script closes over or takes from its module, and the functions of
-    the script that it calls.
-    """
+    """{name: value} of what a script's function, and those of the script that it calls, take from outside."""
     seen = {function} if seen is None else seen
     found, code = function.__globals__, function.__code__
     values = {}

@@ -39,9 +39,7 @@ def named_tensors(model) -> dict:
 
 
 def reshard(model) -> None:
-    """Cut the weights up again that a forward pass without backward, as in evaluation, has left whole: the
-    optimizer knows them only so.
-    """
+    """Cut the weights up again, as optimizers know them, after a forward pass alone, as in evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
