@@ -45,8 +45,7 @@ def entry_point(main: Callable) -> Callable:
 
     One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
     model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for it (torch 2.13).
-    A child of multiprocessing does so by itself, after it has told notebook_launcher that main is done.
-    """
+    A child of multiprocessing does so by itself, after it has told notebook_launcher that main is done."""
 
     main = user_mistakes()(main)
 

@@ -157,10 +157,8 @@ def common_problems(args: Any) -> list[str]:
         problems.append(f"lr_scheduler_type: {schedule!r} is unknown, give one of: {near}.")
     warmup = getattr(args, "num_warmup_steps", 0)
     if args.max_train_steps and warmup > args.max_train_steps:
-        problems.append(
-            f"num_warmup_steps: {warmup:g} are more than max_train_steps, {args.max_train_steps}: "
-            "add --num_warmup_steps 0.05, a share of them."
-        )
+        problems.append(f"num_warmup_steps: {warmup:g} are more than max_train_steps, "
+                        f"{args.max_train_steps}: add --num_warmup_steps 0.05, a share of them.")  # fmt: skip
     endless, steps, optimizer = args.streaming, args.max_train_steps, getattr(args, "optimizer_type", "adamw")
     decay = getattr(args, "num_decay_steps", 0) if schedule == "warmup_stable_decay" else 0
     changing = sum(n if n >= 1 else n * steps for n in (warmup, decay))
@@ -209,8 +207,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     """A line for each setting that differs and may not: "learning_rate: 0.0005 in the run, 0.001 now".
 
     counts: what the data tell beside args. A field that the run does not know yet counts as what that run
-    did: its default, unless field(metadata={"before": value}) says another. A name equals a list of one.
-    """
+    did: its default, unless field(metadata={"before": value}) says another. A name equals a list of one."""
     now = dataclasses.asdict(args) | (counts or {})
     made = type(args)()  # with the defaults
     before = {f.name: f.metadata.get("before", getattr(made, f.name)) for f in dataclasses.fields(args)}

@@ -11,13 +11,10 @@ class Steps:
     """The steps of one run. Schedule, throughput, time left, data and resume all ask it.
 
     Functions of the step: micro_batches per process, where a batch grows, else gradient_accumulation_steps;
-    row_tokens, where rows are shortened, else block_size. ValueError where there are no rows for one step.
-    """
+    row_tokens, where rows are shortened, else block_size. ValueError where there are no rows for one step."""
 
-    def __init__(
-        self, args, accelerator, rows: int | None, micro_batches: Callable[[int], int] | None = None,
-        row_tokens: Callable[[int], int] | None = None,
-    ):  # fmt: skip
+    def __init__(self, args, accelerator, rows: int | None, micro_batches: Callable[[int], int] | None = None,
+                 row_tokens: Callable[[int], int] | None = None):  # fmt: skip
         self.rows = rows  # of one epoch; None where only the end of a stream would tell
         self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
         self._row_tokens = row_tokens or (lambda step: args.block_size)
@@ -32,11 +29,9 @@ class Steps:
             while self.rows_before(self.last + 1) <= wanted:
                 self.last += 1
         if self.last < 1 or (rows or first) < first:
-            raise ValueError(
-                f"dataset_name: {args.dataset_name} gives {rows} rows of {args.block_size} tokens to "
-                f"train on, and one step takes {first}. Take more text, or lower block_size, "
-                "per_device_train_batch_size or gradient_accumulation_steps."
-            )
+            raise ValueError(f"dataset_name: {args.dataset_name} gives {rows} rows of {args.block_size} "
+                             f"tokens to train on, and one step takes {first}. Take more text, or lower "
+                             "block_size, per_device_train_batch_size or gradient_accumulation_steps.")
         self.per_epoch = max(1, (rows or 0) // first)
 
     def rows_before(self, step: int) -> int:

@@ -25,42 +25,35 @@ def check_devices(processes: int | None = None, devices: int | None = None) -> N
     processes = processes or local_processes()
     devices = torch.accelerator.device_count() if devices is None else devices
     if processes > devices > 0 and not asks_for_cpu():
-        raise ValueError(
-            f"num_processes: {processes} processes were started on this machine and it shows "
-            f"{counted(devices, 'device')}{hiding()}; each process needs its own. "
-            f"Launch with --num_processes {devices}."
-        )
+        raise ValueError(f"num_processes: {processes} processes were started on this machine and it shows "
+                         f"{counted(devices, 'device')}{hiding()}; each process needs its own. "
+                         f"Launch with --num_processes {devices}.")  # fmt: skip
 
 
 def check_launch(accelerator) -> None:
     """ValueError if several processes were started and each believes to be alone. They would train N times on
-    the same data and overwrite each other's files. GPU configurations on a machine without GPUs end so.
-    """
+    the same data and overwrite each other's files. GPU configurations on a machine without GPUs end so."""
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started == accelerator.num_processes:
         return
-    remedy = (
-        f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, or "
-        "for several processes set ACCELERATE_USE_CPU=true in the environment and --mixed_precision no."
-    )
+    remedy = (f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, or "
+              "for several processes set ACCELERATE_USE_CPU=true in the environment and --mixed_precision "
+              "no.")  # fmt: skip
     if accelerator.distributed_type == DistributedType.XLA:
         remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
-    raise ValueError(
-        f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
-        f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
-    )
+    raise ValueError(f"num_processes: {started} processes were started, but each sees "
+                     f"{accelerator.num_processes}: they form no group, would all train on the same data and "
+                     f"overwrite each other's files. {remedy}")  # fmt: skip
 
 
-def report(
-    accelerator, *, model: str, parameters: int, rows: int, accumulation: int, block_size: int,
-    max_steps: int, tokens: int, start: int = 0, memory: float | None = None, precision: str | None = None,
-) -> str:  # fmt: skip
+def report(accelerator, *, model: str, parameters: int, rows: int, accumulation: int, block_size: int,
+           max_steps: int, tokens: int, start: int = 0, memory: float | None = None,
+           precision: str | None = None) -> str:  # fmt: skip
     """The block printed before training starts, warnings at its end.
 
     parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches of the
     first step; tokens: of all `max_steps` steps and processes; start: steps done already; memory: estimated
-    bytes per process; precision: "no", "bf16" or "fp16" where accelerate does not know (XLA).
-    """
+    bytes per process; precision: "no", "bf16" or "fp16" where accelerate does not know (XLA)."""
     precision = precision or accelerator.mixed_precision
     processes, device, local = accelerator.num_processes, accelerator.device, local_processes()
     step_rows, compiler = rows * accumulation * processes, accelerator.state.dynamo_plugin.backend
@@ -97,22 +90,18 @@ def report(
 
 def lost_peer(error: RuntimeError) -> str | None:
     """What to tell the user of an error that another process's end, or silence, has caused; None: it has not.
-    NCCL, and gloo where a machine falls silent, raise after the process group's timeout.
-    """
+    NCCL, and gloo where a machine falls silent, raise after the process group's timeout."""
     text = str(error)
     if not re.search(r"(closed|reset) by peer|[Tt]imed out|NCCL .*(abort|timeout|remote)", text):
         return None
     cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", text.splitlines()[0])
-    return (
-        f"another process is gone: {cause}. Its own output says why. Start the same command again, on all "
-        "machines: it continues from the newest complete checkpoint."
-    )
+    return (f"another process is gone: {cause}. Its own output says why. Start the same command again, on "
+            "all machines: it continues from the newest complete checkpoint.")  # fmt: skip
 
 
-def device_warnings(
-    device: str, devices: int, processes: int, cores: int, threads: int, env: Mapping = os.environ,
-    drivers: Mapping = DRIVERS, rocm: bool = torch.version.hip is not None,
-) -> list[str]:  # fmt: skip
+def device_warnings(device: str, devices: int, processes: int, cores: int, threads: int,
+                    env: Mapping = os.environ, drivers: Mapping = DRIVERS,
+                    rocm: bool = torch.version.hip is not None) -> list[str]:  # fmt: skip
     """device: the type in use; devices: visible here; processes: on this machine; threads: of each."""
     lines = []
     on_cpu = device == "cpu"

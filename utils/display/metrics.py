@@ -17,8 +17,7 @@ class MetricsLog:
     offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, kept in
     checkpoints) cuts the file there, so that a resumed run repeats no line. A line that a crash cut short is
     dropped. Only the main process writes. run.json beside it holds the trackers' run id, the resumes, and the
-    origin of a branch: {"run": name, "step": step}.
-    """
+    origin of a branch: {"run": name, "step": step}."""
 
     def __init__(self, output_dir, offset=None, is_main_process=True, origin=None):
         self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0

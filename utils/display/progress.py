@@ -36,11 +36,9 @@ class Progress:
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
         self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file wants lines beside the bar
-        self.bar = tqdm(
-            total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0,
-            disable=not (is_main_process and on_terminal()),
-            bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}",
-        )  # fmt: skip
+        self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0,
+                        disable=not (is_main_process and on_terminal()),
+                        bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}")  # fmt: skip
 
     def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = ""):
         """Moves the bar; shows a metrics record (train or eval), seconds left, words on pushes."""

@@ -53,8 +53,7 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     is multiplied with: the head (tied or not; for the share `head_share` of positions, those predicted), not
     the lookups (token, position and type embeddings).
     12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
-    size; not halved because of the causal mask. Take it before FSDP cuts the parameters up.
-    """
+    size; not halved because of the causal mask. Take it before FSDP cuts the parameters up."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # some models do not tell
     lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
     parameters = sum(p.numel() for p in set(model.parameters()) - lookups)
@@ -72,13 +71,10 @@ class Throughput:
     steps: as utils.steps.Steps, whose tokens are rows x T over all processes, padding included.
     peak: FLOP/s of all devices together or None; the bf16 peak whatever the run's precision, so that a run in
     float32 shows what it leaves unused. mfu = flops_per_token * tokens/s / peak.
-    every: {name: steps} between calls of `aside(name)`. seconds: of the earlier parts of a resumed run.
-    """
+    every: {name: steps} between calls of `aside(name)`. seconds: of the earlier parts of a resumed run."""
 
-    def __init__(
-        self, steps, flops_per_token: float = 0.0, peak: float | None = None, *, step: int = 0,
-        every: dict | None = None, seconds: float = 0.0,
-    ):  # fmt: skip
+    def __init__(self, steps, flops_per_token: float = 0.0, peak: float | None = None, *, step: int = 0,
+                 every: dict | None = None, seconds: float = 0.0):  # fmt: skip
         self.steps, self.flops_per_token, self.peak = steps, flops_per_token, peak
         self.every, self.step, self.measured, self.token_seconds = every or {}, step, 0, None
         self.aside_seconds, self.last_aside = Counter(), {}  # by name: in this log interval; the last one
@@ -101,8 +97,7 @@ class Throughput:
     def measure(self, step: int) -> dict:
         """What is logged at the end of a log interval; "save_seconds" where training stood still for a save.
 
-        Call it when the device has finished (after reading the loss): before, it would time the queueing.
-        """
+        Call it when the device has finished (after reading the loss): before, it would time the queueing."""
         now, saving = time.perf_counter(), self.aside_seconds["save"]
         spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
         tokens = max(self.steps.tokens_before(step) - self.steps.tokens_before(self.step), 1)

@@ -20,16 +20,13 @@ Totals = dict[str, Total]
 
 
 @torch.no_grad()
-def sums_over_dataset(
-    accelerator, model: torch.nn.Module, batches: Iterable,
-    evaluate: Callable[[dict], dict[str, tuple[torch.Tensor, torch.Tensor]]],
-    stopped: Callable[[], int] = lambda: 0,
-) -> Totals | None:  # fmt: skip
+def sums_over_dataset(accelerator, model: torch.nn.Module, batches: Iterable,
+                      evaluate: Callable[[dict], dict[str, tuple[torch.Tensor, torch.Tensor]]],
+                      stopped: Callable[[], int] = lambda: 0) -> Totals | None:  # fmt: skip
     """Adds up what `evaluate(batch)` gives, {name: (sums, counts)}, both [B] or both 0-d, over all batches
     and processes: in float64, at the end; before, the host reads nothing. None if `stopped()` ended it early.
 
-    Padding rows (row == -1) must count as nothing in it; then every sample counts once, however divided.
-    """
+    Padding rows (row == -1) must count as nothing in it; then every sample counts once, however divided."""
     model.eval()
     values = []
     for batch in batches:
@@ -56,8 +53,7 @@ def standard_error(*totals: Total) -> float | None:
     not known one by one, or are fewer than two.
 
     A mean is a quotient of sums over rows, so each row counts with what it moves it by (ratio estimator:
-    Cochran, "Sampling Techniques", 1977, chapter 6). Without the correction for a finite set.
-    """
+    Cochran, "Sampling Techniques", 1977, chapter 6). Without the correction for a finite set."""
     if any(total.row_sums is None or not total.count for total in totals):
         return None
     rows = int((sum(total.row_counts for total in totals) > 0).sum())
@@ -68,8 +64,7 @@ def standard_error(*totals: Total) -> float | None:
 def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, float | None]:
     """totals: "loss/eval", cross-entropy in nats over predicted tokens, and any others, told as their means.
     bytes_per_token: UTF-8 bytes of the text over its tokens. bits_per_byte compares models with different
-    tokenizers (Gao et al., "The Pile", 2020, section 3.1).
-    """
+    tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
     total = Total(*totals["loss/eval"])
     loss = total.sum / total.count
     metrics = {
@@ -81,8 +76,7 @@ def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, floa
 
 def masked_metrics(totals: Totals) -> dict[str, float | None]:
     """totals: "loss/mlm" and "accuracy" over predicted tokens, with pairs "loss/nsp" and "nsp_accuracy" over
-    rows, and any others, told as their means. loss/eval is what is trained: both losses, if two.
-    """
+    rows, and any others, told as their means. loss/eval is what is trained: both losses, if two."""
     total = Total(*totals["loss/mlm"])
     tokens = max(total.count, 1)
     mlm = total.sum / tokens

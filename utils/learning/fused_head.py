@@ -12,15 +12,13 @@ ROW_STRIDE = 64  # elements; rows that start on a cache line (CPU) and on a tens
 
 def chunk_rows(device_type, vocab_size):
     """Rows of logits that exist at a time. On a CPU 256 was the fastest (V 50257, D 256: 1024 lost a third).
-    An accelerator needs matrices that fill it: 1 GiB of float32 logits, 5120 rows at V 50257.
-    """
+    An accelerator needs matrices that fill it: 1 GiB of float32 logits, 5120 rows at V 50257."""
     return 256 if device_type == "cpu" else max(256, 2**30 // (4 * vocab_size) // 256 * 256)
 
 
 class ChunkSoftmax(nn.Module):
     """Loss of one chunk of logits, and their gradient written over them. A module so that accelerate's
-    regional compilation, which compiles the children of the model one by one, makes a single kernel of it.
-    """
+    regional compilation, which compiles the children of the model one by one, makes a single kernel of it."""
 
     def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
         """logits [C, V], targets [C] (valid ids), weights [C] -> losses [C], correct [C], bias gradient."""
@@ -45,8 +43,7 @@ class ChunkSoftmax(nn.Module):
 
 def replaced_losses(token_loss, logits, targets):
     """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast; 0 where nothing is predicted:
-    such rows reach it as logits of 0 with target 0, and what it makes of them, NaN too, stops here.
-    """
+    such rows reach it as logits of 0 with target 0, and what it makes of them, NaN too, stops here."""
     valid = targets != IGNORED
     with torch.autocast(logits.device.type, enabled=False):
         losses = token_loss(logits.masked_fill(~valid[:, None], 0), targets.where(valid, 0))
@@ -68,10 +65,8 @@ def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, hidden, weight, bias, targets, token_weights, chunk_softmax, with_gradient, with_correct,
-        token_loss,
-    ):  # fmt: skip
+    def forward(ctx, hidden, weight, bias, targets, token_weights, chunk_softmax, with_gradient, with_correct,
+                token_loss):  # fmt: skip
         (rows, _), vocab_size = hidden.shape, weight.shape[0]
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -139,9 +134,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 _apply_uncompiled = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
-def linear_cross_entropy(
-    hidden, weight, targets, token_weights, bias=None, chunk_softmax=None, with_correct=False, token_loss=None
-):
+def linear_cross_entropy(hidden, weight, targets, token_weights, bias=None, chunk_softmax=None,
+                         with_correct=False, token_loss=None):  # fmt: skip
     """Cross-entropy of `hidden @ weight.T + bias` without the [N, V] logits.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] with -100 for "not predicted", token_weights
@@ -151,8 +145,7 @@ def linear_cross_entropy(
 
     Matrix products run in autocast's type where autocast is on, softmax and sums in float32. The gradients
     are made in the forward pass and scaled in place by backward, so one backward only: no retain_graph, no
-    second derivatives, and token_weights are constants.
-    """
+    second derivatives, and token_weights are constants."""
     apply = _LinearCrossEntropy.apply if token_loss is None else _apply_uncompiled
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return apply(

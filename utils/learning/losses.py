@@ -27,8 +27,7 @@ def trust_row_positions():
     """From now on transformers does not look for positions that start again within a row (documents kept
     apart) while a module of this file runs its model on a batch without position_ids: they count from 0.
 
-    The search waits for the device in each forward, and under torch.compile costs the causal kernel.
-    """
+    The search waits for the device in each forward, and under torch.compile costs the causal kernel."""
     search = masking_utils.find_packed_sequence_indices
     if hasattr(search, "of_transformers"):
         return
@@ -47,8 +46,7 @@ class ModelLoss(nn.Module):
     parts here (scaled or capped logits, several heads), the model's own logits are used, with a warning.
     token_loss: None for cross-entropy, or a function (logits [C, V] float32, targets [C]) -> losses [C] that
     is trained instead. It sees predicted tokens only, a chunk at a time and in order, must be differentiable
-    in the logits, and trains nothing else. In eval mode both modules give cross-entropy in any case.
-    """
+    in the logits, and trains nothing else. In eval mode both modules give cross-entropy in any case."""
 
     options = {}  # of every call of the model
 
@@ -98,8 +96,7 @@ class ModelLoss(nn.Module):
         """Whether base model, transform and projection give the logits of the model, tried on eight tokens.
 
         The head's parameters get noise meanwhile: initial biases and scales would not be missed. And what
-        enters the projection is multiplied by 1000 once: new models' logits are too small for a soft cap.
-        """
+        enters the projection is multiplied by 1000 once: new models' logits are too small for a soft cap."""
         lm = self.lm
         ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
         training, generator = lm.training, torch.Generator().manual_seed(0)
@@ -128,11 +125,9 @@ class ModelLoss(nn.Module):
                 parameter.copy_(value)
             lm.train(training)
         if not same:
-            warnings.warn(
-                f"{type(lm).__name__}: the head is not a plain linear layer on the hidden states, so the "
-                "loss is computed from all the logits: slower and with more memory.",
-                stacklevel=3,
-            )
+            warnings.warn(f"{type(lm).__name__}: the head is not a plain linear layer on the hidden states, "
+                          "so the loss is computed from all the logits: slower and with more memory.",
+                          stacklevel=3)  # fmt: skip
         return bool(same)
 
 
@@ -145,8 +140,7 @@ class CausalLMLoss(ModelLoss):
         """batch: input_ids int64 [B, T], and what else `model_inputs` takes; row_weights [B] or None, ones.
 
         Returns (loss, row_losses): row_losses [B], detached, the mean cross-entropy over T - 1 predictions of
-        each row; loss, a scalar, the mean of row_weights * row_losses (in training those of token_loss).
-        """
+        each row; loss, a scalar, the mean of row_weights * row_losses (in training those of token_loss)."""
         input_ids, token_loss = batch["input_ids"], self.token_loss if self.training else None
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
         targets = input_ids[:, 1:].reshape(-1)
@@ -172,8 +166,7 @@ class CausalLMLoss(ModelLoss):
 
 class MaskedLMLoss(ModelLoss):
     """A masked language model (RoBERTa, BERT and ModernBERT, BertForPreTraining with next sentence) with its
-    losses. Only the prediction slots pass the head. Next sentence is always cross-entropy.
-    """
+    losses. Only the prediction slots pass the head. Next sentence is always cross-entropy."""
 
     def _transform(self, hidden):
         if hasattr(self.lm, "lm_head"):  # RoBERTa and its descendants
@@ -189,8 +182,7 @@ class MaskedLMLoss(ModelLoss):
 
         Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training of token_loss, if there is one),
         mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
-        nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses, nsp_row_losses [B].
-        """
+        nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses, nsp_row_losses [B]."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
         token_loss = self.token_loss if self.training else None
         if self.splits_head:
@@ -241,6 +233,5 @@ def keytoken_table(keytoken_ids, vocab_size, device=None):
 
 def keytoken_row_weights(input_ids, table, alpha):
     """input_ids [B, T], table from keytoken_table -> [B]: 1 + alpha * (occurrences of key tokens in the row).
-    Alpha 1: the weights of the Hugging Face course, chapter 7.6.
-    """
+    Alpha 1: the weights of the Hugging Face course, chapter 7.6."""
     return 1.0 + alpha * table[input_ids].sum(1)

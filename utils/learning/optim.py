@@ -30,8 +30,7 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
                     muon_learning_rate=0.0):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
-    "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the same.
-    """
+    "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the same."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     groups = parameter_groups(model, weight_decay)
     if optimizer_type == "muon":
@@ -61,8 +60,7 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     """A learning-rate schedule in optimizer steps, after `max_train_steps` at min_lr_ratio of its peak.
 
     warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
-    Leave it out of accelerator.prepare, which would step it once per process, and step it once per update.
-    """
+    Leave it out of accelerator.prepare, which would step it once per process, and step it once per update."""
     name, options, last = lr_scheduler_type, {}, max_train_steps
     if not 0 <= num_warmup_steps <= last:
         raise ValueError(f"num_warmup_steps, {num_warmup_steps}, must be 0 to {last}, the steps of the run")
@@ -92,8 +90,7 @@ class UpdateGuard:
 
     All processes judge alike. Fused AdamW changes nothing when its `found_inf` is 1 (made for GradScaler), so
     the host need not ask. With any other optimizer the host reads the norm and drops the gradients. Under
-    fp16 GradScaler owns `found_inf` and skips what is not finite by itself.
-    """
+    fp16 GradScaler owns `found_inf` and skips what is not finite by itself."""
 
     WARMUP = 20  # accepted updates before outliers are judged
     HORIZON = 100  # updates that the running mean of accepted norms looks back, about
@@ -101,10 +98,8 @@ class UpdateGuard:
     def __init__(self, accelerator, *optimizers, outlier_factor=0.0):
         """outlier_factor: skip norms above this multiple of the running mean of accepted norms; 0 = never."""
         if accelerator.scaler is not None and len(optimizers) > 1:
-            raise ValueError(
-                "mixed_precision: fp16 is for one optimizer, as accelerate divides the gradients of a second "
-                "one twice by its scale; use bf16 or no."
-            )
+            raise ValueError("mixed_precision: fp16 is for one optimizer, as accelerate divides the "
+                             "gradients of a second one twice by its scale; use bf16 or no.")  # fmt: skip
         self.optimizers = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers]
         self.outlier_factor, self.scaler = outlier_factor, accelerator.scaler
         # Fused SGD knows `found_inf` too, but a skipped first update leaves its momentum unset.
@@ -119,8 +114,7 @@ class UpdateGuard:
     def judge(self, grad_norm):
         """After clipping, before optimizer.step(), once per update. grad_norm: 0-d, not clipped.
 
-        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. The norm stays in `.norm`.
-        """
+        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. The norm stays in `.norm`."""
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
         norm = self.norm = norm.detach().float()
         skip = ~torch.isfinite(norm)
@@ -168,8 +162,7 @@ class UpdateGuard:
 def skipped_updates(flags, step, rows_before):
     """One record for metrics.jsonl per skipped update: its step, from 1, and its samples [first, end).
 
-    flags: of the updates up to and including `step`, as UpdateGuard.read gives them.
-    """
+    flags: of the updates up to and including `step`, as UpdateGuard.read gives them."""
     return [
         {"step": s, "event": "skipped_update", "positions": [rows_before(s - 1), rows_before(s)]}
         for s, flag in enumerate(flags, step - len(flags) + 1)
@@ -202,8 +195,7 @@ class Means:
 
     def read(self, **others):
         """{"loss/<name>": mean over steps and processes, None where no step counted}, and of `others` (0-d)
-        over processes; then starts anew. All processes call it; here the host waits for the device.
-        """
+        over processes; then starts anew. All processes call it; here the host waits for the device."""
         rows = self.state_dict(*others.values())
         names = [*self.names, "steps", *others]
         sums = {name: sum(column) for name, *column in zip(names, *rows, strict=True)}

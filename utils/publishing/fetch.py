@@ -24,8 +24,7 @@ def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None
     """Download the training state that HubPusher has published, and BESIDE, if output_dir has none as new.
 
     Returns its folder, or None where there was nothing to fetch. It appears whole or not at all, and is
-    verified when it is loaded. ValueError when the Hub cannot be reached.
-    """
+    verified when it is loaded. ValueError when the Hub cannot be reached."""
     output_dir, subject = Path(output_dir), f"checkpoints of {repo_id}"
     for left in output_dir.glob(".fetch-*"):  # by a kill
         shutil.rmtree(left, ignore_errors=True)

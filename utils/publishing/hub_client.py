@@ -32,8 +32,7 @@ REMEDIES = {
 def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
     """Make sure that pushing will work: the full "owner/name" of the repository, created where missing.
 
-    Takes seconds, also when nobody answers. ValueError with the remedy.
-    """
+    Takes seconds, also when nobody answers. ValueError with the remedy."""
     bound_waiting(CHECK_SECONDS)
     if not get_token():
         raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")

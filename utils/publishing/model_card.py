@@ -18,17 +18,15 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 METRICS = ("loss/eval", "perplexity", "bits_per_byte", "accuracy")
 
 
-def write_model_card(
-    output_dir: str | os.PathLike, *, pipeline_tag: str, model_name: str, model_type: str, dataset: str,
-    seconds: float, settings: Mapping[str, Any], results: Mapping[str, float], example: str,
-    repo_id: str | None = None, base_model: str | None = None, license: str = "unknown", **numbers,
-) -> None:  # fmt: skip
+def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_name: str, model_type: str,
+                     dataset: str, seconds: float, settings: Mapping[str, Any],
+                     results: Mapping[str, float], example: str, repo_id: str | None = None,
+                     base_model: str | None = None, license: str = "unknown", **numbers) -> None:  # fmt: skip
     """Write output_dir/README.md, replacing it in one piece.
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
-    training started from. numbers: hardware, parameters, step, max_steps, tokens, branch, for the template.
-    """
+    training started from. numbers: hardware, parameters, step, max_steps, tokens, branch, for the template."""
     output_dir = Path(output_dir)
     # The Hub refuses metadata that names a folder as data set or base model.
     dataset_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)) and not os.path.exists(dataset)

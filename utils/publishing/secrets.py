@@ -19,8 +19,7 @@ ENVIRONMENT = re.compile(rf"(?i){NAMES}$|_key$")
 
 def without_secrets(value: Any) -> Any:
     """The same with *** for passwords in URLs, their queries, tokens, and secrets of the environment; texts
-    inside lists and dictionaries, too. Done twice it changes nothing more.
-    """
+    inside lists and dictionaries, too. Done twice it changes nothing more."""
     if isinstance(value, Mapping):
         return {name: without_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

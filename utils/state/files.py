@@ -22,8 +22,7 @@ def safetensors_chunks(tensors: dict):
     """The bytes of a safetensors file, tensor after tensor, straight from their memory.
 
     safetensors' own save_file cannot tell a checksum of what it writes. Wide types go first, which aligns
-    every tensor. https://huggingface.co/docs/safetensors/index#format
-    """
+    every tensor. https://huggingface.co/docs/safetensors/index#format"""
     if other := {str(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}:
         raise ValueError(f"keep: tensors of {', '.join(sorted(other))} cannot be kept")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
@@ -63,8 +62,7 @@ def checksum_file(path: Path, algorithm=xxhash.xxh3_128) -> dict:
 
 def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> dict:
     """Every process writes and checksums its part of `tensors` (DTensors among them) into folder/name/, in
-    torch's distributed safetensors format: nothing in it can run code. Returns {file: size and checksum}.
-    """
+    torch's distributed safetensors format: nothing in it can run code. Returns {file: size and checksum}."""
     writer = HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=accelerator.num_processes == 1)
     try:

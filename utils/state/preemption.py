@@ -47,8 +47,7 @@ def handle_stop_signals(importing: bool = False) -> None:
     """Handle stop signals from now on. Before training there is nothing to save: they end the process.
 
     Call it first in main(), and with importing=True where the script is imported, which is how a TPU launcher
-    and its children begin: there main() runs in a thread, and only the main thread may set handlers.
-    """
+    and its children begin: there main() runs in a thread, and only the main thread may set handlers."""
     forward = importing and multiprocessing.parent_process() is None
     if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker: as there
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -180,8 +179,7 @@ class StopSignals:
 def lock_output_dir(output_dir, wait_seconds: float = 20.0):
     """Make output_dir ours until this process ends, however it ends. Keep the returned file open.
 
-    A run that is just saving gets wait_seconds to finish. ValueError when it cannot be locked or written.
-    """
+    A run that is just saving gets wait_seconds to finish. ValueError when it cannot be locked or written."""
     path = Path(output_dir) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,10 +200,8 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0):
         holder = file.read().strip() or "unknown process"
         if tries > 10 * wait_seconds:
             file.close()
-            raise ValueError(
-                f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or choose "
-                "another output_dir for this one"
-            )
+            raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, "
+                             "or choose another output_dir for this one")  # fmt: skip
         if tries == 0:
             logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
         time.sleep(0.1)

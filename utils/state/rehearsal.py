@@ -38,8 +38,7 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     the random states are as they were, bit for bit.
 
     A real checkpoint is written before and read back after; RuntimeError where they differ, and what `watch`
-    raises. Yields its folder. The memory for background saves of `checkpoints` is taken.
-    """
+    raises. Yields its folder. The memory for background saves of `checkpoints` is taken."""
     folder = checkpoints.folder.parent / ".preflight"
     if accelerator.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,8 +72,7 @@ class Watch:
     generators of random numbers; and what is kept and not put back: attributes of classes of the user's own.
 
     It looks at what `closed_over` finds, and inside containers and objects that no library has made. Nothing
-    of a device is read: a tensor counts its changes. Made before the function runs.
-    """
+    of a device is read: a tensor counts its changes. Made before the function runs."""
 
     def __init__(self, function, model, keep: dict, known=()):
         self.function, self.model = function, model
@@ -94,11 +92,9 @@ class Watch:
             return ""
         self.told.update(names)
         first = names[0].split(".")[0]
-        return (
-            f"keep: {self.function.__name__} changes {_listed(names)}, and nobody keeps it: a resumed run "
-            f"would begin it anew. Hand it over, keep=dict(..., {first}={first}), as an object with "
-            "state_dict and load_state_dict, or let its name begin with _ where a resume may forget it."
-        )
+        return (f"keep: {self.function.__name__} changes {_listed(names)}, and nobody keeps it: a resumed "
+                f"run would begin it anew. Hand it over, keep=dict(..., {first}={first}), as an object with "
+                "state_dict and load_state_dict, or let its name begin with _ where a resume may forget it.")
 
     def check(self) -> None:
         """ValueError of `changed`."""
@@ -109,10 +105,9 @@ class Watch:
         """ValueError where something kept was put back and an attribute of it is not as it was."""
         now = self._look_inside()
         if names := _roots(name for name in self.inside if self.inside[name] != now.get(name)):
-            raise ValueError(
-                f"keep: {self.function.__name__} changes {_listed(names)}, and load_state_dict does not put "
-                "it back: let state_dict hold it (of a module: as a persistent buffer), or a resume differs."
-            )
+            raise ValueError(f"keep: {self.function.__name__} changes {_listed(names)}, and load_state_dict "
+                             "does not put it back: let state_dict hold it (of a module: as a persistent "
+                             "buffer), or a resume differs.")  # fmt: skip
 
     def _look(self) -> dict:
         found = {}

@@ -74,8 +74,7 @@ def freeze(thing, model) -> tuple[dict, dict]:
 @torch.no_grad()
 def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
-    that is cut up otherwise, or not at all. ValueError if it does not fit.
-    """
+    that is cut up otherwise, or not at all. ValueError if it does not fit."""
     optimizer = bare_optimizer(thing)
     if thing is model:
         here = named_tensors(model)
@@ -148,10 +147,8 @@ def _encode(value) -> tuple[dict, dict]:
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise ValueError(
-            f"keep: a state_dict holds a {type(value).__name__} at {path!r}; tensors, numbers, texts, lists "
-            "and dictionaries of them can be kept"
-        )
+        raise ValueError(f"keep: a state_dict holds a {type(value).__name__} at {path!r}; tensors, numbers, "
+                         "texts, lists and dictionaries of them can be kept")  # fmt: skip
 
     return encode(value, ""), tensors
 
@@ -216,8 +213,7 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
 
 def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     """The same on all processes: (tree, tensors) as they are where they agree, else {"__processes__": [tree
-    of each]} and the tensors of all, "0/path", "1/path". What is cut up is everybody's and left as it is.
-    """
+    of each]} and the tensors of all, "0/path", "1/path". What is cut up is everybody's and left as it is."""
     if accelerator.num_processes == 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         return tree, tensors
     text = json.dumps(tree).encode()
