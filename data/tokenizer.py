@@ -33,6 +33,7 @@ TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 SPACE = re.compile(r"(?<=\S)(?=\s)")
+LETTER = re.compile(r"(?<=[^\s!-/:-@\[-`{-~])[^\s!-/:-@\[-`{-~]")  # within a word of BERT, or at its end
 
 # Special tokens by model family, in the order of their ids, which are those of the families' configurations.
 # RoBERTa counts its positions from the pad id (1): another one would silently turn that token into padding.
@@ -108,6 +109,10 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         backend.normalizer = normalizers.BertNormalizer(lowercase=False)
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.decoder = decoders.WordPiece()
+        # The library numbers these letters in the order of a hash map, and equal counts go by number.
+        texts, normal = list(texts), backend.normalizer.normalize_str
+        within = {letter for text in texts for letter in LETTER.findall(normal(text))}
+        common["special_tokens"] += [f"##{letter}" for letter in sorted(within)]
         trainer = trainers.WordPieceTrainer(**common)
     pieces = (piece for text in texts for piece in split_text(text))
     if algorithm == "unigram":  # its trainer thinks only of what two words share: here the blank line
@@ -119,6 +124,10 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
                          "lower vocab_size or take more text") from error
     if algorithm == "unigram":
         backend.model = _in_order(backend, len(names))
+    elif algorithm == "wordpiece":  # letters are no special tokens
+        made = json.loads(backend.to_str())
+        made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] in names]
+        backend = Tokenizer.from_str(json.dumps(made))
     if "cls_token" in special:
         first, last = special["cls_token"], special["sep_token"]
         second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"

