@@ -107,8 +107,8 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
         network = type(error).__module__.split(".")[0] in NETWORK_MODULES
         if not network and not isinstance(error, kinds):
             raise
-        remedy = ", your credentials and the network" if network else " and the room there" * (verb == "written")
-        remedy = f"Check its spelling{remedy}."
+        room = " and the room there" if verb == "written" else ""
+        remedy = f"Check its spelling{', your credentials and the network' if network else room}."
         if isinstance(error, ImportError):
             protocol = re.search(r"(\w+)://", url)[1]
             package = known_implementations[protocol]["class"].split(".")[0]
