@@ -58,8 +58,7 @@ class Run:
 
     def plan(self, lm, kind: str, predicted: float = 1.0) -> None:
         """What the model will need; before it is prepared, which may cut it up. predicted: the share of
-        positions that pass the head.
-        """
+        positions that pass the head."""
         self.config, self.parameters = lm.config, lm.num_parameters()
         self.kind, self.predicted = kind, predicted
         self.flops = flops_per_token(lm, self.args.block_size, head_share=predicted)
@@ -73,8 +72,7 @@ class Run:
         """Begin, or continue where the newest checkpoint is. False: nothing is left to do.
 
         keep: {name: what has state_dict and load_state_dict} beside the model is saved, put back, rehearsed.
-        ValueError where the checkpoint does not fit, and where update changes what nobody keeps.
-        """
+        ValueError where the checkpoint does not fit, and where update changes what nobody keeps."""
         args, accelerator, is_main = self.args, self.accelerator, self.is_main
         self.model, self.evaluate_batch, self.data, self.steps, self.keep = model, evaluate, data, steps, keep
         stable, every = stable_steps(args, steps), steps.every(args.save_steps)

@@ -33,8 +33,7 @@ def estimate(
 
     The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
     architecture (a compiled model keeps less). Off the CPU, attention is taken to be fused and dropout masks,
-    one byte per element there, are left out. Raises RuntimeError for a model that looks into its data.
-    """
+    one byte per element there, are left out. Raises RuntimeError for a model that looks into its data."""
     if device_type != "cpu":
         values = config.to_dict()
         off = {name: 0.0 for name, share in values.items() if "drop" in name and isinstance(share, float)}

@@ -23,8 +23,7 @@ def start_trackers(accelerator, project: str, output_dir, settings: dict, step: 
     """accelerator.init_trackers such that a resumed run (step > 0) continues its curves: what metrics.jsonl
     holds and a kill has kept from a tracker is told again. On all processes, metrics.jsonl being cut.
 
-    Returns {tracker: the first step that it is still to be told}, for log_to_trackers.
-    """
+    Returns {tracker: the first step that it is still to be told}, for log_to_trackers."""
     if not accelerator.log_with:
         return {}
     run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name

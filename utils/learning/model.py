@@ -39,8 +39,7 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
 
     kind: of MODEL_CLASSES. config_overrides: "n_layer=4,n_embd=256" or a JSON object, for random weights.
     Vocabulary size, special ids and positions come from tokenizer and block_size where they are not
-    overridden. ValueError with `model_problems`.
-    """
+    overridden. ValueError with `model_problems`."""
     of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
     config, problems = _configure(*of)
     if problems:
@@ -65,8 +64,7 @@ def setting(config, name):
 
 def freeze_unused(model, kind, block_size):
     """No gradient for parameters that text alone does not reach, such as an unused pooler: DDP would wait for
-    it. Where a few tokens leave some out, a full row is trained on.
-    """
+    it. Where a few tokens leave some out, a full row is trained on."""
     training, trained = model.training, {p for p in model.eval().parameters() if p.requires_grad}
 
     def outputs(length):

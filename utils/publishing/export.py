@@ -14,8 +14,7 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
     """Writes config.json, model.safetensors and the tokenizer; each file is replaced whole, weights last.
 
     model: the prepared loss module, whose `.lm` is the transformers model. Called on all processes. Weights
-    go through the CPU because save_pretrained cannot read XLA tensors.
-    """
+    go through the CPU because save_pretrained cannot read XLA tensors."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
     if accelerator.distributed_type == DistributedType.FSDP:
         weights = accelerator.get_state_dict(model)  # a collective; full tensors on the first process

@@ -60,8 +60,7 @@ class HubPusher:
     """Made on the main process, after check_hub; `poll` it at every log interval, and after `finish`.
 
     push_checkpoints: the newest complete checkpoint too, on a branch where it replaces the older one. Files
-    are frozen in output_dir/.hub until they have arrived.
-    """
+    are frozen in output_dir/.hub until they have arrived."""
 
     say: Callable[[str], Any] = print  # gets what a person should read, where `poll` and `finish` are called
     status = ""  # a few words for the progress line
@@ -89,8 +88,7 @@ class HubPusher:
         """Freeze the files of output_dir, all of one step, for the main branch; older weights there go.
 
         Never raises for the network or the disk. Weights are frozen as hard links, so whoever saves must
-        replace them, as save_pretrained does, not rewrite them in place. The others are copied.
-        """
+        replace them, as save_pretrained does, not rewrite them in place. The others are copied."""
         found = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
         files = [path.relative_to(self.output_dir).as_posix() for path in found if path.is_file()]
         numbers = [f"{key} {readable(value)}" for key, value in (metrics or {}).items() if value is not None]
@@ -111,8 +109,7 @@ class HubPusher:
     def poll(self) -> list[dict]:
         """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.
 
-        Also looks for a checkpoint to push: they are written in the background and complete at any time.
-        """
+        Also looks for a checkpoint to push: they are written in the background and complete at any time."""
         self._push_checkpoint()
         with self.changed:
             events, self.events = self.events, []

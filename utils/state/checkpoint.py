@@ -40,8 +40,7 @@ class Checkpoints:
     """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
 
     save_total_limit: complete checkpoints to keep, 0 or None for all. background: copy the state in memory
-    and write it beside training where memory allows.
-    """
+    and write it beside training where memory allows."""
 
     def __init__(self, accelerator, output_dir, save_total_limit: int | None = 2, background: bool = True):
         self.accelerator = accelerator
@@ -187,8 +186,7 @@ class Checkpoints:
 
         resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path, which means the
         newest that descends from it, if there is one: the command of a job that is started again goes on.
-        check(extra) comes first and may raise. ValueError when no checkpoint is valid, or it does not fit.
-        """
+        check(extra) comes first and may raise. ValueError when no checkpoint is valid, or it does not fit."""
         self.wait()
         folder = self._choose(resume_from)
         extra, step = None, -1
