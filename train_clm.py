@@ -86,7 +86,7 @@ class TrainArgs:
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 4200  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 4000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
@@ -97,8 +97,8 @@ class TrainArgs:
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
     eval_at_start: bool = True  # evaluate before the first step, too
-    eval_steps: int = 1050  # steps; 0: once per epoch
-    save_steps: int = 1050  # steps; 0: once per epoch
+    eval_steps: int = 1000  # steps; 0: once per epoch
+    save_steps: int = 1000  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
     milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
