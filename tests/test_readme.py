@@ -98,7 +98,9 @@ SMALL = {
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
     BENCHMARK + "model_types": ["--types", "bart"],
-    BENCHMARK + "learning": ["--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING)],
+    BENCHMARK + "learning --seeds": [
+        "--seeds", "1", "--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING),
+    ],
 }
 NOT_HERE = {
     "pip install -r requirements.txt && accelerate": "CI installs; the rest makes the runs below",
@@ -123,6 +125,7 @@ NOT_HERE = {
     "PJRT_DEVICE=CPU": "torch_xla wants an environment of its own",
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
+    BENCHMARK + "learning --contenders": "the line above it, with fewer contenders",
     BENCHMARK + "throughput --batch_size": "the line below it, at another size",
     BENCHMARK + "throughput --vocab_size": "the line above it, at another size",
 }
