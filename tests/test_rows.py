@@ -144,7 +144,7 @@ def test_resumed_at_any_step_it_is_the_same_run_masks_that_depend_on_the_positio
 
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 sys.path.insert(0, {project!r})
 from pathlib import Path
 from accelerate import Accelerator
@@ -164,6 +164,8 @@ def main():
         found["resumed"] = test_rows.flat(data.batches(steps, 7))
         found["evaluation"] = test_rows.lists(data.evaluation(""))
         (folder / f"{{kind}}-{{accelerator.process_index}}.json").write_text(json.dumps(found))
+    accelerator.wait_for_everyone()
+    time.sleep(1 - accelerator.process_index)  # the first one keeps the store
 
 main()
 """
