@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.measure import PROJECT, print_table
+from utils.display.metrics import read_metrics
 
 # The defaults until Muon was one, every setting that matters written out.
 BEFORE = {
@@ -55,12 +56,8 @@ def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, c
         done = subprocess.run(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         raise SystemExit(f"{shlex.join(command)}: exit status {done.returncode}\n{log.read_text()[-2000:]}")
-    return read_curve(out / "metrics.jsonl")
-
-
-def read_curve(metrics: Path) -> list:
     points, seconds, tokens = [], 0.0, 0
-    for line in map(json.loads, metrics.read_text().splitlines()):
+    for line in read_metrics(out):
         if "tokens_per_second" in line:
             seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
             tokens = line["tokens"]

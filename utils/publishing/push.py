@@ -238,18 +238,29 @@ class HubPusher:
                 self.changed.notify_all()
 
     def _upload(self, snapshot: Snapshot) -> str:
+        """The hash of the commit, or the tag of a milestone that arrived before a kill."""
+        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
+        if snapshot.branch != MILESTONES:
+            return self._commit(snapshot, additions)
+        if problem := find_problem(snapshot.folder):
+            raise ValueError(f"{snapshot.folder} is damaged, {problem}")
+        api, tag, tagged = HfApi(), snapshot.lane, False
+        with suppress(RevisionNotFoundError):
+            if not self._missing(additions, tag):
+                return tag
+            tagged = True  # by another run
+        api.create_branch(self.repo_id, branch=MILESTONES, exist_ok=True)
+        revision = self._commit(snapshot, additions)
+        if missing := self._missing(additions, revision):
+            raise ConnectionError(f"{', '.join(missing)}: arrived with another hash")
+        if tagged:
+            api.delete_tag(self.repo_id, tag=tag)
+        api.create_tag(self.repo_id, tag=tag, revision=revision)
+        return revision
+
+    def _commit(self, snapshot: Snapshot, additions: list[CommitOperationAdd]) -> str:
         """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)"""
         api = HfApi()
-        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
-        tag, tagged = snapshot.lane if snapshot.branch == MILESTONES else "", False
-        if tag:
-            if problem := find_problem(snapshot.folder):
-                raise ValueError(f"{snapshot.folder} is damaged, {problem}")
-            with suppress(RevisionNotFoundError):
-                if not self._missing(additions, tag):
-                    return tag  # it arrived before a kill
-                tagged = True
-            api.create_branch(self.repo_id, branch=MILESTONES, exist_ok=True)
         there = api.list_repo_files(self.repo_id, revision=snapshot.branch)
         stale = [n for n in there if re.fullmatch(snapshot.replaces, n) and n not in snapshot.names]
         for addition in additions:  # several at once would use threads that hold up the exit of the process
@@ -258,12 +269,6 @@ class HubPusher:
         target = {"commit_message": snapshot.message, "revision": snapshot.branch}
         revision = api.create_commit(self.repo_id, changes, **target).oid
         self.commit_times.append(time.monotonic())
-        if tag and (missing := self._missing(additions, revision)):
-            raise ConnectionError(f"{', '.join(missing)}: arrived with another hash")
-        if tagged:  # by another run
-            api.delete_tag(self.repo_id, tag=tag)
-        if tag:
-            api.create_tag(self.repo_id, tag=tag, revision=revision)
         return revision
 
     def _missing(self, additions: list[CommitOperationAdd], revision: str) -> list[str]:
