@@ -374,6 +374,20 @@ def test_a_forgotten_keep_is_named(name, workspace, tmp_path):
     assert re.search(r"error: keep: update changes .*\b(ema|adafactor)\b.*nobody keeps it", message), message
 
 
+@pytest.mark.parametrize("preflight", [True, False])
+def test_forgotten_gradients_are_named(preflight, workspace, tmp_path):
+    """No checkpoint holds them: a resumed run would differ."""
+    apply(FOLDER / "second-optimizer.diff", tmp_path)
+    script = tmp_path / "train_clm.py"
+    script.write_text(re.sub(r"^ *adafactor\.zero_grad\(\)\n", "", script.read_text(), flags=re.M))
+    made = flags(workspace, EDITS["second-optimizer"], tmp_path / "run") | {"preflight": preflight}
+    process = start(tmp_path, script.name, made, tmp_path / "log")
+    process.join(120)
+    message = (tmp_path / "log").read_text()
+    assert process.exitcode == 2, message
+    assert "update leaves gradients of lm.transformer.wte.weight, which" in message, message
+
+
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
 def test_it_is_short_explained_and_tested(diff):
     text, mark, hunks = diff.read_text().partition("\n--- ")

@@ -313,6 +313,7 @@ def test_what_stays_as_it_is_is_not_named(accelerator):
         loss = (model(torch.ones(2, 6)) - teacher(torch.ones(2, 6)).detach() * table).square().sum()
         loss.backward()
         keep["adamw"].step()
+        model.zero_grad()
 
     watch = Watch(update, model, keep)
     update()

@@ -58,6 +58,10 @@ def test_the_printed_groups_add_up():
     lines = describe_groups(build_optimizer(model, 1e-3, 0.1)).splitlines()
     numbers = [int(line.split(", ")[2].split()[0].replace(",", "")) for line in lines]
     assert sum(numbers) == model.num_parameters() and "weight decay 0.1: 10 tensors" in lines[0]
+    assert describe_groups(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)).startswith("SGD, ")
+    named = [line.split(",")[0] for line in describe_groups(build_optimizer(
+        model, 1e-3, 0.1, optimizer_type="muon")).splitlines()]  # fmt: skip
+    assert named == ["AdamW", "AdamW", "Muon"]
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

@@ -52,11 +52,11 @@ def estimate(
         parameters = sum(p.numel() for p in model.parameters())
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
         matrices = sum(p.numel() for p in block_matrices(model)) if optimizer_type == "muon" else 0
-        blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         bounds = []  # of what each block keeps, within `kept`
-        for block in blocks if gradient_checkpointing else ():
-            for register in (block.register_forward_pre_hook, block.register_forward_hook):
-                register(lambda *_: bounds.append(len(kept)))
+        for module in model.modules() if gradient_checkpointing else ():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.register_forward_pre_hook(lambda *_: bounds.append(len(kept)))
+                module.register_forward_hook(lambda *_: bounds.append(len(kept)))
         ids = torch.zeros(rows, block_size, dtype=torch.long)
         with (
             torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),

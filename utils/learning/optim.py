@@ -47,8 +47,9 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
 
 def describe_groups(optimizer):
     """One line per group: who updates it, weight decay, tensors, parameters."""
+    muon = isinstance(optimizer, MuonAdamW)  # SGD's groups have a momentum, too
     return "\n".join(
-        f"{'Muon' if 'momentum' in group else type(optimizer).__name__.removeprefix('Muon')}, "
+        f"{'Muon' if 'momentum' in group and muon else type(optimizer).__name__.removeprefix('Muon')}, "
         f"weight decay {group['weight_decay']:g}: {len(group['params'])} tensors, "
         f"{sum(p.numel() for p in group['params']):,} parameters"
         for group in optimizer.param_groups

@@ -48,8 +48,8 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     before = _digests(model, keep)
     rehearsed.save(0, model, keep, extra={}, final=True)
     yield folder
-    model.zero_grad(set_to_none=True)
     watch.check()
+    model.zero_grad(set_to_none=True)
     checkpoints.reserve(model, keep)  # before the optimizer's state is gone again
     rehearsed.load("auto", model, keep)
     watch.check_restored()
@@ -97,7 +97,11 @@ class Watch:
                 "state_dict and load_state_dict, or let its name begin with _ where a resume may forget it.")
 
     def check(self) -> None:
-        """ValueError of `changed`."""
+        """ValueError of `changed`, and where an update leaves gradients, which no checkpoint holds."""
+        gradients = ((name, weight.grad) for name, weight in self.kept["model"].named_parameters())
+        if left := [name for name, gradient in gradients if gradient is not None and gradient.any()]:
+            raise ValueError(f"{self.function.__name__} leaves gradients of {_listed(left)}, which a resumed "
+                             "run would not have: end it with zero_grad() of every optimizer.")
         if told := self.changed():
             raise ValueError(told)
 
