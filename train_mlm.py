@@ -64,7 +64,8 @@ class TrainArgs:
     block_size: int = 128  # T, tokens per row, special tokens included
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
-    mlm_probability: float = 0.15  # share of the tokens that are predicted
+    mlm_probability: float = 0.15  # share of the tokens that are predicted in training
+    eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
     pair_label_is_next: int = 0  # of pairs prepared elsewhere: the label that means B follows A
 
@@ -187,6 +188,7 @@ def main(args: TrainArgs | None = None) -> None:
     data = prepare(sources, accelerator)
     data.tokenizer.model_max_length = args.block_size  # saved with it
     data.collate = MaskTokens(data.tokenizer, args.mlm_probability, args.seed)
+    data.evaluation_collate = MaskTokens(data.tokenizer, args.eval_mlm_probability, args.seed)
     steps = Steps(args, accelerator, data.length)
     if args.show:
         return show_rows(args.show, data, steps)

@@ -388,6 +388,19 @@ def test_forgotten_gradients_are_named(preflight, workspace, tmp_path):
     assert "update leaves gradients of lm.transformer.wte.weight, which" in message, message
 
 
+def test_an_optimizer_without_a_guard_is_named(workspace, tmp_path):
+    apply(FOLDER / "second-optimizer.diff", tmp_path)
+    script = tmp_path / "train_clm.py"
+    told = []
+    for guarded in ("optimizer, adafactor, outlier", "optimizer, outlier"):
+        script.write_text(script.read_text().replace("optimizer, adafactor, outlier", guarded))
+        (tmp_path / "log").unlink(missing_ok=True)
+        made = flags(workspace, EDITS["second-optimizer"], tmp_path / f"run-{len(told)}", max_train_steps=2)
+        finish([start(tmp_path, script.name, made, tmp_path / "log")], tmp_path / "log")
+        told.append((tmp_path / "log").read_text().count("guard      of adafactor: none"))
+    assert told == [0, 1]
+
+
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
 def test_it_is_short_explained_and_tested(diff):
     text, mark, hunks = diff.read_text().partition("\n--- ")

@@ -3,6 +3,10 @@
 import ast
 from pathlib import Path
 
+import pytest
+
+from tests.forked import run_code
+
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -37,3 +41,21 @@ def test_imports_never_run_back_up():
                 assert parts[0] == here[0], (path, name)
             if parts[0] == "utils" and here[0] == "utils" and len(here) == 3 and here[1] in rooms:
                 assert parts[1] in rooms[: rooms.index(here[1]) + 1], (path, name)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_main_that_leaves_by_itself_has_the_status_that_it_says(processes):
+    code = """
+import sys
+sys.path.insert(0, ".")
+from utils.entry import entry_point
+
+@entry_point
+def main():
+    sys.exit({"nothing": None, "seven": 7, "told": "told"}[sys.argv[1]])
+
+main()
+"""
+    for word, status in {"nothing": 0, "seven": 7, "told": 1}.items():
+        done = run_code(code, [word], processes)
+        assert (done.returncode, "told" in done.stderr) == (status, word == "told")

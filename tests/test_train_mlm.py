@@ -122,6 +122,16 @@ def test_two_processes_train_like_one(runs, kind):
             assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
 
 
+def test_evaluations_compare_whatever_the_rate_of_training(workspace, runs):
+    """The same masks at the beginning, where the weights are the same; and other training."""
+    changed = flags(workspace, "mlm-30", mlm_probability=0.3)
+    ((status, _, err),) = run_all([changed])
+    assert status == 0, err
+    usual, more = metrics(runs["mlm-1"]), metrics(workspace / "mlm-30")
+    assert usual[0] == more[0] and "loss/mlm" in usual[0]
+    assert usual[-1]["loss/mlm"] != more[-1]["loss/mlm"]
+
+
 def evaluation_batch(workspace, kind, n):
     """The n rows of the validation split that the run saw."""
     file = next((workspace / "cache").glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation.npy"))
@@ -258,7 +268,7 @@ def mistakes(workspace, tokenizer_folder):
     return [
         ("mlm", {"tokenizer_name": str(workspace / "no-mask")}, ["mask"]),
         ("mlm", {"mlm_probability": 1.5, "block_size": 2}, ["mlm_probability", "block_size"]),
-        ("mlm", {"mlm_probability": 0}, ["mlm_probability"]),
+        ("mlm", {"mlm_probability": 0, "eval_mlm_probability": 1}, ["greater than 0", "eval_mlm_prob"]),
         ("nsp", {"block_size": 3}, ["block_size"]),
         ("nsp", {"model_type": "roberta"}, ["next-sentence"]),
         ("nsp", {"streaming": True, "max_train_steps": 5}, ["streaming", "next_sentence"]),

@@ -60,7 +60,7 @@ def entry_point(main: Callable) -> Callable:
             main(*args)
             status = 0
         except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 1
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
         except BaseException:

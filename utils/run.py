@@ -22,7 +22,7 @@ from utils.display.throughput import Throughput, device_name, flops_per_token, p
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.entry import live_until_exit
 from utils.learning.evaluation import sums_over_dataset
-from utils.learning.optim import skipped_updates, stable_steps
+from utils.learning.optim import UpdateGuard, skipped_updates, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.fetch import fetch_checkpoint
 from utils.publishing.hub_client import check_hub
@@ -112,6 +112,7 @@ class Run:
         self._open_log(saved)
         accelerator.print(self._report(disk))
         self._tell_changes(saved)
+        self._tell_unguarded()
         self.watch, self.first_step = Watch(update, model, keep, known=(data, steps, args)), True
         if args.preflight and not saved:
             self._rehearse(update)
@@ -187,6 +188,17 @@ class Run:
         if saved and saved["data"]["eval"] != self.data.fingerprints["eval"]:
             self.metrics.write({"step": self.step, "event": "evaluation_data_changed"})
             self.accelerator.print("data       evaluated on other rows than the run so far")
+
+    def _tell_unguarded(self) -> None:
+        """The optimizers that a guard among the kept things would not hold back."""
+        guards = [thing for thing in self.keep.values() if isinstance(thing, UpdateGuard)]
+        guarded = [optimizer for guard in guards for optimizer in guard.optimizers]
+        for name, thing in self.keep.items() if guarded else ():
+            if bare_optimizer(thing) not in [None, *guarded]:
+                self.accelerator.print(
+                    f"guard      of {name}: none, what is not finite would reach its weights; "
+                    f"UpdateGuard(accelerator, optimizer, {name}) mends it"
+                )
 
     def _rehearse(self, update) -> None:
         accelerator, data = self.accelerator, self.data

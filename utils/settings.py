@@ -55,16 +55,17 @@ MAY_CHANGE = set(
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 POSITIVE = set(
-    "validation_fraction vocab_size block_size mlm_probability per_device_train_batch_size "
-    "per_device_eval_batch_size gradient_accumulation_steps learning_rate max_skipped_updates logging_steps "
-    "save_total_limit hub_timeout".split()
+    "validation_fraction vocab_size block_size mlm_probability eval_mlm_probability learning_rate "
+    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps logging_steps "
+    "max_skipped_updates save_total_limit hub_timeout".split()
 )
 NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
     "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps "
     "save_steps show".split()
 )
-BELOW = {"min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1, "seed": 2**32}
+BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1,
+         "mlm_probability": 1, "eval_mlm_probability": 1}  # fmt: skip
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 # What transformers' scripts and nanoGPT call a setting, or have a setting for, and what does it here.
@@ -165,7 +166,7 @@ def common_problems(args: Any) -> list[str]:
     together = {
         f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.": optimizer in ("adamw", "muon"),
         f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.":
-            not steps or changing <= steps,
+            not steps or not decay or changing <= steps,
         "min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.":
             not getattr(args, "min_lr_ratio", 0) or schedule in ("linear", "cosine", "warmup_stable_decay"),
         "max_train_steps and num_train_epochs: both are 0, set one of them.": steps or args.num_train_epochs,
