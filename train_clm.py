@@ -49,6 +49,8 @@ PROMPTS = [
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 KEYTOKENS = ["plt", "pd", "sk", "fit", "predict", "plot", "import", "numpy", "pandas", "array", "self"]
 
+SMALL = "n_layer=4,n_embd=128,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+
 
 @dataclass
 class TrainArgs:
@@ -69,7 +71,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "gpt2"  # any causal model of transformers, from scratch
-    config_overrides: str = "n_layer=4,n_embd=128,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+    config_overrides: str = SMALL  # of the model's configuration
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
 
     # Optimization
@@ -108,7 +110,7 @@ class TrainArgs:
 
     # The run
     output_dir: str = "runs/clm"  # one run, one folder
-    seed: int = 42
+    seed: int = 42  # of weights, order, dropout
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
     preflight: bool = True  # exercise every later stage once before the first step
     eval_only: bool = False  # evaluate model_name_or_path, or the model in output_dir, and end
@@ -117,7 +119,7 @@ class TrainArgs:
     log_level: str = "error"  # of the libraries
     push_to_hub: bool = False  # publish each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
-    hub_private_repo: bool = False
+    hub_private_repo: bool = False  # seen by its owner alone
     push_checkpoints: bool = False  # publish the training state too, to continue on another machine
     hub_timeout: float = 600.0  # seconds to wait for the last push
 

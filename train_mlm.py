@@ -71,7 +71,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
-    config_overrides: str = SMALL
+    config_overrides: str = SMALL  # of the model's configuration
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
 
     # Optimization
@@ -108,7 +108,7 @@ class TrainArgs:
 
     # The run
     output_dir: str = "runs/mlm"  # one run, one folder
-    seed: int = 42
+    seed: int = 42  # of weights, order, masks, dropout
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
     preflight: bool = True  # exercise every later stage once before the first step
     eval_only: bool = False  # evaluate model_name_or_path, or the model in output_dir, and end
@@ -117,7 +117,7 @@ class TrainArgs:
     log_level: str = "error"  # of the libraries
     push_to_hub: bool = False  # publish each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
-    hub_private_repo: bool = False
+    hub_private_repo: bool = False  # seen by its owner alone
     push_checkpoints: bool = False  # publish the training state too, to continue on another machine
     hub_timeout: float = 600.0  # seconds to wait for the last push
 

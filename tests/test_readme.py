@@ -133,12 +133,13 @@ NOT_HERE = {
 
 @pytest.fixture(scope="module")
 def project_with_runs(tmp_path_factory):
-    """A copy of the project in which cpu.yaml's line has left runs/clm and runs/other."""
+    """A copy of the project in which README's first line has left runs/clm and runs/other."""
     copy = tmp_path_factory.mktemp("readme") / "project"
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
     write_corpus(copy / "corpus.jsonl")
-    line = "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py"
-    shell(copy, " ".join([line, *map(shlex.quote, TINY_RUN)]))
+    out = shell(copy, " ".join([first_line(), *map(shlex.quote, TINY_RUN)]))
+    assert re.search(r"^run +trains a gpt2 from scratch on corpus.jsonl for 6 steps, in runs/clm;", out, re.M)
+    assert re.search(r"^time +about \d+ s here, at [\d,]+ ms a step;", out, re.M)
     shutil.copytree(copy / "runs/clm", copy / "runs/other")
     return copy
 
@@ -148,6 +149,19 @@ def shell(folder, line):
     done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
+
+
+def first_line() -> str:
+    """What is launched by README's first command, after what it installs."""
+    return next(line for line in commands() if line.startswith("pip install")).partition(" && ")[2]
+
+
+def test_a_mistake_in_the_first_command_is_one_message(project_with_runs):
+    env = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    done = subprocess.run(f"{first_line()} --learn 3", shell=True, cwd=project_with_runs, env=env,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode and "Did you mean --learning_rate?" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_every_command_is_run_here_or_has_its_reason():

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import pytest
@@ -92,6 +92,18 @@ def test_help_is_the_comment_of_each_setting(capsys):
     with pytest.raises(SystemExit) as end:
         parse_args(Args, PRESETS, ["--help"])
     assert end.value.code == 0 and "peak, 100 % of it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [train_clm, train_mlm])
+def test_help_has_every_setting_under_a_heading_with_its_default_and_what_it_is(script, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(script.TrainArgs, script.PRESETS, ["--help", "--preset", list(script.PRESETS)[1]])
+    out = capsys.readouterr().out
+    for setting in fields(script.TrainArgs):
+        assert re.search(rf"^  --{setting.name} \S.*  \S", out, re.M), setting.name
+    assert out.index("\nModel\n") < out.index("--model_type") < out.index("\nOptimization\n")
+    assert " | ".join(script.PRESETS) in out
+    assert f"--output_dir {script.PRESETS[list(script.PRESETS)[1]]['output_dir']} " in out
 
 
 def test_a_file_beside_the_script_is_not_read(tmp_path, monkeypatch):

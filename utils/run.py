@@ -14,11 +14,11 @@ from accelerate.utils import set_seed
 
 from utils import xla
 from utils.display.curves import draw_curves
-from utils.display.doctor import check_launch, report
+from utils.display.doctor import check_launch, counted, report
 from utils.display.metrics import MetricsLog, write_json
 from utils.display.plan import peak_memory
 from utils.display.progress import Progress, bar, duration, summarize
-from utils.display.throughput import Throughput, device_name, flops_per_token, peak_flops
+from utils.display.throughput import Throughput, device_name, flops_per_token, peak_flops, timed
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.entry import live_until_exit
 from utils.learning.evaluation import sums_over_dataset
@@ -51,7 +51,13 @@ class Run:
         self.repo_id = self.pusher = self.failure = None
         if args.push_to_hub and self.is_main and not args.eval_only and not args.show:
             self.repo_id = check_hub(self.name, args.hub_private_repo, args.push_checkpoints)
-        self.settings = without_secrets(asdict(args))
+        self.settings = settings = without_secrets(asdict(args))
+        if not args.eval_only and not args.show:
+            model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
+            length = counted(args.max_train_steps or args.num_train_epochs, "step" if args.max_train_steps
+                             else "epoch")  # fmt: skip
+            accelerator.print(f"run        trains {model} on {settings['dataset_name']} for {length}, in "
+                              f"{args.output_dir}; stop it, and the same command goes on")
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
 
     # ---- Before the first step
@@ -205,7 +211,13 @@ class Run:
         with rehearsal(accelerator, self.model, self.keep, self.checkpoints, self.watch) as folder:
             export_model(accelerator, self.model, data.tokenizer, folder)
             if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
-                update(next(data.batches(self.steps, self.step)))
+                first = next(data.batches(self.steps, self.step))
+                update(first)  # which compiles and takes memory; the next ones are as they all will be
+                seconds, tokens = timed(update, first), self.steps.tokens_before
+                seconds = seconds if seconds > 1 else min(timed(update, first) for _ in range(3))
+                left = duration(seconds * tokens(self.steps.last) / tokens(1))
+                accelerator.print(f"time       about {left} here, at {1000 * seconds:,.0f} ms a step; "
+                                  "evaluations and saves come on top")
             for name in data.evals:
                 first = [next(iter(data.evaluation(name)))]
                 sums_over_dataset(accelerator, self.model, first, self.evaluate_batch)

@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,21 @@ class _Parser(HfArgumentParser):
         field = copy.copy(field)
         field.metadata = {}
         HfArgumentParser._parse_dataclass_field(parser, field)
+
+    def format_help(self):
+        """The settings under the headings of their source, each with its default and its comment."""
+        lines = [f"usage: {self.prog} [--preset {' | '.join(self.presets)}] [--setting value ...]", "",
+                 "With the value of the preset, then what it is:", ""]  # fmt: skip
+        for line in inspect.getsource(self.dataclass_types[0]).splitlines():
+            if heading := re.match(r"    # (.+)$", line):
+                lines += ["", heading[1]]
+            elif found := re.match(r"    (\w+):(?:.*?#\s*(.+))?", line):
+                value = self.get_default(found[1])
+                told = "none" if value in (None, []) else shlex.join(map(str, _as_list(value)))
+                told = f"({len(value)} texts)" if "\n" in told else told
+                told = told.lower() if isinstance(value, bool) else told
+                lines += [f"{f'  --{found[1]} {told}':<50}  {found[2] or ''}".rstrip()]
+        return "\n".join(lines) + "\n"
 
 
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
@@ -102,10 +118,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
     argv = ([] if notebook else sys.argv[1:]) if argv is None else argv
     parser = _Parser(args_class, allow_abbrev=False)
-    comments = dict(re.findall(r"^    (\w+):.*?#\s*(.+)$", inspect.getsource(args_class), re.M))
-    for action in parser._actions:  # argparse formats help with %, so a literal one is doubled
-        action.help = comments.get(action.dest, action.help or "").replace("%", "%%")
-
+    parser.presets = presets
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?")
     name = first.parse_known_args(argv)[0].preset or parser.get_default("preset")
@@ -120,7 +133,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
         lines, before = [], ""
         for word in unknown:
             flag = word.split("=")[0]
-            near = difflib.get_close_matches(flag, flags, n=1)
+            near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.5)
             if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_")):
                 lines.append(f"{word}: no such setting; instead: {there}")
             elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag

@@ -65,6 +65,15 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     return 6 * parameters + 12 * layers * (heads * head_size if head_size else hidden) * block_size
 
 
+def timed(function, *args) -> float:
+    """Seconds that it takes, until the device has done it, too."""
+    start = time.perf_counter()
+    function(*args)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
 class Throughput:
     """Tokens per second over the last log interval, model FLOPs utilisation, time left for the whole run.
 
