@@ -64,7 +64,7 @@ class TrainArgs:
     block_size: int = 128  # T, tokens per row, special tokens included
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
-    mlm_probability: float = 0.15  # share of the tokens that are predicted in training
+    mlm_probability: float = 0.30  # share of the tokens that are predicted in training
     eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
     pair_label_is_next: int = 0  # of pairs prepared elsewhere: the label that means B follows A
@@ -78,17 +78,17 @@ class TrainArgs:
     per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
-    optimizer_type: str = "adamw"  # or muon: on the matrices of the blocks, AdamW on the rest
-    learning_rate: float = 2e-3  # peak
-    muon_learning_rate: float = 0.0  # peak, of these matrices; 0: learning_rate
+    optimizer_type: str = "muon"  # on the matrices of the blocks, AdamW on the rest; or adamw on all
+    learning_rate: float = 2e-2  # peak, of AdamW; with adamw on all rather 2e-3
+    muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
-    num_warmup_steps: float = 0.0334  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 6000  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 5000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
@@ -126,11 +126,11 @@ PRESETS = {
     "laptop": {},  # the defaults above: minutes on two cores, no network
     "wikitext-roberta": dict(  # the Keras TPU example of Hugging Face: RoBERTa base on WikiText-103
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", block_size=512,
-        model_type="roberta", config_overrides="", vocab_size=25_000, per_device_train_batch_size=16,
-        per_device_eval_batch_size=16, learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999,
-        max_grad_norm=0, lr_scheduler_type="linear", num_warmup_steps=0.05, num_train_epochs=10,
-        max_train_steps=0, eval_steps=0, save_steps=0, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
-        output_dir="runs/wikitext-roberta",
+        model_type="roberta", config_overrides="", vocab_size=25_000, mlm_probability=0.15,
+        per_device_train_batch_size=16, per_device_eval_batch_size=16, optimizer_type="adamw",
+        learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999, max_grad_norm=0, lr_scheduler_type="linear",
+        num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0, eval_steps=0, save_steps=0,
+        max_eval_samples=0, logging_steps=50, prompts=ENGLISH, output_dir="runs/wikitext-roberta",
     ),
     "wikitext-bert-nsp": dict(  # the AMD example: BERT base with next-sentence prediction on WikiText-103
         # The article makes 200 to 400 epochs of the validation split's 3,000 pairs, and evaluates on the same
@@ -138,10 +138,11 @@ PRESETS = {
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", next_sentence=True,
         model_type="bert", tokenizer_name="google-bert/bert-base-cased",
         config_overrides="max_position_embeddings=512",  # BERT's; rows of block_size 128 train the first 128
-        per_device_train_batch_size=8, per_device_eval_batch_size=8, learning_rate=5e-5,
-        weight_decay=0, adam_beta2=0.999, num_warmup_steps=0, lr_scheduler_type="linear",  # plain Adam
-        num_train_epochs=1, max_train_steps=0, eval_steps=5000, save_steps=5000, max_eval_samples=0,
-        logging_steps=50, prompts=ENGLISH, output_dir="runs/wikitext-bert-nsp",
+        mlm_probability=0.15, per_device_train_batch_size=8, per_device_eval_batch_size=8,
+        optimizer_type="adamw", learning_rate=5e-5, weight_decay=0, adam_beta2=0.999,  # plain Adam
+        num_warmup_steps=0, lr_scheduler_type="linear", num_train_epochs=1, max_train_steps=0,
+        eval_steps=5000, save_steps=5000, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
+        output_dir="runs/wikitext-bert-nsp",
     ),
 }
 

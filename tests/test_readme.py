@@ -97,6 +97,7 @@ SMALL = {
     BENCHMARK + "checkpoint_stall": "--gigabytes 0.05 --rounds 1".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
+    BENCHMARK + "accelerator": ["--small", "--scripts", "clm"],
     BENCHMARK + "model_types": ["--types", "bart"],
     BENCHMARK + "learning --seeds": [
         "--seeds", "1", "--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING),

@@ -8,10 +8,9 @@ Both take the same masked rows and the same AdamW; each runs in a process of its
 
 import argparse
 import json
-import resource
 import sys
 
-from tests.benchmarks.measure import Clock, interleaved, print_table
+from tests.benchmarks.measure import Clock, interleaved, peak_memory, print_table
 
 
 def contender(kind: str, args) -> dict:
@@ -50,10 +49,8 @@ def contender(kind: str, args) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         clock.step()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if device == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**20
-    return clock.report(args.batch_size * args.block_size) | {"mib": peak, "loss": loss.item()}
+    mib = peak_memory() / 2**20
+    return clock.report(args.batch_size * args.block_size) | {"mib": mib, "loss": loss.item()}
 
 
 def main():

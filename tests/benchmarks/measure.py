@@ -1,8 +1,10 @@
 """What the benchmarks share: processes timed in turn, steps timed within them, one table for each."""
 
+import contextlib
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -92,6 +94,16 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, torch {torch.__version__}"
 
 
+def peak_memory() -> float:
+    """Bytes at the most so far: of the accelerator, or where it does not tell, or is none, of the process."""
+    import torch
+
+    if torch.accelerator.is_available() and hasattr(torch.accelerator, "max_memory_allocated"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return torch.accelerator.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+
+
 class Clock:
     """Wall and CPU seconds of each optimizer step, with the device's work in it."""
 
@@ -104,8 +116,8 @@ class Clock:
     def step(self):
         import torch
 
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         self.marks.append((time.perf_counter(), time.process_time()))
         if len(self.marks) == 2:
             self.stepped_at = time.time()

@@ -11,11 +11,10 @@ backward, clip, torch.optim.AdamW), each also with -bf16. A --command is timed a
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
 
-from tests.benchmarks.measure import Clock, T, interleaved, print_table
+from tests.benchmarks.measure import Clock, T, interleaved, peak_memory, print_table
 
 EVAL_ROWS = 64
 
@@ -31,13 +30,14 @@ def contender(kind: str, args) -> dict:
     bf16, kind = kind.endswith("-bf16"), kind.removesuffix("-bf16")
     # Words with Zipf's frequencies: something to learn, and the same for everyone.
     draws = (
-        np.random.default_rng(0).zipf(1.3, (args.steps * args.batch_size + EVAL_ROWS, T))
+        np.random.default_rng(0).zipf(1.3, (args.steps * args.batch_size + EVAL_ROWS, args.block_size))
         % args.vocab_size
     )
     held_out, rows = torch.from_numpy(draws[:EVAL_ROWS]), draws[EVAL_ROWS:]
     set_seed(0)
     config = AutoConfig.for_model(
-        "gpt2", n_layer=args.layers, n_embd=args.width, n_head=args.width // 64, n_positions=T,
+        "gpt2", n_layer=args.layers, n_embd=args.width, n_head=args.width // 64,
+        n_positions=args.block_size,
         vocab_size=args.vocab_size,
         bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
@@ -46,13 +46,9 @@ def contender(kind: str, args) -> dict:
     {"ours": train_ours, "trainer": train_with_trainer, "plain": train_plainly}[kind](
         model, rows, args, bf16, clock
     )
-    report = clock.report(args.batch_size * T)
-    peak = (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    )  # before the evaluation, which is not the subject
+    report = clock.report(args.batch_size * args.block_size)
+    peak = peak_memory() / 2**20  # before the evaluation, which is not the subject
     device = next(model.parameters()).device
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**20
     model.eval()
     with torch.no_grad():
         losses = [
@@ -73,7 +69,7 @@ def train_ours(lm, rows, args, bf16, clock):
     from utils.steps import Steps
 
     settings = argparse.Namespace(
-        dataset_name="zipf", block_size=T, per_device_train_batch_size=args.batch_size, seed=0,
+        dataset_name="zipf", block_size=args.block_size, per_device_train_batch_size=args.batch_size, seed=0,
         gradient_accumulation_steps=1, max_train_steps=args.steps,
     )  # fmt: skip
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
@@ -131,7 +127,8 @@ def train_with_trainer(lm, rows, args, bf16, clock):
         settings = TrainingArguments(
             folder, per_device_train_batch_size=args.batch_size, max_steps=args.steps, learning_rate=1e-3,
             weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", max_grad_norm=1.0, bf16=bf16,
-            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
+            save_strategy="no", report_to="none", disable_tqdm=True,
+            use_cpu=not torch.accelerator.is_available(),
         )  # fmt: skip
         data = Dataset.from_dict({"input_ids": rows, "labels": rows})
         Trainer(
@@ -143,7 +140,7 @@ def train_plainly(lm, rows, args, bf16, clock):
     import torch
     from transformers import get_linear_schedule_with_warmup
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = str(torch.accelerator.current_accelerator() or "cpu")
     lm.to(device)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, weight_decay=0.1)
     schedule = get_linear_schedule_with_warmup(optimizer, 2, args.steps)
@@ -168,7 +165,8 @@ def main():
     parser.add_argument("--vocab_size", type=int, default=50257)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch_size", type=int, default=8, help=f"rows of {T} tokens")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows")
+    parser.add_argument("--block_size", type=int, default=T, help="tokens of a row")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -185,7 +183,7 @@ def main():
         return
     shape = [
         f"--{name}={getattr(args, name)}"
-        for name in ("vocab_size", "layers", "width", "batch_size", "steps")
+        for name in ("vocab_size", "layers", "width", "batch_size", "block_size", "steps")
     ]
     commands = {
         name: [sys.executable, "-m", "tests.benchmarks.throughput", "--one", name, *shape]
@@ -199,8 +197,8 @@ def main():
         if name not in args.contenders and args.command_tokens:
             found["tokens_per_second"] = args.command_tokens / found["wall"]
     print_table(
-        f"GPT-2 {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.batch_size} rows of {T} "
-        f"tokens, {args.steps} steps, medians of {args.rounds} runs in turn",
+        f"GPT-2 {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.batch_size} rows of "
+        f"{args.block_size} tokens, {args.steps} steps, medians of {args.rounds} runs in turn",
         lines,
         {
             "tokens_per_second": "tokens/s", "cpu_per_step": "CPU s per step", "cpu": "CPU s of the run",

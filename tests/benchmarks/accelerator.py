@@ -1,0 +1,250 @@
+"""What one device does with the scripts, in ten minutes: the rows of README's table that say "not run".
+
+    python -m tests.benchmarks.accelerator --append docs/measured.md     # one GPU, or an Apple one
+    python -m tests.benchmarks.accelerator --small                       # minutes, on a CPU, too
+
+Losses against the CPU's, a run that is killed and continued, host synchronisations and graphs per step,
+tokens/s and the share of what a matrix product reaches on the spot (MFU), peak memory, HF Trainer and a plain
+loop beside it. GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16; --small takes tiny ones in float32.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from tests.benchmarks.measure import PROJECT, interleaved, machine, peak_memory
+from utils.display.metrics import read_metrics
+
+STEPS = 24  # of the runs that are compared
+BASE = {  # small and without dropout, so that runs can be compared
+    "vocab_size": 1024, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
+    "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
+    "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "pandas sklearn",
+}  # fmt: skip
+SMALL = {
+    "clm": {"config_overrides": "n_layer=2,n_embd=64,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},
+    "mlm": {
+        "keywords": "none", "config_overrides": "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,"
+        "intermediate_size=128,local_attention=16",
+    },
+}  # fmt: skip
+LARGE = {  # over BASE: the models that people know, by the scripts' own settings
+    "block_size": 1024, "vocab_size": 4096, "per_device_train_batch_size": 16, "max_train_steps": 40,
+    "logging_steps": 10, "eval_steps": 1000, "save_steps": 1000, "eval_at_start": "false",
+    "max_eval_samples": 16, "per_device_eval_batch_size": 8,
+}  # fmt: skip
+NAMED = {
+    "clm": {"config_overrides": "vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},  # 124 M
+    "mlm": {"keywords": "none", "config_overrides": "vocab_size=50368"},  # 149 M
+}
+
+
+def words(settings: dict) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", *str(value).split(" "))]
+
+
+def inside(script: str, argv: list[str]) -> None:
+    """The script in this process; the last line is {"peak", "synchronisations", "graphs"}."""
+    import torch
+
+    sys.argv = [f"{script}.py", *argv]
+    if torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        importlib.import_module(script).main()
+    from torch._dynamo.utils import counters
+
+    waits = sum("synchronizing" in str(warning.message) for warning in told)
+    print(json.dumps({
+        "peak": peak_memory(), "synchronisations": waits if torch.cuda.is_available() else None,
+        "graphs": counters["stats"].get("unique_graphs", 0),
+    }))  # fmt: skip
+
+
+class Bench:
+    def __init__(self, folder: Path, small: bool):
+        self.folder, self.small = folder, small
+
+    def run(self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0) -> dict:
+        """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
+        out = self.folder / name
+        command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
+        settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache", "log_level": "warning"}
+        with open(f"{out}.log", "w") as log:
+            process = subprocess.Popen(
+                [*command, *words(settings)], cwd=PROJECT, env=os.environ | (env or {}), stdout=log,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            while kill_at and process.poll() is None:
+                if any(line["step"] >= kill_at for line in self.metrics(out)):
+                    process.send_signal(signal.SIGKILL)
+                time.sleep(0.02)
+        status, text = process.wait(), Path(f"{out}.log").read_text()
+        if status != (-signal.SIGKILL if kill_at else 0):
+            told = " ".join([*command, *words(settings)])
+            raise SystemExit(f"{told}: exit status {status}\n{text[-3000:]}")
+        said = {} if kill_at else json.loads(text.strip().splitlines()[-1])
+        return said | {"lines": self.metrics(out)}
+
+    @staticmethod
+    def metrics(out: Path) -> list[dict]:
+        with contextlib.suppress(OSError, ValueError):
+            return list(read_metrics(out))
+        return []
+
+    # ---- What is looked at: (what, what was found)
+
+    def against_the_cpu(self, script: str) -> tuple[str, str]:
+        settings = BASE | SMALL[script]
+        here = self.run(script, f"{script}-here", settings)["lines"]
+        cpu = self.run(script, f"{script}-cpu", settings, {"ACCELERATE_USE_CPU": "true"})["lines"]
+        return f"{script}: losses against the CPU's, {STEPS} steps", largest_difference(here, cpu)
+
+    def killed(self, script: str) -> tuple[str, str]:
+        """After against_the_cpu, whose run here is the whole one."""
+        settings, name = BASE | SMALL[script], f"{script}-killed"
+        self.run(script, name, settings, kill_at=STEPS // 2)
+        again = self.run(script, name, settings)["lines"]
+        whole = self.metrics(self.folder / f"{script}-here")
+        return f"{script}: killed after step {STEPS // 2} and continued", largest_difference(again, whole)
+
+    def waits(self, script: str) -> tuple[str, str]:
+        """What twice the steps add: neither the start nor the one log line counts."""
+        quiet = {"eval_steps": 1000, "save_steps": 1000, "logging_steps": 1000, "eval_at_start": "false"}
+        found = []
+        for steps in (STEPS, 2 * STEPS):
+            settings = BASE | SMALL[script] | quiet | {"max_train_steps": steps}
+            found.append(self.run(script, f"{script}-waits-{steps}", settings))
+        more = [one["synchronisations"] for one in found]
+        told = f"{(more[1] - more[0]) / STEPS:.2f}" if more[0] is not None else "this device does not tell"
+        return f"{script}: host synchronisations per step", told
+
+    def graphs(self, script: str) -> tuple[str, str]:
+        """Inductor where it compiles for a device, else a backend that only traces."""
+        import torch
+
+        backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+        found = []
+        for steps in (STEPS, 2 * STEPS):
+            settings = BASE | SMALL[script] | {"max_train_steps": steps}
+            env = {"ACCELERATE_DYNAMO_BACKEND": backend}
+            found.append(self.run(script, f"{script}-graphs-{steps}", settings, env)["graphs"])
+        return f"{script}: graphs that {backend} compiles", f"{found[0]}, in twice the steps {found[1]}"
+
+    def speed(self, script: str, peak: float) -> tuple[str, str]:
+        """By the script as it is: rows from disk, guard, clipping, schedule, logging."""
+        from transformers import AutoTokenizer
+
+        from utils.display.throughput import flops_per_token
+        from utils.learning.model import build_model
+
+        settings = BASE | (SMALL[script] if self.small else LARGE | NAMED[script])
+        env = {} if self.small else {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        done = self.run(script, f"{script}-speed", settings, env)
+        rates = [line["tokens_per_second"] for line in done["lines"] if "tokens_per_second" in line]
+        rate = sorted(rates[1:])[len(rates[1:]) // 2]
+        head = 1.0 if script == "clm" else 0.3  # the share of positions that it sees
+        kind, model_type = ("causal", "gpt2") if script == "clm" else ("masked", "modernbert")
+        tokenizer = AutoTokenizer.from_pretrained(self.folder / f"{script}-speed")
+        overrides = settings["config_overrides"]
+        lm = build_model(kind, model_type, overrides, None, settings["block_size"], tokenizer)
+        flops = flops_per_token(lm, settings["block_size"], head_share=head)
+        mfu, mib = rate * flops / peak, done["peak"] / 2**20
+        told = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"
+        rows = settings["per_device_train_batch_size"]
+        shape = f"{lm.num_parameters() / 1e6:,.1f} M parameters, {rows} rows"
+        return f"train_{script}.py, {model_type}, {shape} of {settings['block_size']}", told
+
+
+def largest_difference(lines: list[dict], others: list[dict]) -> str:
+    """Of the losses of two runs, relative."""
+    pairs = [
+        (line[key], other[key])
+        for line, other in zip(lines, others, strict=True)
+        for key in line
+        if key.startswith("loss/") and "stderr" not in key
+    ]
+    assert pairs
+    if all(a == b for a, b in pairs):
+        return f"the same digits ({len(pairs)} losses)"
+    return f"differ by at most {max(abs(a / b - 1) for a, b in pairs):.1e} ({len(pairs)} losses)"
+
+
+def matmul_flops(small: bool) -> float:
+    """FLOP/s of one large matrix product, in bfloat16 on an accelerator: the best of 20."""
+    import torch
+
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    size, dtype = (1024, torch.float32) if small else (8192, torch.bfloat16)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        a @ b
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
+
+
+def beside_others(small: bool) -> list[tuple[str, str]]:
+    """The step of train_clm.py, HF Trainer's and a plain loop's with the head on all positions at once."""
+    shape = "--vocab_size 1024 --layers 1 --width 64 --batch_size 4 --block_size 64 --steps 4"
+    if not small:
+        shape = "--vocab_size 50304 --layers 12 --width 768 --batch_size 16 --block_size 1024 --steps 20"
+    module, kind = [sys.executable, "-m", "tests.benchmarks.throughput"], "" if small else "-bf16"
+    names = [f"{name}{kind}" for name in ("ours", "trainer", "plain")]
+    found = interleaved({name: [*module, "--one", name, *shape.split()] for name in names}, 1)
+    return [
+        (f"GPT-2 {shape}: {name}", f"{one['tokens_per_second']:,.0f} tokens/s, {one['mib']:,.0f} MiB")
+        for name, one in found.items()
+    ]
+
+
+def main():
+    if sys.argv[1:2] == ["--inside"]:
+        return inside(sys.argv[2], sys.argv[3:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
+    parser.add_argument("--scripts", nargs="*", default=["clm", "mlm"])
+    parser.add_argument("--output_dir", help="keeps the runs")
+    parser.add_argument("--append", help="a file that the table is appended to, such as docs/measured.md")
+    args = parser.parse_args()
+    started, scratch = time.time(), tempfile.mkdtemp()
+    try:
+        folder = Path(args.output_dir or scratch).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        bench, peak = Bench(folder, args.small), matmul_flops(args.small)
+        lines = [("a matrix product", f"{peak / 1e12:,.2f} TFLOP/s")]
+        for script in args.scripts:
+            for look in (bench.against_the_cpu, bench.killed, bench.waits, bench.graphs):
+                lines.append(look(script))
+                print(*lines[-1], sep=": ", flush=True)
+            lines.append(bench.speed(script, peak))
+        lines += beside_others(args.small)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    minutes = (time.time() - started) / 60
+    table = [f"One device, {minutes:.0f} minutes. {machine()}", "", "| what | found |", "|---|---|"]
+    table += [f"| {what} | {found} |" for what, found in lines]
+    print("\n" + "\n".join(table))
+    if args.append:
+        with open(args.append, "a", encoding="utf-8") as file:
+            file.write("\n" + "\n".join(table) + "\n")
+
+
+if __name__ == "__main__":
+    main()
