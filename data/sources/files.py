@@ -7,9 +7,9 @@
     .txt             one document per file, or per article of WikiText. A file above 256 KiB is cut at blank
                      lines into documents of about 64 KiB.
 
-All but .parquet and .arrow may be compressed (.gz, .bz2, .xz). Where some file names of a folder or glob have
-the word "train", the words train / validation, valid, val, dev / test name splits, and a file that belongs to
-none of them, or to two, is a mistake; otherwise all is "train".
+All but .parquet and .arrow may be compressed (.gz, .bz2, .xz, .zst). Where some file names of a folder or
+glob have the word "train", the words train / validation, valid, val, dev / test name splits, and a file that
+belongs to none of them, or to two, is a mistake; otherwise all is "train". Other types are counted.
 """
 
 import csv
@@ -20,10 +20,12 @@ import itertools
 import json
 import os
 import re
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 
 import fsspec
+from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from data.sources.storage import explained, is_transient, open_url, printable
@@ -33,9 +35,11 @@ SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", 
 METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json"}  # of data sets, beside their files
 # What file systems keep that changes with a file's content, beside its size: local, S3, GCS, Azure, http, hf.
 TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified", "updated", "blob_id")
-NOT_READ = re.compile(r"\.(jsonl?|csv|txt|parquet|arrow)\.(zst|zstd|zip|lz4|7z|lzma|z|br|snappy)$")
+NOT_READ = re.compile(r"\.(jsonl?|csv|txt|parquet|arrow)\.(zip|lz4|7z|lzma|z|br|snappy)$")
+# The first bytes of compressed files.
+PACKED = {b"\x1f\x8b\x08": "gzip", b"BZh91AY": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 LONG_FILE, CUT_AFTER = 1 << 18, 1 << 16  # bytes: of .txt files, as said above
-TITLE = re.compile(r" ?= [^=\n]+ = ?\n?\Z")  # " = Title = "; headings inside an article have more signs
+TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more signs
 
 
 def is_files(name: str) -> bool:
@@ -51,13 +55,14 @@ def is_saved(name: str) -> bool:
 
 
 def has_split(source, split: str) -> bool:
-    return bool(_split_files(source.dataset_name).get(split))
+    return bool(split_files(source.dataset_name).get(split))
 
 
 def open_rows(source):
     """(fingerprint, rows()) of the files of one split."""
-    urls = _split_files(source.dataset_name)[source.split]
-    return digest([_file_state(url) for url in urls]), partial(_file_rows, urls)
+    urls = split_files(source.dataset_name, say=True)[source.split]
+    with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead to nothing
+        return digest(states(urls)), partial(_file_rows, urls)
 
 
 def digest(*parts) -> str:
@@ -70,34 +75,69 @@ def _bare(path: str) -> str:
 
 
 def suffix(path: str) -> str:
-    return os.path.splitext(re.sub(r"\.(gz|bz2|xz)$", "", _bare(path).lower()))[1]
+    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", _bare(path).lower()))[1]
 
 
-def _split_files(name) -> dict[str, list[str]]:
-    """Split -> sorted URLs, as the head of this file says."""
+def list_files(name: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
+    """Where a file, folder, glob or URL lies, and the paths that it names: none if nothing is there."""
     with explained(f"dataset_name {name!r}", "listed"):
         files, path = open_url(os.path.expanduser(name))
         if suffix(path) in SUFFIXES and files.isfile(path):  # of the web, isdir would read the whole file
-            paths = [path]
-        elif glob.has_magic(path) and not files.exists(path):  # my[1].jsonl is a name
-            paths = files.glob(path)
-        else:
-            paths = files.find(path) if files.isdir(path) else [path] * files.exists(path)
+            return files, [path]
+        if glob.has_magic(path) and not files.exists(path):  # my[1].jsonl is a name
+            return files, files.glob(path)
+        return files, _find(files, path) if files.isdir(path) else [path] * files.exists(path)
+
+
+def _find(files, path: str) -> list[str]:
+    """The files below a folder. Links to folders are followed on a disk, once for each: they may go round."""
+    if not isinstance(files, fsspec.get_filesystem_class("file")):
+        return files.find(path)
+    found, seen, folders = [], set(), deque([path])
+    while folders:
+        if (real := os.path.realpath(folder := folders.popleft())) not in seen:
+            seen.add(real)
+            for entry in os.scandir(folder):
+                later = folders.append if entry.is_symlink() else folders.appendleft  # links last
+                (later if entry.is_dir() else found.append)(entry.path)
+    return found
+
+
+def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]:
+    """Split -> sorted URLs, as the head of this file says. say: print how many files are of no such type."""
+    files, paths = list_files(name)
     if not paths:
         raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set; check its spelling")
-    known = sorted(path for path in paths if suffix(path) in SUFFIXES)
+    kinds = {path: suffix(path) for path in paths}
+    known = sorted(path for path in paths if kinds[path] in suffixes)
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    _refuse(name, [path for path in paths if NOT_READ.search(path.lower())], "compress as .gz, .bz2 or .xz")
+    odd = [path for path in paths if NOT_READ.search(path.lower())]
+    _refuse(name, odd, "compress as .gz, .bz2, .xz or .zst")
     if not known:
-        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(SUFFIXES)}")
-    words = {path: set(re.split(r"[^a-z]+", os.path.basename(path).lower())) for path in known}
-    splits = {split: [path for path in known if words[path] & names] for split, names in SPLIT_WORDS.items()}
+        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(suffixes)}")
+    if say and len(known) < len(paths) and os.environ.get("RANK", "0") == "0":
+        other = Counter(kinds[path] or "without any" for path in set(paths) - set(known))
+        told = ", ".join(f"{kind} {count:,}" for kind, count in sorted(other.items()))
+        print(f"{printable(name)}: {len(known):,} files are read, others are not: {told}", flush=True)
+    own = {path: _split_words(path) for path in known}
+    splits = {split: [path for path in known if split in own[path]] for split in SPLIT_WORDS}
     if len(known) == 1 or not splits["train"]:
         splits = {"train": known}
-    astray = [path for path in known if sum(path in found for found in splits.values()) != 1]
-    _refuse(name, astray, "in no split or in two, where other names hold the word train; rename, or name the "
-                          "wanted files by a glob")
+    else:
+        astray = [path for path in known if len(own[path]) != 1]
+        _refuse(name, astray, "in no split or in two, where other names hold the word train; rename, or name "
+                "the wanted files by a glob")
     return {split: [files.unstrip_protocol(path) for path in paths] for split, paths in splits.items()}
+
+
+def _split_words(path: str) -> list[str]:
+    """The splits that a file's name tells of; that of token files may be told by their folder."""
+    for name in os.path.basename(path), os.path.basename(os.path.dirname(path)):
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        found = [split for split, names in SPLIT_WORDS.items() if words & names]
+        if found or suffix(path) in SUFFIXES:
+            return found
+    return []
 
 
 def _refuse(name: str, paths: list[str], why: str) -> None:
@@ -106,11 +146,10 @@ def _refuse(name: str, paths: list[str], why: str) -> None:
         raise ValueError(f"dataset_name {name!r}: {some}: {why}")
 
 
-def _file_state(url) -> tuple:
-    """What changes when a file does."""
-    files, path = fsspec.core.url_to_fs(url)
-    info = files.info(path)
-    return printable(url), *(str(info.get(key)) for key in ("size", *TAGS))
+def states(urls: list[str]) -> list[tuple]:
+    """What changes when one of the files does."""
+    found = [(url, files.info(path)) for url in urls for files, path in [fsspec.core.url_to_fs(url)]]
+    return [(printable(url), *(str(info.get(key)) for key in ("size", *TAGS))) for url, info in found]
 
 
 def _file_rows(urls) -> Iterator[dict]:
@@ -120,13 +159,25 @@ def _file_rows(urls) -> Iterator[dict]:
 
         readers |= {".parquet": parquet_documents, ".arrow": arrow_documents}
     for url in urls:
-        with fsspec.open(url, "rb", compression=infer_compression(_bare(url))) as file:
+        with fsspec.open(url, "rb") as file:
             try:
-                yield from readers[suffix(url)](file)
+                yield from readers[suffix(url)](_unpacked(url, file))
             except Exception as error:  # the readers' libraries have many kinds
                 if is_transient(error) or getattr(error, "errno", None) or isinstance(error, MemoryError):
                     raise  # the way to the file, not what it holds
                 raise ValueError(f"{url} is damaged ({error}); repair it or take it out") from error
+
+
+def _unpacked(url: str, file):
+    """What the file holds that its name, or else its first bytes, tell to be compressed."""
+    file = io.BufferedReader(file)
+    told = (kind for first, kind in PACKED.items() if file.peek(8).startswith(first))
+    kind = infer_compression(_bare(url)) or next(told, None)
+    if kind == "zstd":  # fsspec's reader may end after the first of several frames, or where it is cut
+        import pyarrow as pa  # not at the top: 30 MB
+
+        return pa.input_stream(file, compression="zstd")
+    return compr[kind](file, mode="rb") if kind else file
 
 
 def decode(data: bytes) -> str | None:

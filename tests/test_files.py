@@ -1,0 +1,155 @@
+"""Files as people have them: each is read, or named in one line and counted, in bounded memory."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from data.filters import Accounting, clean_documents
+from data.sources.corpus import Source, load_corpus
+from tests.runs import PROJECT
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+TABLE = pa.table({"text": [f"text {i} " + os.urandom(50).hex() for i in range(2000)]})
+BOM = b"\xef\xbb\xbf"
+
+
+def packed(ending: str, data: bytes) -> bytes:
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
+                ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
+    return compress[ending](data)
+
+
+def parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(TABLE, sink)
+    return sink.getvalue().to_pybytes()
+
+
+def noise(n: int) -> bytes:
+    return random.Random(0).randbytes(n)
+
+
+# a folder's files -> the texts that are read of it and how many were no text, or what its one line says
+CASES = {
+    "BOM": ({"a.jsonl": BOM + LINES, "b.csv": BOM + b"text\nthree\n", "c.txt": BOM + b"four"},
+            ["one", "two", "three", "four"], 0),
+    "CRLF": ({"a.jsonl": LINES.replace(b"\n", b"\r\n"), "b.csv": b"id,text\r\n1,three\r\n"},
+             ["one", "two", "three"], 0),
+    "CRLF, WikiText": ({"a.txt": b" = A = \r\n \r\n x \r\n \r\n = B = \r\n \r\n y \r\n"},
+                       [" = A = \r\n \r\n x \r\n \r\n", " = B = \r\n \r\n y \r\n"], 0),
+    "UTF-16": ({"a.jsonl": LINES, "b.jsonl": LINES.decode().encode("utf-16"), "c.txt": "x".encode("utf-16")},
+               ["one", "two"], 3),
+    "empty lines": ({"a.jsonl": b"\n" + LINES + b"\n\n"}, ["one", "two"], 3),
+    "empty files": ({"a.jsonl": LINES, "b.jsonl": b"", "c.txt": b"", "d.csv": b"",
+                     "e.jsonl.gz": packed(".gz", b"")}, ["one", "two"], 0),
+    "half a last line": ({"a.jsonl": LINES + b'{"text": "thr'}, ["one", "two"], 1),
+    "no last line end": ({"a.jsonl": LINES[:-1]}, ["one", "two"], 0),
+    "a text that is binary": ({"a.jsonl": LINES, "b.txt": noise(1000), "c.jsonl": b"\0\xff" * 50},
+                              ["one", "two"], 2),
+    "nested": ({"a/b/c/x.jsonl": LINES, "a/y.jsonl": b'{"text": "three"}'}, ["one", "two", "three"], 0),
+    **{f"{ending} without saying so": ({"a.jsonl": packed(ending, LINES)}, ["one", "two"], 0)
+       for ending in (".gz", ".bz2", ".xz", ".zst")},
+    "zst": ({"a.jsonl.zst": packed(".zst", LINES), "b.txt.zst": packed(".zst", b"three"),
+             "c.csv.zst": packed(".zst", b"text\nfour\n")}, ["one", "two", "three", "four"], 0),
+    "zst of two parts": ({"a.jsonl.zst": packed(".zst", LINES[:16]) + packed(".zst", LINES[16:])},
+                         ["one", "two"], 0),
+    **{f"cut {ending}": ({f"a.jsonl{ending}": packed(ending, LINES + noise(9999))[:5000]},
+                         rf"a.jsonl\{ending} is damaged .*; repair it or", 0)
+       for ending in (".gz", ".bz2", ".xz", ".zst")},
+    "found late": ({"a.jsonl": LINES * 200, "b.jsonl.zst": packed(".zst", noise(9999))[:5000]},
+                   "b.jsonl.zst is damaged .*; repair it or take it out", 0),
+    "cut parquet": ({"a.parquet": parquet()[:-20]}, "a.parquet is damaged", 0),
+    "parquet, a piece gone": ({"a.parquet": parquet()[:9000] + parquet()[9100:]}, "a.parquet is damaged", 0),
+    "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet is damaged", 0),
+    "an archive": ({"a.jsonl": LINES, "b.jsonl.zip": b"PK"}, "b.jsonl.zip: compress as", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_read_or_named_and_counted(case, tmp_path):
+    files, expected, unreadable = CASES[case]
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    counts = Accounting()
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=rf"\A[^\n]*{expected}[^\n]*\Z"):
+            list(clean_documents(load_corpus(Source(str(tmp_path))), counts))
+        return
+    corpus = load_corpus(Source(str(tmp_path)))
+    assert [document["text"] for document in clean_documents(corpus, counts)] == expected
+    assert counts.unreadable == unreadable
+    assert counts.read == len(expected) + unreadable + counts.empty + counts.duplicate
+
+
+def test_other_types_are_counted_in_one_line(tmp_path, capsys):
+    for name in ("a.jsonl", "b.jsonl", "card.md", "train.bin", "x.pkl", "y.pkl", "LICENSE"):
+        (tmp_path / name).write_bytes(LINES)
+    load_corpus(Source(str(tmp_path)))
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: 2 files are read, others are not: .bin 1, .md 1, .pkl 2, without any 1\n")
+
+
+def test_links_are_followed_once_and_one_to_nothing_is_named(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    (inside / "z").mkdir(parents=True)
+    outside.mkdir()
+    (inside / "z" / "a.jsonl").write_bytes(b'{"text": "one"}')
+    (outside / "b.jsonl").write_bytes(b'{"text": "two"}')
+    (outside / "c.jsonl").write_bytes(b'{"text": "three"}')
+    (inside / "linked").symlink_to("../outside")
+    (inside / "again").symlink_to("z")
+    (inside / "z" / "loop").symlink_to("..")
+    (outside / "loop").symlink_to("../inside/linked")
+    (inside / "file.jsonl").symlink_to("z/a.jsonl")
+    found = [document["text"] for document in load_corpus(Source(str(inside)))]
+    assert found == ["one", "two", "three", "one"], "by name: file, linked, z"
+    (inside / "nothing.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(ValueError, match="^[^\n]*inside' cannot be read: .*nothing.jsonl[^\n]*$"):
+        load_corpus(Source(str(inside)))
+
+
+READ = """
+import re, sys
+from data.filters import Accounting, clean_documents
+from data.sources.corpus import Source, load_corpus
+def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 2**10
+before = peak()
+counts = Accounting()
+for document in clean_documents(load_corpus(Source(sys.argv[1])), counts): pass
+print(counts.kept, counts.unreadable, peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux")
+@pytest.mark.parametrize("what, most", [("lines", 350), ("text", 250), ("many", 60), ("binary", 60)])
+def test_memory_is_bounded(tmp_path, what, most):
+    """Peak MiB beyond the imports: of lines and texts of 50 MB, 10,000 small files, 50 MB of no text."""
+    if what == "lines":
+        with open(tmp_path / "a.jsonl", "w") as file:
+            for number in range(4):
+                file.write(json.dumps({"text": f"{number} word " * 6_000_000}) + "\n")
+    if what == "text":
+        (tmp_path / "a.txt").write_text("word and " * 5_600_000)
+    if what == "binary":
+        (tmp_path / "a.txt").write_bytes(noise(50_000_000))
+        (tmp_path / "b.jsonl").write_bytes(LINES)
+    for number in range(10_000 if what == "many" else 0):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": f"text {number} " * 20}))
+    done = subprocess.run([sys.executable, "-c", READ, tmp_path], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kept, unreadable, peak = done.stdout.split()
+    print(what, done.stdout)
+    assert int(kept) == {"lines": 4, "text": 1, "many": 10_000, "binary": 2}[what]
+    assert float(peak) < most
+    assert (int(unreadable) > 0) == (what == "binary")
