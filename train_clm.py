@@ -66,6 +66,7 @@ class TrainArgs:
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row
+    fim_rate: float = 0.0  # share of the documents that teach to fill in the middle; 0: off
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
@@ -151,6 +152,8 @@ PRESETS = {
 def check_args(args: TrainArgs) -> list[str]:
     """Every problem that can be seen in the settings alone, a line each."""
     problems = common_problems(args)
+    if not 0 <= args.fim_rate <= 1:
+        problems.append(f"fim_rate: must be 0 (off) to 1, is {args.fim_rate}.")
     if args.block_size == 1:
         problems.append("block_size: must be at least 2, a row of one token has nothing to predict.")
     return problems

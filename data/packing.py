@@ -14,7 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +43,10 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def tokenize_texts(texts: Iterable, tokenizer, fim=None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (tokens [k], ends [d]) in the order of texts: token ids with EOS after each document, in
     `token_dtype`, and int64 offsets in `tokens` just after those EOS. A long document spans several yields.
+    A text may be the pieces that `fim` (FillInMiddle) has made of it.
 
     Special tokens written out in a text are text, as with nanoGPT's encode_ordinary: a document that
     mentions <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded
@@ -58,11 +59,21 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, to be set up for whole texts
     backend.no_truncation()
     backend.no_padding()
-    backend.encode_special_tokens = True
+    backends = [backend, *([fim.inside(backend)] if fim else [])]
+    for each in backends:
+        each.encode_special_tokens = True
 
-    def convert(batch, lasts):
+    def encode(pieces, places):
+        found = []
+        for inside, each in enumerate(backends):
+            chosen = [piece for piece, place in zip(pieces, places, strict=True) if place[1] == inside]
+            found.append(iter(each.encode_batch_fast(chosen, add_special_tokens=False)))
+        return [next(found[inside]) for _, inside, _ in places]
+
+    def convert(batch, places):
         tokens, ends = [], []
-        for encoding, last in zip(batch.result(), lasts, strict=True):
+        for encoding, (before, _, last) in zip(batch.result(), places, strict=True):
+            tokens += before
             tokens += encoding.ids
             if last:
                 tokens.append(eos)
@@ -72,16 +83,15 @@ def tokenize_texts(texts: Iterable[str], tokenizer) -> Iterator[tuple[np.ndarray
 
     running = deque()
     with ThreadPoolExecutor(1) as encoder:
-        for pieces, lasts in _batches(texts):
-            batch = encoder.submit(backend.encode_batch_fast, pieces, add_special_tokens=False)
-            running.append((batch, lasts))
+        for pieces, places in _batches(texts):
+            running.append((encoder.submit(encode, pieces, places), places))
             if len(running) == 2:
                 yield convert(*running.popleft())
-        for batch, lasts in running:
-            yield convert(batch, lasts)
+        for batch, places in running:
+            yield convert(batch, places)
 
 
-def tokenize_documents(documents: Iterable[tuple], tokenizer) -> Iterator[tuple]:
+def tokenize_documents(documents: Iterable[tuple], tokenizer, fim=None) -> Iterator[tuple]:
     """(text, note) of each document -> (its tokens, EOS included, note); see `tokenize_texts`."""
     notes, parts = deque(), []  # of the documents read ahead; of one that goes on in the next batch
 
@@ -90,7 +100,7 @@ def tokenize_documents(documents: Iterable[tuple], tokenizer) -> Iterator[tuple]
             notes.append(note)
             yield text
 
-    for tokens, ends in tokenize_texts(texts(), tokenizer):
+    for tokens, ends in tokenize_texts(texts(), tokenizer, fim):
         start = 0
         for end in ends.tolist():
             yield np.concatenate([*parts, tokens[start:end]]) if parts else tokens[start:end], notes.popleft()
@@ -99,20 +109,22 @@ def tokenize_documents(documents: Iterable[tuple], tokenizer) -> Iterator[tuple]
             parts.append(tokens[start:])
 
 
-def _batches(texts) -> Iterator[tuple[list[str], list[bool]]]:
-    """Pieces of documents, about BATCH_CHARACTERS at a time, and whether each is the last of its document."""
-    pieces, lasts, size = [], [], 0
+def _batches(texts) -> Iterator[tuple[list[str], list[list]]]:
+    """Pieces of documents, about BATCH_CHARACTERS at a time, and of each: the ids before it, whether it
+    begins inside its document, whether it is its last."""
+    pieces, places, size = [], [], 0
     for text in texts:
-        for piece in split_text(text):
-            if size >= BATCH_CHARACTERS:
-                yield pieces, lasts
-                pieces, lasts, size = [], [], 0
-            pieces.append(piece)
-            lasts.append(False)
-            size += len(piece)
-        lasts[-1] = True
+        for before, part, inside in [([], text, False)] if isinstance(text, str) else text:
+            for piece in split_text(part):
+                if size >= BATCH_CHARACTERS:
+                    yield pieces, places
+                    pieces, places, size = [], [], 0
+                pieces.append(piece)
+                places.append([before, inside, False])
+                before, size = [], size + len(piece)
+        places[-1][2] = True
     if pieces:
-        yield pieces, lasts
+        yield pieces, places
 
 
 class PackedRows(torch.utils.data.Dataset):
@@ -166,19 +178,23 @@ class PreparedRows:
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                  eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                 progress=True) -> PreparedRows:
+                 progress=True, fim=None) -> PreparedRows:
     """Rows for training and evaluation, from the cache where the same were prepared before (`build_once`).
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents; of few
     documents more are held out, until they fill a row. With neither (None) all is for training. Documents
-    of eval_corpus and also_evaluated are not trained on. Raises ValueError where a split gets no row."""
+    of eval_corpus and also_evaluated are not trained on. Raises ValueError where a split gets no row.
+
+    fim (FillInMiddle): of training documents. What is evaluated on stays plain, and comes once more in the
+    split "fim", every document cut, which compares runs of different rates."""
     hold_out = eval_corpus is None and validation_fraction is not None
     names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
+    names += ("fim",) * (fim is not None and len(names) > 1)
     settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {
         "validation": [validation_fraction, seed] if hold_out else None,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "block_size": block_size,
-    }
+    } | ({"fim": [fim.rate, fim.seed]} if fim else {})
 
     def write(folder: Path) -> dict[str, dict]:
         fraction = validation_fraction if hold_out else 0
@@ -186,10 +202,13 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
             if eval_corpus is not None:
                 documents = split_documents(eval_corpus, splits["validation"], None, progress=progress)
-                _pack(documents, tokenizer, splits["validation"])
+                _pack(documents, tokenizer, splits, "validation", fim)
             documents = split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
                                         progress, (eval_corpus, *also_evaluated))
-            _pack(documents, tokenizer, splits["train"])
+            _pack(documents, tokenizer, splits, "train", fim)
+            if "fim" in splits:
+                counts = splits["validation"].counts
+                splits["fim"].counts = replace(counts, tokens=splits["fim"].counts.tokens)
             for split in splits.values():
                 split.close()
             train = splits["train"].counts
@@ -287,12 +306,21 @@ def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0,
             yield text, split
 
 
-def _pack(documents, tokenizer, split):
-    """One pass over (text, split): the tokens of each go there. `split` keeps the time."""
+def _pack(documents, tokenizer, splits, name, fim):
+    """One pass over (text, split): the tokens of each go there, as `fim` orders them. Split `name` keeps the
+    time."""
     started = time.monotonic()
-    for ids, into in tokenize_documents(documents, tokenizer):
+
+    def ordered():
+        for text, into in documents:
+            plain = fim is None or into is not splits["train"]
+            yield text if plain else fim(text), into
+            if fim and plain:
+                yield replace(fim, rate=1.0)(text), splits["fim"]
+
+    for ids, into in tokenize_documents(ordered(), tokenizer, fim):
         into.add(ids)
-    split.counts.seconds = round(time.monotonic() - started, 3)
+    splits[name].counts.seconds = round(time.monotonic() - started, 3)
 
 
 def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
@@ -316,13 +344,14 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
 
 
 def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
-                      max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True):
+                      max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True,
+                      fim: bool = False):
     """`train_tokenizer` on `sampled` texts of the corpus, or the same one from the cache."""
     settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, corpus.keywords,
-                vocab_size, algorithm, model_type, max_bytes, seed]
+                vocab_size, algorithm, model_type, max_bytes, seed, *(["fim"] if fim else [])]
 
     def build(folder):
         texts, _ = sampled(corpus, max_bytes, seed=seed, progress=progress)
-        train_tokenizer(texts, algorithm, vocab_size, model_type).save_pretrained(folder)
+        train_tokenizer(texts, algorithm, vocab_size, model_type, fim=fim).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))

@@ -22,6 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from data.filters import Accounting
+from data.fim import fill_in_middle
 from data.packing import token_dtype, tokenizer_fingerprint
 from data.records import Records
 from data.shard_writers import write_text_shards, write_token_shards
@@ -41,7 +42,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--block_size", type=int, default=1024, help="tokens per row (default: 1024)")
     add("--validation_fraction", type=float, default=0.005,
         help="of the documents, where the source has no validation split (default: 0.005; 0: none)")
-    add("--seed", type=int, default=0, help="chooses the validation documents (default: 0)")
+    add("--seed", type=int, default=0, help="chooses validation documents, and cuts (default: 0)")
+    add("--fim_rate", type=float, default=0.0, help="share of the documents to fill in (default: 0)")
     add("--shard_mb", type=float, default=64, help="before compression (default: 64; hf://: better more)")
     add("--text_only", action="store_true", help="stop after the filter: text shards, all columns")
     return parser.parse_args(argv)
@@ -52,6 +54,8 @@ def check_args(args: argparse.Namespace) -> None:
     problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0)
     if not args.text_only and not args.tokenizer_name:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one, or --text_only")
+    if not 0 <= args.fim_rate <= 1 - args.text_only:
+        problems.append(f"fim_rate: must be 0 (off) to 1, and 0 with text_only, is {args.fim_rate}.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
@@ -67,6 +71,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     source = source_of(args, streaming=True)
     corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
     tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
+    fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
     settings = settings_of(args, corpora, tokenizer)
     manifest = finished_manifest(folder, settings)
     if manifest:
@@ -102,6 +107,8 @@ def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer)
     if tokenizer:
         settings["tokenizer"] = tokenizer_fingerprint(tokenizer)
         settings |= {name: getattr(args, name) for name in ("block_size", "validation_fraction", "seed")}
+        if args.fim_rate:
+            settings["fim_rate"] = args.fim_rate
     return settings
 
 

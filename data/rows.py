@@ -22,6 +22,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
 from data.cache import RowFile, build_once, is_whole
+from data.fim import fill_in_middle
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
 from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
@@ -47,6 +48,7 @@ class Recipe:
     algorithm: str = "bpe"
     model_type: str = "gpt2"
     block_size: int = 128
+    fim_rate: float = 0.0  # fill-in-the-middle: share of the documents
     special: int = 0  # tokens that collate adds to a row: rows hold so many fewer than block_size
     next_sentence: bool = False  # rows are sentence pairs
     pair_label_is_next: int = 0  # of prepared ones: the label that means B follows A
@@ -114,6 +116,11 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
     if tokenizer_name:
         sources.tokenizer = _attempt(problems, load_tokenizer, tokenizer_name)
+    if recipe.fim_rate and sources.shards:
+        problems.append("fim_rate: rows of shards are as they were made; leave it out, and give it to "
+                        "`python -m data.prepare`.")
+    elif recipe.fim_rate and sources.tokenizer:
+        _attempt(problems, fill_in_middle, recipe.fim_rate, recipe.seed, sources.tokenizer)
     shards = dict.fromkeys(url for url in [sources.shards, *sources.evals.values()] if isinstance(url, str))
     for url in () if recipe.next_sentence else shards:
         if recipe.special and (made := check_shards(url)["block_size"]) != recipe.row_size:
@@ -182,30 +189,38 @@ def prepare(sources: Sources, accelerator) -> "Data":
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
-                                      algorithm=recipe.algorithm, model_type=recipe.model_type)
+                                      algorithm=recipe.algorithm, model_type=recipe.model_type,
+                                      fim=recipe.fim_rate > 0)
+    fim = fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer)
     pairs = functools.partial(prepare_pairs, label_is_next=recipe.pair_label_is_next)
     make = functools.partial(pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
                              block_size=row_size, seed=recipe.seed, cache_dir=cache_dir)
     stream = functools.partial(TextSource, tokenizer=tokenizer, block_size=row_size,
                                validation_fraction=0.0 if opened else recipe.validation_fraction,
                                validation_seed=recipe.seed)
+    first = next((name for name, found in opened.items() if isinstance(found, Corpus)), "")
+    fim_name = f"{first}-fim".removeprefix("-")  # its documents once more, every one cut
     if sources.shards:
         train = (ShardSource(sources.shards) if recipe.streaming
                  else open_shards(sources.shards, "train", cache_dir=cache_dir))
     elif recipe.streaming:
-        train = stream(sources.train)
+        train = stream(sources.train, fim=fim)
+        split = {"split": "train" if opened else "validation", "shuffle_rows": 0}
         if not opened:
-            evals[""] = _set_aside(recipe, stream(sources.train, split="validation", shuffle_rows=0))
+            evals[""] = _set_aside(recipe, stream(sources.train, **split))
+        if fim and (held_out := opened.get(first) if opened else sources.train):
+            evals[fim_name] = _set_aside(recipe, stream(held_out, fim=replace(fim, rate=1.0), **split))
     else:
-        first = next((name for name, found in opened.items() if isinstance(found, Corpus)), "")
         together = opened.pop(first) if isinstance(opened.get(first), Corpus) else None
         others = tuple(found for found in opened.values() if isinstance(found, Corpus))
         made = make(sources.train, eval_corpus=together,
                     validation_fraction=None if sources.evals else recipe.validation_fraction,
-                    also_evaluated=others)
+                    also_evaluated=others, **({"fim": fim} if fim else {}))
         train = made.train
         if made.eval:
             evals[first] = made.eval
+        if fim and made.eval:
+            evals[fim_name] = made.splits["fim"]
     if recipe.eval_dataset_name and (sources.shards or recipe.streaming):
         accelerator.print(f"data       {printable(recipe.dataset_name)} is trained on as it is, with what of "
                           "it is evaluated on, too; rows prepared from text leave such documents out")
@@ -219,7 +234,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
         else:
             evals[name] = make(found, validation_fraction=None).train
     _await_all(accelerator.num_processes)
-    return Data(recipe, accelerator, tokenizer, train, {name: evals[name] for name in sources.evals or evals})
+    evals = {name: evals[name] for name in [*sources.evals, *evals]}
+    return Data(recipe, accelerator, tokenizer, train, evals)
 
 
 def _await_all(processes: int) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.filters import Accounting, clean_documents, in_validation, show_progress
+from data.fim import fill_in_middle
 from data.packing import token_dtype, tokenize_documents
 from data.records import SPLITS, Records
 from data.shards import write_shard
@@ -46,6 +47,7 @@ def _timed(documents: Iterator[dict], counts: Accounting) -> Iterator[dict]:
 def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, settings: dict) -> None:
     dtype, T = token_dtype(tokenizer), settings["block_size"]
     validation = settings["seed"], 0 if "validation" in corpora else settings["validation_fraction"]
+    fim = fill_in_middle(settings.get("fim_rate", 0), settings["seed"], tokenizer)
     rows = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
     # Tokens of a shard. Validation's is smaller, so that its waiting rows stay a small part of each record.
     full = dict.fromkeys(SPLITS, max(1, rows // 8) * T) | {"train": rows * T}
@@ -56,7 +58,8 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
         for document in found:
             text = document[corpus.text_column]
             split = SPLITS[in_validation(text, *validation)] if name == "train" else name
-            yield text, (split, len(text.encode()), replace(counts))
+            note = split, len(text.encode()), replace(counts)
+            yield fim(text) if fim and split == "train" else text, note
 
     def write(split: str, unit: int) -> None:
         """The multiple of `unit` tokens that waits, as shards."""
@@ -70,7 +73,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
 
     for name, corpus, counts, found in clean_splits(corpora, records):
         noted_documents = noted(name, corpus, counts, found)
-        for ids, (split, size, so_far) in tokenize_documents(noted_documents, tokenizer):
+        for ids, (split, size, so_far) in tokenize_documents(noted_documents, tokenizer, fim):
             waiting[split].append(ids)
             held = records.held[split]
             held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)

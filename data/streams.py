@@ -101,12 +101,12 @@ class TextSource:
     n_rows = None  # only the end of the corpus tells
 
     def __init__(self, corpus, tokenizer, *, block_size: int, validation_fraction: float = 0.0,
-                 validation_seed: int = 0, split: str = "train", shuffle_rows: int = 8192):
+                 validation_seed: int = 0, split: str = "train", shuffle_rows: int = 8192, fim=None):
         self.corpus, self.tokenizer, self.block_size = corpus, tokenizer, block_size
         self.validation, self.split = (validation_seed, validation_fraction), split
-        self.shuffle_rows = shuffle_rows
+        self.shuffle_rows, self.fim = shuffle_rows, fim
         content = [corpus.fingerprint, corpus.text_column, tokenizer_fingerprint(tokenizer), block_size,
-                   corpus.keywords, self.validation, split, shuffle_rows]
+                   corpus.keywords, self.validation, split, shuffle_rows, *([fim] if fim else [])]
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
@@ -137,11 +137,11 @@ class TextSource:
                 text, number = found[self.corpus.text_column], counts.read - 1
                 held_out = in_validation(text, *self.validation)
                 if number >= document and held_out == (self.split == "validation"):
-                    yield text, number
+                    yield self.fim(text) if self.fim else text, number
 
         T, full = self.block_size, size * self.block_size
         held, arrived = deque(), 0  # (document, tokens delivered of it, tokens that wait), and how many wait
-        for ids, number in tokenize_documents(documents(), self.tokenizer):
+        for ids, number in tokenize_documents(documents(), self.tokenizer, self.fim):
             held.append((number, offset, ids[offset:]))
             arrived, offset = arrived + len(ids) - offset, 0
             if arrived < full:

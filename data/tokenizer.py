@@ -26,6 +26,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from data.filters import Accounting, clean_documents, show_progress
+from data.fim import NAMES as FIM_NAMES
 from data.sources.corpus import add_source_flags, check_numbers, load_corpus, source_of
 from data.sources.storage import FIRST_CONTACT, bound_waiting, explained, printable, with_retries
 
@@ -67,12 +68,12 @@ def id_count(tokenizer) -> int:
 
 
 def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str,
-                    progress=False) -> PreTrainedTokenizerFast:
+                    progress=False, fim: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer trained on texts, with the special tokens of the model's family.
 
     bpe: byte-level, GPT-2's, round-trips any text. unigram: as in transformers' Keras TPU example, mask token
     [MASK] included; the end of a line is no part of a word. wordpiece: BERT's, cased. A warning names the
-    size reached where it is not vocab_size. Raises ValueError."""
+    size reached where it is not vocab_size. fim: with the tokens of data/fim.py. Raises ValueError."""
     if algorithm not in USUAL_ALGORITHM:
         raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_ALGORITHM)}")
     if model_type not in CONFIG_MAPPING:
@@ -85,7 +86,10 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     if algorithm != "wordpiece" and "mask_token" in special:
         # A word begins with its space there: the mask of a whole word takes the space before it too.
         special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
-    names = {str(token): token for token in special.values()}
+    if fim:
+        special["extra_special_tokens"] = list(FIM_NAMES[0])
+    names = {str(token): token for value in special.values()
+             for token in (value if isinstance(value, list) else [value])}
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
@@ -267,6 +271,7 @@ def main(arguments=None):
     add("--vocab_size", type=int, default=32_000, help="tokens, special ones included")
     add("--model_type", help="decides the special tokens; without it gpt2, roberta or bert, by algorithm")
     add_source_flags(add)
+    add("--fim", action="store_true", help="with the special tokens to fill in the middle")
     add("--streaming", action="store_true", help="read a Hub data set while it downloads")
     add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on, a fair sample")
     add("--max_documents", type=int, default=0, help="to train on, 0 = no bound")
@@ -293,7 +298,7 @@ def main(arguments=None):
           f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); "
           f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
-    tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, progress=terminal)
+    tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal, args.fim)
     with explained(f"output_dir {args.output_dir}", "written", Exception):  # tokenizers raises no other
         saved = tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")

@@ -1,0 +1,76 @@
+"""Fill-in-the-middle (Bavarian et al., 2022, arXiv 2207.14255): documents in an order in which a causal model
+learns to write what belongs between two texts.
+
+    fim = fill_in_middle(0.5, seed, tokenizer)
+    fim(text)      # the text itself, or its pieces for tokenize_texts
+
+A document is cut at two characters into prefix, middle and suffix, and written in one of two orders:
+
+    PSM   <PRE> prefix <SUF> suffix <MID> middle EOS
+    SPM   <PRE> <SUF> suffix <MID> prefix middle EOS     (the paper's variant 2, StarCoder's and Code Llama's)
+"""
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+# <PRE>, <SUF> and <MID> as the tokenizers of code models call them.
+NAMES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, and those trained here
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+)
+NO_LEAD = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}  # of tokenizer.json
+
+
+@dataclass(frozen=True)
+class FillInMiddle:
+    """Which documents are cut, where and in which order: a function of (seed, text) alone."""
+
+    rate: float  # the probability of a document
+    seed: int
+    tokens: tuple[str, str, str]  # <PRE>, <SUF>, <MID>
+    ids: tuple[int, int, int]
+
+    def __call__(self, text: str) -> str | list[tuple[list[int], str, bool]]:
+        """The text, or pieces (ids before it, text, whether it begins inside the document). Each is tokenized
+        by itself, as what stands before and after a cursor is when the model is asked to fill in."""
+        key = f"fim {self.seed}".encode()
+        digest = hashlib.blake2b(text.encode(), digest_size=32, key=key).digest()
+        chosen, order, *places = struct.unpack("<4Q", digest)  # four uniform numbers below 2**64
+        if chosen >= self.rate * 2**64:
+            return text
+        start, end = sorted(place * (len(text) + 1) >> 64 for place in places)
+        prefix, middle, suffix = text[:start], text[start:end], text[end:]
+        pre, suf, mid = self.ids
+        if order % 2:
+            return [([pre], prefix, False), ([suf], suffix, True), ([mid], middle, True)]
+        return [([pre, suf], suffix, True), ([mid], prefix, False), ([], middle, True)]
+
+    def inside(self, backend: Tokenizer) -> Tokenizer:
+        """For pieces that begin inside a document: no space comes before them. Its tokens become special in
+        both, which they are not in every tokenizer: a document that mentions them holds text."""
+        backend.add_special_tokens(list(self.tokens))
+        made = json.loads(backend.to_str())
+        for part in ("normalizer", "pre_tokenizer"):
+            made[part] = json.loads(json.dumps(made[part]), object_hook=lambda found: {
+                name: NO_LEAD.get(name, value) for name, value in found.items()})
+        return Tokenizer.from_str(json.dumps(made))
+
+
+def fill_in_middle(rate: float, seed: int, tokenizer) -> FillInMiddle | None:
+    """None where the rate is 0. ValueError where the tokenizer has no tokens for it."""
+    known = tokenizer.get_vocab() if rate else {}
+    for names in NAMES:
+        if {*names} <= known.keys():
+            return FillInMiddle(rate, seed, names, tuple(known[name] for name in names))
+    if rate:
+        raise ValueError(
+            f"fim_rate: the tokenizer {tokenizer.name_or_path!r} has no tokens for it. Leave tokenizer_name "
+            f"empty to train one, or tokenizer.add_tokens({list(NAMES[0])}, special_tokens=True), "
+            "tokenizer.save_pretrained(folder), and --tokenizer_name folder")
