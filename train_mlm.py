@@ -118,7 +118,8 @@ class TrainArgs:
     push_to_hub: bool = False  # publish each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
     hub_private_repo: bool = False  # seen by its owner alone
-    push_checkpoints: bool = False  # publish the training state too, to continue on another machine
+    checkpoint_url: str | None = None  # keep checkpoints there, too: s3://..., hf://user/name; none: off
+    push_checkpoints: bool = False  # the same as checkpoint_url hf://hub_model_id
     hub_timeout: float = 600.0  # seconds to wait for the last push
 
 

@@ -99,6 +99,10 @@ CLM | --model_name_or_path ../no                        | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
 CLM | --push_checkpoints true                           | push_checkpoints: needs push_to_hub
+CLM | --push_checkpoints true --push_to_hub true --checkpoint_url bucket/run | checkpoint_url: no URL && leave one of both out
+CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | checkpoint_url nosuch://bucket/x: ValueError: Protocol not known
+CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | checkpoint_url s3://***@bucket/it: && credentials are no part
+CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no: && check the address
 TOKENIZER | --output_dir words --push_to_hub --dataset_name ../corpus.jsonl | push_to_hub: found no Hub token
 # resume
 CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now

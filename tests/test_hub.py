@@ -26,7 +26,9 @@ from pathlib import Path
 from utils.publishing import hub_client
 from utils.publishing.fetch import fetch_checkpoint
 from utils.publishing.hub_client import check_hub
-from utils.publishing.push import HubPusher
+from utils.publishing.push import Pusher
+from utils.publishing.stores import HubBranch
+from utils.state.files import seal, write_file
 
 out = Path(sys.argv[1])
 out.mkdir(exist_ok=True)
@@ -132,7 +134,7 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
     Program(both, tmp_path, """
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-    pusher = HubPusher(check_hub("model", private=True), out)
+    pusher = Pusher(check_hub("model", private=True), out)
     saved = {}
     for step in (1, 2, 3):
         torch.manual_seed(step)
@@ -168,7 +170,7 @@ def test_newer_snapshots_replace_those_that_wait(both, tmp_path):
     """On a slow network, with files rewritten all the time: whole revisions in order, the last among them."""
     both.faults.append(Fault(UPLOAD, "slow", rate=40_000, times=ALWAYS))
     states = Program(both, tmp_path, """
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     for step in range(1, 13):
         save(step)
         pusher.push(step)
@@ -197,7 +199,7 @@ PASSING = {
 def test_passing_troubles_lose_nothing(both, tmp_path):
     """One trouble per push: each revision stays whole and arrives, after the wait that is asked for."""
     program = Program(both, tmp_path, f"""
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     for step in range(1, 1 + {len(PASSING)}):
         input()
         save(step)
@@ -225,7 +227,7 @@ def test_a_wait_that_cannot_be_asked_for_is_not_waited(hub, tmp_path):
     program = Program(hub, tmp_path, f"""
     for step in range(1, 1 + {len(NO_WAIT)}):
         input()
-        pusher = HubPusher(check_hub("ada/model"), out)
+        pusher = Pusher(check_hub("ada/model"), out)
         save(step)
         pusher.push(step)
         while not pusher.thread.ident or not pusher.poll():
@@ -288,7 +290,7 @@ def test_no_answer_ends_before_any_work(hub, tmp_path, how):
 def test_token_revoked_during_training(both, tmp_path):
     """Said once; training goes on; nothing is lost: the printed command works with a good token."""
     program = Program(both, tmp_path, """
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     for step in (1, 2, 3):
         save(step)
         pusher.push(step)
@@ -312,7 +314,7 @@ def test_token_revoked_during_training(both, tmp_path):
 def test_server_lost_before_the_last_push(both, tmp_path, how):
     """The wait is bounded, the exit not held up; files are kept, and the printed command works later."""
     program = Program(both, tmp_path, """
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     save(1)
     pusher.push(1)
     tell(wait(pusher, "done"))
@@ -340,7 +342,7 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
 def test_killed_during_a_push(both, tmp_path, when):
     """The same program again ends with whole revisions and the last model, and clears what was frozen."""
     code = """
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     assert not (out / ".hub").exists()
     for step in (1, 2):
         save(step)
@@ -363,7 +365,7 @@ def test_killed_during_a_push(both, tmp_path, when):
 def test_commit_quota(hub, tmp_path):
     """Beyond the quota snapshots wait and are replaced by newer ones; some commits are kept for the end."""
     Program(hub, tmp_path, """
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     pusher.commits_per_hour = 2
     for step in (1, 2, 3, 4, 5):
         save(step)
@@ -378,7 +380,7 @@ def test_commit_quota(hub, tmp_path):
 def test_a_full_disk_does_not_end_training(hub, tmp_path):
     Program(hub, tmp_path, """
     import resource
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     save(1)
     (out / "large.json").write_bytes(b"x" * 100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -397,7 +399,7 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
 def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
     """One file where there were shards: no revision holds both."""
     Program(hub, tmp_path, """
-    pusher = HubPusher(check_hub("ada/model"), out)
+    pusher = Pusher(check_hub("ada/model"), out)
     for i in (1, 2):
         (out / f"model-0000{i}-of-00002.safetensors").write_bytes(b"half")
     (out / "model.safetensors.index.json").write_text("{}")
@@ -417,10 +419,9 @@ def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
 def test_training_state_comes_back_on_another_machine(both, tmp_path):
     """Byte for byte; the branch holds one state; a failed download leaves nothing that looks like a state."""
     program = Program(both, tmp_path, """
-    check_hub("ada/model")
-    assert fetch_checkpoint("ada/model", out) is None
-    pusher = HubPusher(check_hub("ada/model", push_checkpoints=True), out, push_checkpoints=True)
-    assert fetch_checkpoint("ada/model", out) is None
+    store = HubBranch("ada/model")
+    pusher = Pusher(None, out, store)
+    assert fetch_checkpoint(store, out) is None
     for name in ("step-00000005-keep", "step-7", "step-000000099"):  # copies of the user's are not published
         (out / "checkpoints" / name).mkdir(parents=True)
         (out / "checkpoints" / name / "manifest.json").touch()
@@ -428,16 +429,17 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
         folder = out / f"checkpoints/step-{step:08d}"
         (folder / "rng").mkdir(parents=True)
         pusher.poll()
-        for name in ("model.safetensors", "rng/0.pt", "manifest.json"):
-            (folder / name).write_bytes(os.urandom(5000))
+        names = "model.safetensors", "rng/0.pt"
+        seal(folder, {name: write_file(folder / name, [os.urandom(5000)]) for name in names}, step=step)
         (out / "metrics.jsonl").write_text(f"up to step {step}")
         assert wait(pusher, "done")["push_step"] == step
     assert pusher.finish(10) and pusher.poll() == []
     tell("pushed")
     input()
     new = out.with_name("new")
+    new.mkdir()
     try:
-        fetch_checkpoint("ada/model", new)
+        fetch_checkpoint(store, new)
     except ValueError as error:
         assert not list(new.glob("checkpoints/*")) and not list(new.glob(".fetch*"))
     (new / "metrics.jsonl").write_text("of a run that did not get far")
@@ -445,8 +447,8 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
     (new / "checkpoints" / "step-00000099-keep").mkdir(parents=True)
     (new / "checkpoints" / "step-00000099-keep" / "manifest.json").touch()
     input()
-    assert fetch_checkpoint("ada/model", new) == new / "checkpoints" / folder.name
-    assert fetch_checkpoint("ada/model", new) is None
+    assert fetch_checkpoint(store, new) == new / "checkpoints" / folder.name
+    assert fetch_checkpoint(store, new) is None
     for old in [*folder.rglob("*"), out / "metrics.jsonl"]:
         assert old.is_dir() or old.read_bytes() == (new / old.relative_to(out)).read_bytes()
     assert not list(new.glob(".*"))

@@ -240,7 +240,8 @@ def test_killed_during_a_push(hub, corpus, tmp_path):
 
 
 def test_a_run_goes_on_on_another_machine(hub, corpus, tmp_path):
-    """A machine dies; the same command on an empty folder ends bit-identical to an undisturbed run."""
+    """A machine dies; the same command on an empty folder ends bit-identical to an undisturbed run; a URL
+    without pushes of the model is the same place as push_checkpoints."""
     longer = {"max_train_steps": 120, "save_steps": 20, "eval_steps": 40, "logging_steps": 10}
     hub.faults.append(Fault(f"POST .*/{REPO}/commit/checkpoints", kind="hang", skip=1, times=ALWAYS))
     whole = start(hub, corpus, tmp_path / "whole", push_to_hub=False, **longer)
@@ -253,7 +254,9 @@ def test_a_run_goes_on_on_another_machine(hub, corpus, tmp_path):
     end(whole, 0)
     assert state_steps(hub)[-1] < 120
     hub.faults.clear()
-    end(start(hub, corpus, tmp_path / "goes_on", push_checkpoints=True, **longer), 0, tmp_path)
+    url = {"checkpoint_url": f"hf://{REPO}", "push_to_hub": False}
+    output = end(start(hub, corpus, tmp_path / "goes_on", **url, **longer), 0, tmp_path)
+    assert re.search(rf"continues  step \d+, from hf://{REPO}\n", output)
     one, other = tmp_path / "whole/tiny", tmp_path / "goes_on/tiny"
     assert metrics(one) == metrics(other)
     assert all(sha256(one / name) == sha256(other / name) for name in ("model.safetensors", "tokenizer.json"))

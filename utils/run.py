@@ -24,12 +24,13 @@ from utils.entry import live_until_exit
 from utils.learning.evaluation import sums_over_dataset
 from utils.learning.optim import UpdateGuard, skipped_updates, stable_steps
 from utils.publishing.export import export_model
-from utils.publishing.fetch import fetch_checkpoint
+from utils.publishing.fetch import fetch_checkpoint, refuse_another
 from utils.publishing.hub_client import check_hub
 from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
-from utils.publishing.push import NOT_THE_MODEL, HubPusher
+from utils.publishing.push import NOT_THE_MODEL, Pusher
 from utils.publishing.secrets import without_secrets
+from utils.publishing.stores import open_store
 from utils.settings import changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints, disk_space, outdate, step_of, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
@@ -48,16 +49,18 @@ class Run:
         self.is_main = accelerator.is_main_process
         live_until_exit(self)  # with the accelerator, and the model in it
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
-        self.repo_id = self.pusher = self.failure = None
-        if args.push_to_hub and self.is_main and not args.eval_only and not args.show:
-            self.repo_id = check_hub(self.name, args.hub_private_repo, args.push_checkpoints)
+        self.repo_id = self.store = self.pusher = self.failure = None
         self.settings = settings = without_secrets(asdict(args))
-        if not args.eval_only and not args.show:
+        if self.is_main and not args.eval_only and not args.show:
+            if args.push_to_hub:
+                self.repo_id = check_hub(self.name, args.hub_private_repo)
+            if url := args.checkpoint_url or args.push_checkpoints and f"hf://{self.repo_id}":
+                self.store = open_store(url, args.hub_private_repo, args.save_total_limit)
             model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
-            length = counted(args.max_train_steps or args.num_train_epochs, "step" if args.max_train_steps
-                             else "epoch")  # fmt: skip
-            accelerator.print(f"run        trains {model} on {settings['dataset_name']} for {length}, in "
-                              f"{args.output_dir}; stop it, and the same command goes on")
+            steps, epochs = args.max_train_steps, args.num_train_epochs
+            length = counted(steps, "step") if steps else counted(epochs, "epoch")
+            print(f"run        trains {model} on {settings['dataset_name']} for {length}, in "
+                  f"{args.output_dir}; stop it, and the same command goes on", flush=True)  # fmt: skip
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
 
     # ---- Before the first step
@@ -90,8 +93,9 @@ class Run:
         if not enough:
             raise ValueError(f"output_dir: {disk}.")
         self.lock = lock_output_dir(args.output_dir) if is_main else None  # until the end
-        if is_main and args.push_checkpoints and args.resume_from_checkpoint == "auto":
-            fetch_checkpoint(self.repo_id, args.output_dir)  # where this folder has none as new
+        if self.store and args.resume_from_checkpoint == "auto":
+            if fetched := fetch_checkpoint(self.store, args.output_dir):  # where this folder has none as new
+                print(f"continues  step {step_of(fetched)}, from {self.store.name}")
         accelerator.wait_for_everyone()
         self.counts = {
             "rows_per_step": steps.rows_before(1), "max_steps": steps.last, "training_rows": data.length,
@@ -107,8 +111,12 @@ class Run:
             data.load_state_dict(saved["stream"])
         if is_main:
             outdate(list_milestones(args.output_dir), 0 if origin else self.step)
-        if self.repo_id:
-            self.pusher = HubPusher(self.repo_id, args.output_dir, push_checkpoints=args.push_checkpoints)
+        if self.store:
+            self.store.kept_step = stable[1]
+            told = args.resume_from_checkpoint != "auto"
+            refuse_another(self.store, args.output_dir, self.step * (not origin) if told else math.inf)
+        if self.repo_id or self.store:
+            self.pusher = Pusher(self.repo_id, args.output_dir, self.store)
         if self.step >= steps.last and not self.state["evaluation_due"]:
             accelerator.print(f"{args.output_dir}: this run is finished, {self.step} steps; nothing to do.")
             self._push()  # the last one may have been cut off; nothing is sent that the Hub has

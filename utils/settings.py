@@ -63,9 +63,9 @@ class _Parser(HfArgumentParser):
 MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps "
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
-    "push_to_hub hub_model_id hub_private_repo push_checkpoints hub_timeout max_skipped_updates "
-    "max_eval_samples per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing "
-    "gradient_accumulation_steps milestones stable".split()
+    "push_to_hub hub_model_id hub_private_repo push_checkpoints checkpoint_url hub_timeout "
+    "max_skipped_updates max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
+    "gradient_checkpointing gradient_accumulation_steps milestones stable".split()
 )
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
@@ -190,6 +190,10 @@ def common_problems(args: Any) -> list[str]:
         "model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.":
             args.tokenizer_name or not args.model_name_or_path,
         "push_checkpoints: needs push_to_hub.": args.push_to_hub or not args.push_checkpoints,
+        "push_checkpoints: they go to checkpoint_url already, leave one of both out.":
+            not (args.push_checkpoints and args.checkpoint_url),
+        "checkpoint_url: no URL, give s3://bucket/run, hf://user/name, file:///mnt/disk/run or the like.":
+            "://" in (args.checkpoint_url or "://"),
     }  # fmt: skip
     problems += [problem for problem, fine in together.items() if not fine]
     if not args.eval_only and not args.show:

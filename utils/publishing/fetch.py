@@ -1,16 +1,19 @@
-"""Continue on a fresh machine: the training state that a run has published, from the Hub."""
+"""Continue on a fresh machine: the training state that a run has published, from the Hub or a bucket."""
 
+import json
+import logging
+import math
 import os
-import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, ask, bound_waiting
+from utils.publishing.hub_client import BESIDE
 from utils.state.checkpoint import list_checkpoints, step_of
+from utils.state.files import find_problem
+
+logger = logging.getLogger(__name__)
 
 
 def newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
@@ -20,33 +23,50 @@ def newest_checkpoint(output_dir: Path) -> tuple[int, Path | None]:
     return max(complete, default=(-1, None))
 
 
-def fetch_checkpoint(repo_id: str, output_dir: str | os.PathLike) -> Path | None:
-    """Download the training state that HubPusher has published, and BESIDE, if output_dir has none as new.
+def fetch_checkpoint(store, output_dir: str | os.PathLike) -> Path | None:
+    """The newest valid checkpoint of `store`, and BESIDE, unless output_dir has one as new, or another run.
 
-    Returns its folder, or None where there was nothing to fetch. It appears whole or not at all, and is
-    verified when it is loaded. ValueError when the Hub cannot be reached."""
-    output_dir, subject = Path(output_dir), f"checkpoints of {repo_id}"
+    Its folder, or None. It appears whole and verified, or not at all. ValueError when the store cannot be
+    read, or has damaged ones only."""
+    output_dir = Path(output_dir)
     for left in output_dir.glob(".fetch-*"):  # by a kill
         shutil.rmtree(left, ignore_errors=True)
-    bound_waiting(PUSH_SECONDS)
-    api = HfApi()
-    try:
-        revision = ask(subject, api.repo_info, repo_id, revision=BRANCH, timeout=10).sha
-    except (RepositoryNotFoundError, RevisionNotFoundError):
+    have, steps = newest_checkpoint(output_dir)[0], store.steps()
+    if have >= 0 and _another_run(store, steps, output_dir):
         return None
-    files = ask(subject, api.list_repo_files, repo_id, revision=revision)
-    found = [re.fullmatch(r"checkpoints/(step-(\d{8}))/manifest\.json", name) for name in files]
-    step, name = max(((int(match[2]), match[1]) for match in found if match), default=(-1, ""))
-    if step <= newest_checkpoint(output_dir)[0]:
-        return None
-    target = output_dir / "checkpoints" / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
-        wanted = [f"checkpoints/{name}/*", *BESIDE]
-        ask(subject, snapshot_download, repo_id, revision=revision, local_dir=folder, allow_patterns=wanted)
-        for beside in BESIDE:
-            if Path(folder, beside).exists():
-                os.replace(Path(folder, beside), output_dir / beside)
-        shutil.rmtree(target, ignore_errors=True)  # without a manifest: a save that did not finish
-        os.replace(Path(folder, "checkpoints", name), target)
-    return target
+    for step in reversed([step for step in steps if step > have]):
+        name = f"checkpoints/step-{step:08d}"
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
+            store.download(step, Path(folder))
+            if problem := find_problem(Path(folder, name)):
+                logger.warning("%s: the checkpoint of step %s is damaged (%s)", store.name, step, problem)
+                continue
+            for beside in BESIDE:
+                if Path(folder, beside).exists():
+                    os.replace(Path(folder, beside), output_dir / beside)
+            (output_dir / "checkpoints").mkdir(exist_ok=True)
+            shutil.rmtree(output_dir / name, ignore_errors=True)  # without a manifest: it did not finish
+            os.replace(Path(folder, name), output_dir / name)
+        return output_dir / name
+    if steps and have < 0:
+        raise ValueError(f"{store.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
+    return None
+
+
+def refuse_another(store, output_dir: str | os.PathLike, step: float = math.inf) -> None:
+    """ValueError where a bucket has what is not of the run in output_dir, or newer than `step`, where that is
+    told to start. (On the Hub the next commit replaces it, and the history keeps it.)"""
+    steps = [] if store.repo_id else store.steps()
+    if steps and (steps[-1] > step or _another_run(store, steps, Path(output_dir))):
+        raise ValueError(
+            f"checkpoint_url {store.name} holds step {steps[-1]}, of another run or not where this one "
+            "starts: name another URL. (An empty output_dir goes on from there.)"
+        )
+
+
+def _another_run(store, steps: list[int], output_dir: Path) -> bool:
+    """Whether both have an id in their run.json, and not the same."""
+    with suppress(OSError, ValueError, KeyError, IndexError):  # none, as older versions left it
+        ours = json.loads((output_dir / "run.json").read_bytes())["id"]
+        return ours != json.loads(store.read(steps[-1], "run.json"))["id"]
+    return False

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, set_client_factory
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import set_client_factory, validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
 from utils.publishing.secrets import HIDDEN, without_secrets
 
 BRANCH = "checkpoints"  # training states live beside the model, on a branch of their own
-BESIDE = ("args.json", "metrics.jsonl")  # what a run goes on writing when it continues from a checkpoint
+BESIDE = ("args.json", "metrics.jsonl", "run.json")  # what a run that continues goes on writing
 CHECK_SECONDS, PUSH_SECONDS = 10, 60  # of silence of the server, before training and during
 
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
@@ -29,23 +29,23 @@ REMEDIES = {
 }
 
 
-def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool = False) -> str:
+def check_hub(hub_model_id: str, private: bool = False, setting: str = "push_to_hub") -> str:
     """Make sure that pushing will work: the full "owner/name" of the repository, created where missing.
 
     Takes seconds, also when nobody answers. ValueError with the remedy."""
     bound_waiting(CHECK_SECONDS)
     if not get_token():
-        raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")
+        raise ValueError(f"{setting}: found no Hub token; {LOGIN}.")
     try:
         validate_repo_id(hub_model_id)
     except ValueError as error:
         raise ValueError(f"hub_model_id: {error}") from None
     api = HfApi()
-    user = ask("push_to_hub", api.whoami)
+    user = ask(setting, api.whoami)
     owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
     repo_id = hub_model_id if "/" in hub_model_id else f"{user['name']}/{hub_model_id}"
     if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f"push_to_hub: the token of {user['name']} can only read; {LOGIN}.")
+        raise ValueError(f"{setting}: the token of {user['name']} can only read; {LOGIN}.")
     if repo_id.split("/")[0] not in owners:
         names = ", ".join(owners)
         raise ValueError(f"hub_model_id {repo_id}: this token publishes under {names}; choose one.")
@@ -53,13 +53,25 @@ def check_hub(hub_model_id: str, private: bool = False, push_checkpoints: bool =
     ask(subject, api.create_repo, repo_id, private=private, exist_ok=True)
     # The first question of every push. (create_repo is content with a repository that we may only read.)
     ask(subject, api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")])
-    if push_checkpoints:
-        ask(subject, api.create_branch, repo_id, branch=BRANCH, exist_ok=True)
     return repo_id
 
 
-def ask(subject: str, call: Callable, *args, tries: int = 3, **kwargs) -> Any:
-    """`call(...)`, again after a passing trouble; what stays becomes a ValueError that says what to do."""
+def commit(repo_id: str, branch: str, additions: list, message: str, replaces: str) -> str:
+    """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)
+
+    replaces: files of the branch that match this expression and are not added are deleted."""
+    api, added = HfApi(), {addition.path_in_repo for addition in additions}
+    there = api.list_repo_files(repo_id, revision=branch)
+    stale = [name for name in there if re.fullmatch(replaces, name) and name not in added]
+    for addition in additions:  # several at once would use threads that hold up the exit of the process
+        api.preupload_lfs_files(repo_id, [addition], revision=branch, free_memory=False)
+    changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
+    return api.create_commit(repo_id, changes, commit_message=message, revision=branch).oid
+
+
+def ask(subject: str, call: Callable, *args, tries: int = 3, unreached: str = "", **kwargs) -> Any:
+    """`call(...)`, again after a passing trouble; what stays becomes a ValueError that says what to do.
+    unreached: that, where it is not the Hub that is asked."""
     for left in reversed(range(tries)):
         try:
             return call(*args, **kwargs)
@@ -70,8 +82,8 @@ def ask(subject: str, call: Callable, *args, tries: int = 3, **kwargs) -> Any:
             if trouble.passing and left and "Timeout" not in trouble.text:  # silence has taken its seconds
                 time.sleep(min(5, trouble.retry_after or 1))
                 continue
-            unreached = f"can {constants.ENDPOINT} be reached from here? If not, train without push_to_hub"
-            raise ValueError(f"{subject}: {trouble.text}; {trouble.remedy or unreached}.") from None
+            hub = f"can {constants.ENDPOINT} be reached from here? If not, train without push_to_hub"
+            raise ValueError(f"{subject}: {trouble.text}; {trouble.remedy or unreached or hub}.") from None
 
 
 def bound_waiting(seconds: float) -> None:
@@ -100,7 +112,8 @@ def diagnose(error: BaseException) -> Trouble:
     chain = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
-    response = next((r for r in (getattr(e, "response", None) for e in chain) if r is not None), None)
+    responses = (getattr(e, "response", None) for e in chain)
+    response = next((r for r in responses if hasattr(r, "status_code")), None)
     status = retry_after = None
     if response is not None:
         status = response.status_code

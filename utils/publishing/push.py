@@ -1,8 +1,9 @@
-"""Publish a run on the Hugging Face Hub while it trains: the network can neither hold it up nor lose a model.
+"""Publish a run on the Hub, and its checkpoints anywhere, while it trains: the network can neither hold it up
+nor lose a model.
 
-A push is exactly one commit, so every revision is complete and of one step, whatever dies when. One thread
-uploads; of the snapshots that wait, the newest replaces the older ones. Milestones are never replaced: each
-gets a tag, step-N, and only when the Hub has its files with the hashes of its manifest.
+A push to the Hub is exactly one commit, so every revision is complete and of one step, whatever dies when.
+One thread uploads; of the snapshots that wait, the newest replaces the older ones. Milestones are never
+replaced: each gets a tag, step-N, and only when the Hub has its files with the hashes of its manifest.
 
 Data loader workers forked while the thread is in an HTTP call can deadlock: start them before the first push.
 """
@@ -10,7 +11,6 @@ Data loader workers forked while the thread is in an HTTP call can deadlock: sta
 import math
 import os
 import random
-import re
 import shlex
 import shutil
 import threading
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.sha import git_hash
 
 from utils.display.progress import readable
 from utils.publishing.fetch import newest_checkpoint
-from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, Trouble, bound_waiting, diagnose
+from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, Trouble, bound_waiting, commit, diagnose
 from utils.publishing.milestones import list_milestones
 from utils.state.checkpoint import step_of
 from utils.state.files import find_problem
@@ -44,30 +44,29 @@ MILESTONES = "milestones"  # the branch of the commits that get tags
 
 @dataclass
 class Snapshot:
-    """Frozen files of one step, to become one commit."""
+    """Frozen files of one step, to become one commit or one checkpoint in a bucket."""
 
     step: int
     branch: str
     folder: Path
     names: list[str]  # paths in the folder and in the repository
     message: str
-    replaces: str  # files of the branch that match this expression and are not in `names` are deleted
     lane: str  # in which the newest snapshot replaces the older ones: the branch, or the tag of a milestone
     tries: int = 0
 
 
-class HubPusher:
+class Pusher:
     """Made on the main process, after check_hub; `poll` it at every log interval, and after `finish`.
 
-    push_checkpoints: the newest complete checkpoint too, on a branch where it replaces the older one. Files
-    are frozen in output_dir/.hub until they have arrived."""
+    repo_id: where models go; store: where the newest complete checkpoint goes. Files are frozen in
+    output_dir/.hub until they have arrived."""
 
     say: Callable[[str], Any] = print  # gets what a person should read, where `poll` and `finish` are called
     status = ""  # a few words for the progress line
     commits_per_hour = COMMITS_PER_HOUR  # beyond, pushes wait, and newer ones replace them meanwhile
 
-    def __init__(self, repo_id: str, output_dir: str | os.PathLike, push_checkpoints: bool = False):
-        self.repo_id, self.output_dir, self.push_checkpoints = repo_id, Path(output_dir), push_checkpoints
+    def __init__(self, repo_id: str | None, output_dir: str | os.PathLike, store=None):
+        self.repo_id, self.output_dir, self.store = repo_id, Path(output_dir), store
         self.frozen = self.output_dir / ".hub"  # on the same file system, so that weights can be hard links
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
         self.changed = threading.Condition()  # guards what follows
@@ -89,22 +88,23 @@ class HubPusher:
 
         Never raises for the network or the disk. Weights are frozen as hard links, so whoever saves must
         replace them, as save_pretrained does, not rewrite them in place. The others are copied."""
+        if not self.repo_id:
+            return
         found = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
         files = [path.relative_to(self.output_dir).as_posix() for path in found if path.is_file()]
         numbers = [f"{key} {readable(value)}" for key, value in (metrics or {}).items() if value is not None]
         message = ", ".join([f"Step {step}", *numbers])
-        self._freeze(step, "main", files, message, WEIGHTS)
+        self._freeze(step, "main", files, message)
         self.push_milestones()
 
     def push_milestones(self) -> None:
         """Those of output_dir that this run has not seen on the Hub; what failed is tried again."""
         with self.changed:
             known = {*self.waiting, *self.arrived, self.uploading.lane if self.uploading else ""}
-        for folder in list_milestones(self.output_dir):
+        for folder in list_milestones(self.output_dir) if self.repo_id else ():
             if (tag := folder.name) not in known:
                 names = sorted(path.name for path in folder.iterdir())
-                told = f"Milestone {tag}"
-                self._queue(Snapshot(step_of(folder), MILESTONES, folder, names, told, ALL, tag))
+                self._queue(Snapshot(step_of(folder), MILESTONES, folder, names, f"Milestone {tag}", tag))
 
     def poll(self) -> list[dict]:
         """What has happened since the last call, as records for metrics.jsonl. Says a failure when it is new.
@@ -114,11 +114,13 @@ class HubPusher:
         with self.changed:
             events, self.events = self.events, []
         for event in events:
-            if event["state"] == "failed" and event["error"] != self.said:
+            passing = event["state"] == "retry" and event["tries"] == 2  # once is nothing to tell
+            if (passing or event["state"] == "failed") and event["error"] != self.said:
                 self.said = event["error"]
+                place, who = self._place(event["branch"]), "this" if passing else "the next save"
                 self.say(
-                    f"Hub: step {event['push_step']} was not published: {event['error']}. "
-                    "Training goes on, and the next save tries again."
+                    f"{place}: step {event['push_step']} was not published: {event['error']}. "
+                    f"Training goes on, and {who} tries again."
                 )
         return events
 
@@ -136,34 +138,41 @@ class HubPusher:
         for snapshot in lost:
             self.said = self.error
             self.say(
-                f"Hub: {snapshot.message!r} did not reach {self.repo_id}: {self.error or self.status}.\n"
-                f"Everything is in {self.output_dir}; this uploads it:\n    {self._command(snapshot)}"
+                f"{snapshot.message!r} did not reach {self._place(snapshot.branch)}: "
+                f"{self.error or self.status}.\nEverything is in {self.output_dir}; this uploads it:\n"
+                f"    {self._command(snapshot)}"
             )
         return not lost
 
+    def _place(self, branch: str) -> str:
+        return self.store.name if branch == BRANCH else self.repo_id
+
     def _command(self, snapshot: Snapshot) -> str:
+        repo_id = self.store.repo_id if snapshot.branch == BRANCH else self.repo_id
+        if not repo_id:
+            return "the same command again"
         name = f"checkpoints/step-{snapshot.step:08d}"
         what = [str(self.output_dir / name), name, "--revision", BRANCH]
         if snapshot.branch == MILESTONES:
             what = [str(snapshot.folder), ".", "--revision", snapshot.lane, "--delete", "*"]
         if snapshot.branch == "main":
             what = [str(self.output_dir), ".", *NOT_THE_MODEL]
-        return shlex.join(["hf", "upload", self.repo_id, *what, "--commit-message", snapshot.message])
+        return shlex.join(["hf", "upload", repo_id, *what, "--commit-message", snapshot.message])
 
     # ---- The caller's thread
 
     def _push_checkpoint(self) -> None:
         """Freeze the newest complete checkpoint and what belongs beside it, unless that was done before."""
-        step, folder = newest_checkpoint(self.output_dir) if self.push_checkpoints else (-1, None)
+        step, folder = newest_checkpoint(self.output_dir) if self.store else (-1, None)
         if not folder or BRANCH in self.wanted and self.wanted[BRANCH].step == step:
             return
         files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
         files += [name for name in BESIDE if (self.output_dir / name).is_file()]
-        self._freeze(step, BRANCH, files, f"Training state after step {step}", "checkpoints/.*")
+        self._freeze(step, BRANCH, files, f"Training state after step {step}")
 
-    def _freeze(self, step: int, branch: str, names: list[str], message: str, replaces: str) -> None:
+    def _freeze(self, step: int, branch: str, names: list[str], message: str) -> None:
         folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
-        snapshot = Snapshot(step, branch, folder, sorted(names), message, replaces, lane=branch)
+        snapshot = Snapshot(step, branch, folder, sorted(names), message, lane=branch)
         self.wanted[branch] = snapshot
         try:
             for name in snapshot.names:
@@ -231,6 +240,8 @@ class HubPusher:
                 seconds = round(time.monotonic() - started, 2)
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
                 self.arrived[snapshot.lane] = snapshot.step
+                if snapshot.branch != BRANCH or self.store.repo_id:  # a bucket has no quota
+                    self.commit_times.append(time.monotonic())
             if snapshot.branch != MILESTONES:  # whose folders are no copies
                 shutil.rmtree(snapshot.folder, ignore_errors=True)
             with self.changed:
@@ -238,10 +249,13 @@ class HubPusher:
                 self.changed.notify_all()
 
     def _upload(self, snapshot: Snapshot) -> str:
-        """The hash of the commit, or the tag of a milestone that arrived before a kill."""
+        """The hash of the commit, the tag of a milestone that arrived before a kill, or a bucket's folder."""
+        if snapshot.branch == BRANCH:
+            return self.store.upload(snapshot)
         additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
+        target = self.repo_id, snapshot.branch, additions, snapshot.message
         if snapshot.branch != MILESTONES:
-            return self._commit(snapshot, additions)
+            return commit(*target, replaces=WEIGHTS)
         if problem := find_problem(snapshot.folder):
             raise ValueError(f"{snapshot.folder} is damaged, {problem}")
         api, tag, tagged = HfApi(), snapshot.lane, False
@@ -250,25 +264,12 @@ class HubPusher:
                 return tag
             tagged = True  # by another run
         api.create_branch(self.repo_id, branch=MILESTONES, exist_ok=True)
-        revision = self._commit(snapshot, additions)
+        revision = commit(*target, replaces=ALL)
         if missing := self._missing(additions, revision):
             raise ConnectionError(f"{', '.join(missing)}: arrived with another hash")
         if tagged:
             api.delete_tag(self.repo_id, tag=tag)
         api.create_tag(self.repo_id, tag=tag, revision=revision)
-        return revision
-
-    def _commit(self, snapshot: Snapshot, additions: list[CommitOperationAdd]) -> str:
-        """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)"""
-        api = HfApi()
-        there = api.list_repo_files(self.repo_id, revision=snapshot.branch)
-        stale = [n for n in there if re.fullmatch(snapshot.replaces, n) and n not in snapshot.names]
-        for addition in additions:  # several at once would use threads that hold up the exit of the process
-            api.preupload_lfs_files(self.repo_id, [addition], revision=snapshot.branch, free_memory=False)
-        changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
-        target = {"commit_message": snapshot.message, "revision": snapshot.branch}
-        revision = api.create_commit(self.repo_id, changes, **target).oid
-        self.commit_times.append(time.monotonic())
         return revision
 
     def _missing(self, additions: list[CommitOperationAdd], revision: str) -> list[str]:
