@@ -14,8 +14,8 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from tests import forked
 from tests.runs import environment
 from utils.display.doctor import (
+    bf16_seconds,
     check_devices,
-    computes_bf16,
     device_warnings,
     launched,
     lost_peer,
@@ -122,12 +122,14 @@ def test_rocm_variables_that_filter_twice_are_named():
 def test_precision_is_judged_by_what_the_device_says():
     assert precision_warnings("no", CPU) == []
     assert "fp16 is not for cpu" in precision_warnings("fp16", CPU)[0]
-    flags = Path("/proc/cpuinfo")
-    if not flags.exists() or "flags" not in flags.read_text():
-        pytest.skip("no /proc/cpuinfo to compare with")
-    has_bf16 = bool({"avx512_bf16", "amx_tile"} & set(flags.read_text().split()))
-    assert computes_bf16(CPU) == has_bf16
-    assert bool(precision_warnings("bf16", CPU)) != has_bf16
+    assert bool(precision_warnings("bf16", CPU)) == (bf16_seconds() > 1)
+    block = report(
+        Accelerator(cpu=True), model="gpt2", parameters=10**6, rows=1, accumulation=1, block_size=128,
+        max_steps=1, tokens=128, precision="bf16",
+    )  # fmt: skip
+    found = re.search(r"bfloat16 autocast, matrix products in ([\d.]+) x the time\n", block)
+    assert float(found[1]) == pytest.approx(bf16_seconds(), rel=0.06)  # two digits, measured once
+    assert ("use --mixed_precision no" in block) == (bf16_seconds() > 1)
 
 
 def test_a_slow_network_is_named_with_the_seconds_it_costs(tmp_path):

@@ -1,6 +1,7 @@
 """What a run is about to do, in one block before it starts, and what will not do what the user thinks."""
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ import torch
 from accelerate.utils import DistributedType, DynamoBackend, is_torch_xla_available
 
 from utils.display.progress import duration
-from utils.display.throughput import device_name
+from utils.display.throughput import device_name, timed
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
 # Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.
@@ -57,11 +58,13 @@ def report(accelerator, *, model: str, parameters: int, rows: int, accumulation:
     precision = precision or accelerator.mixed_precision
     processes, device, local = accelerator.num_processes, accelerator.device, local_processes()
     step_rows, compiler = rows * accumulation * processes, accelerator.state.dynamo_plugin.backend
+    on_cpu_in_bf16 = (precision, device.type) == ("bf16", "cpu")
     changing = tokens != max_steps * step_rows * block_size
     lines = [
         f"target     {launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
         f"precision  {PRECISIONS.get(precision, precision)}"
         + (" with loss scaling" if getattr(accelerator, "scaler", None) else "")
+        + (f", matrix products in {bf16_seconds():.2g} x the time" if on_cpu_in_bf16 else "")
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
         f"batch      {counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
         f"{counted(processes, 'process')} = {step_rows:,} rows = {step_rows * block_size:,} tokens per step"
@@ -130,16 +133,27 @@ def device_warnings(device: str, devices: int, processes: int, cores: int, threa
 def precision_warnings(precision: str, device: torch.device) -> list[str]:
     if precision == "fp16" and device.type in ("cpu", "xla"):
         return [f"mixed_precision: fp16 is not for {device.type}; use bf16 or no."]
+    if precision == "bf16" and device.type == "cpu" and (takes := bf16_seconds()) > 1:
+        return [f"mixed_precision: on this CPU a matrix product in bf16 takes {takes:.2g} x the time of "
+                "float32, measured now; use --mixed_precision no."]  # fmt: skip
     if precision == "bf16" and computes_bf16(device) is False:
-        other = "no" if device.type == "cpu" else "fp16"
-        return [f"mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision {other}."]
+        return ["mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."]
     return []
 
 
+@functools.cache
+def bf16_seconds() -> float:
+    """What a matrix product in bfloat16 takes on this CPU, of its time in float32. It differs between makers
+    and models, and not by their instructions alone. Takes a tenth of a second."""
+    fastest = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        fastest.append(min(timed(torch.matmul, a, b) for _ in range(6)))
+    return fastest[1] / fastest[0]
+
+
 def computes_bf16(device: torch.device) -> bool | None:
-    """Whether the device itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
-    if device.type == "cpu":
-        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    """Whether an accelerator itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
     ask = getattr(_module(device), "is_bf16_supported", None)
     try:
         return ask and ask(including_emulation=False)
