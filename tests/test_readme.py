@@ -108,6 +108,7 @@ NOT_HERE = {
     "pip install -r requirements.txt -r tests": "this is how CI runs this test",
     "CRASH_KILLS=100 pytest tests/test_crash.py": "twenty minutes; CI kills a few times",
     "BUCKET_KILLS=20 pytest tests/test_bucket.py": "two minutes; CI kills a few times",
+    "hf jobs run": "needs an account; checked and run in tests/clusters",
     "pytest tests -m slow": "CI runs it, too",
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
