@@ -27,7 +27,8 @@ class MaskTokens:
     for, makes shapes static: the vocabulary is projected on K positions per row. Rows numbered -1 have none.
 
     Packed rows carry no attention mask: every position is text. They are wrapped as `<s> row </s>`, the form
-    in which a fill-mask pipeline will hand its sentence to the model, and come out two tokens longer.
+    in which a fill-mask pipeline will hand its sentence to the model, and come out two tokens longer; rows of
+    tokenizer.model_max_length tokens, which leave no room, have theirs inside.
 
     mlm_probability: the share that is predicted, or a function of the rows' positions in the training stream
     (int64 [B] -> float [B]; evaluation counts its own rows from 0); then `most` is its largest value, which
@@ -41,6 +42,7 @@ class MaskTokens:
             raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}: masked "
                              "LM needs them; choose a RoBERTa or BERT tokenizer, or let the script train one")
         self.mlm_probability, self.seed = mlm_probability, seed % 2**63
+        self.longest = tokenizer.model_max_length
         self.most = most if callable(mlm_probability) else mlm_probability
         if self.most is None or not 0 < self.most < 1:
             raise ValueError(f"mlm_probability {self.most}: must lie between 0 and 1, usually 0.15")
@@ -59,7 +61,7 @@ class MaskTokens:
         if "attention_mask" in batch:
             eligible &= batch["attention_mask"].numpy() > 0
         ids, slots, labels = self.mask(ids, eligible, rows, epochs, self.rates(positions))
-        if "attention_mask" not in batch:
+        if "attention_mask" not in batch and ids.shape[1] != self.longest:
             ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.cls_id, self.sep_id)))
             slots = slots + 1
         return batch | {name: torch.from_numpy(np.ascontiguousarray(array))

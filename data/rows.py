@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from data.cache import RowFile, build_once, is_whole
 from data.fim import fill_in_middle
+from data.foreign import is_foreign
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
 from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
@@ -123,11 +124,8 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
         _attempt(problems, fill_in_middle, recipe.fim_rate, recipe.seed, sources.tokenizer)
     shards = dict.fromkeys(url for url in [sources.shards, *sources.evals.values()] if isinstance(url, str))
     for url in () if recipe.next_sentence else shards:
-        if recipe.special and (made := check_shards(url)["block_size"]) != recipe.row_size:
-            problems.append(f"block_size: <s> and </s> are added to the {made} tokens of the rows of {url}: "
-                            f"set --block_size {made + recipe.special}.")
-        else:
-            _attempt(problems, check_shards, url, recipe.row_size, sources.tokenizer)
+        fits = recipe.row_size, sources.tokenizer, recipe.special, recipe.cache_dir
+        _attempt(problems, check_shards, url, *fits)
     if recipe.next_sentence and shards:
         problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
     if recipe.next_sentence and sources.train and holds_pairs(sources.train) and not sources.tokenizer:
@@ -171,7 +169,8 @@ def short_names(names: tuple[str, ...]) -> list[str]:
     for name in names:
         name = printable(name).removesuffix("?***")
         parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
-        stem = re.sub(r"(\.(jsonl|json|csv|txt|parquet|arrow))?(\.(gz|bz2|xz))?$", "", (parts or [name])[-1])
+        ending = r"(\.(jsonl|json|csv|txt|parquet|arrow|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
+        stem = re.sub(ending, "", (parts or [name])[-1])
         numbered = (f"{stem}-{number}" for number in itertools.count(2))
         short.append(next(found for found in itertools.chain([stem], numbered) if found not in short))
     return short
@@ -195,14 +194,15 @@ def prepare(sources: Sources, accelerator) -> "Data":
     pairs = functools.partial(prepare_pairs, label_is_next=recipe.pair_label_is_next)
     make = functools.partial(pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
                              block_size=row_size, seed=recipe.seed, cache_dir=cache_dir)
+    opened_shards = functools.partial(open_shards, cache_dir=cache_dir, block_size=row_size)
     stream = functools.partial(TextSource, tokenizer=tokenizer, block_size=row_size,
                                validation_fraction=0.0 if opened else recipe.validation_fraction,
                                validation_seed=recipe.seed)
     first = next((name for name, found in opened.items() if isinstance(found, Corpus)), "")
     fim_name = f"{first}-fim".removeprefix("-")  # its documents once more, every one cut
     if sources.shards:
-        train = (ShardSource(sources.shards) if recipe.streaming
-                 else open_shards(sources.shards, "train", cache_dir=cache_dir))
+        mapped = not recipe.streaming or is_foreign(sources.shards)  # those are read where they lie anyway
+        train = opened_shards(sources.shards, "train") if mapped else ShardSource(sources.shards)
     elif recipe.streaming:
         train = stream(sources.train, fim=fim)
         split = {"split": "train" if opened else "validation", "shuffle_rows": 0}
@@ -226,9 +226,10 @@ def prepare(sources: Sources, accelerator) -> "Data":
                           "it is evaluated on, too; rows prepared from text leave such documents out")
     for name, found in opened.items():
         if isinstance(found, str):  # of shards the validation split; of others, if they have none, all
-            held_out = check_shards(found, row_size, tokenizer)["splits"].get("validation", {}).get("rows")
+            manifest = check_shards(found, row_size, tokenizer, recipe.special, cache_dir)
+            held_out = manifest["splits"].get("validation", {}).get("rows")
             split = "validation" if held_out or found == sources.shards else "train"
-            evals[name] = open_shards(found, split, cache_dir=cache_dir)
+            evals[name] = opened_shards(found, split)
         elif recipe.streaming:
             evals[name] = _set_aside(recipe, stream(found, shuffle_rows=0))
         else:

@@ -4,6 +4,8 @@
     validation-00000.parquet ...  knows the rows, its key-value metadata the tokens
     tokenizer/                    the tokenizer that made the ids
     manifest.json                 settings, counts, checksums; written last: with it, the folder is complete
+
+The functions here take token files of other projects, too (data/foreign.py).
 """
 
 import glob
@@ -18,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.cache import RowFile, build_once
+from data.foreign import SUFFIXES, check_foreign, is_foreign, open_foreign
 from data.packing import PackedRows, prepare_splits, tokenizer_fingerprint
 from data.sources import files
 from data.sources.storage import FIRST_CONTACT, Folder, explained
@@ -39,7 +42,8 @@ def read_manifest(url: str) -> dict[str, Any] | None:
 
     Raises ValueError for a URL that cannot be read, an unfinished preparation, an unknown format."""
     web = "://" in str(url)
-    if (files.suffix(url) in files.SUFFIXES or glob.has_magic(url)) if web else not os.path.isdir(url):
+    a_file = files.suffix(url) in files.SUFFIXES + SUFFIXES or glob.has_magic(url)
+    if a_file if web else not os.path.isdir(url):
         return None
     folder = Folder(url)
     with explained(url, "read"):
@@ -66,18 +70,25 @@ def read_manifest(url: str) -> dict[str, Any] | None:
 def is_shards(url: str) -> bool:
     """Whether token shards lie at `url` (not text shards, a Hub id, ...). Raises like read_manifest."""
     manifest = read_manifest(url)
-    return manifest is not None and manifest["format"] == "token-rows-1"
+    return is_foreign(url) if manifest is None else manifest["format"] == "token-rows-1"
 
 
-def check_shards(url: str, block_size: int | None = None, tokenizer=None) -> dict[str, Any]:
-    """The manifest of token shards that fit. ValueError with every reason why they do not, and the remedy."""
+def check_shards(url: str, block_size: int | None = None, tokenizer=None, special: int = 0,
+                 cache_dir: str = "cache") -> dict[str, Any]:
+    """The manifest of token shards that fit. ValueError with every reason why they do not, and the remedy.
+
+    special: how many tokens are added to a row, unless it is "whole", with its special tokens inside."""
     manifest = read_manifest(url)
+    if manifest is None and is_foreign(url):
+        return check_foreign(url, block_size, tokenizer, special, cache_dir)
     if manifest is None or manifest["format"] != "token-rows-1":
         raise ValueError(f"{url} holds no token shards; `python -m data.prepare` makes them.")
-    problems = []
-    if block_size not in (None, manifest["block_size"]):
-        problems.append(f"block_size: {block_size}, but rows of {url} have {manifest['block_size']} tokens: "
-                        f"set --block_size {manifest['block_size']}, or prepare other shards.")
+    problems, made = [], manifest["block_size"]
+    added = 0 if manifest.get("whole") else special
+    if block_size not in (None, made + added - special):
+        why = "<s> and </s> are added to" if added else f"{block_size + special}, but"
+        problems.append(f"block_size: {why} the {made} tokens of the rows of {url}: set --block_size "
+                        f"{made + added}, or prepare other shards.")
     if tokenizer is not None and tokenizer_fingerprint(tokenizer) != manifest["tokenizer"]:
         problems.append(f"tokenizer_name: not the tokenizer that made {url}: use {url}/tokenizer, or prepare "
                         "other shards.")
@@ -107,16 +118,21 @@ def split_entry(manifest: dict[str, Any], url: str, split: str) -> dict[str, Any
     entry = manifest["splits"].get(split)
     if entry is None or entry["rows"] == 0:
         have = ", ".join(name for name, e in manifest["splits"].items() if e["rows"])
-        raise ValueError(f"{url} has no rows for {split}, only for {have or 'nothing'}. Prepare it with "
-                         "--validation_fraction > 0, or use other shards.")
+        raise ValueError(f"{url} has no rows for {split}, only for {have or 'nothing'}. Name others as "
+                         "eval_dataset_name, or prepare it with --validation_fraction > 0.")
     return entry
 
 
-def open_shards(url: str, split: str, *, cache_dir: str) -> PackedRows:
+def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None = None) -> PackedRows:
     """Map-style rows of the shards at `url`: copied once, each shard verified, to an array in `cache_dir` (2
-    or 4 bytes per token). ValueError as of check_shards, read_shard, build_once, or for want of room."""
-    manifest = check_shards(url)
-    entry, block_size, dtype = split_entry(manifest, url, split), manifest["block_size"], manifest["dtype"]
+    or 4 bytes per token). ValueError as of check_shards, read_shard, build_once, or for want of room.
+
+    block_size: of rows that are cut out of a file without any."""
+    manifest = check_shards(url, cache_dir=cache_dir)
+    entry = split_entry(manifest, url, split)
+    if "format" not in manifest:
+        return open_foreign(url, split, manifest["block_size"] or block_size, cache_dir)
+    block_size, dtype = manifest["block_size"], manifest["dtype"]
 
     def write(folder: Path) -> dict[str, dict]:
         need = entry["rows"] * block_size * np.dtype(dtype).itemsize
@@ -132,8 +148,11 @@ def open_shards(url: str, split: str, *, cache_dir: str) -> PackedRows:
     return prepare_splits(cache_dir, "shards", entry["shards"], write).splits[split]
 
 
-def fetch_tokenizer(url: str, cache_dir: str) -> str:
-    """A local folder with the tokenizer of the shards at `url`; once copied to `cache_dir` if remote."""
+def fetch_tokenizer(url: str, cache_dir: str) -> str | None:
+    """A local folder with the tokenizer of the shards at `url`; once copied to `cache_dir` if remote. None
+    where they bring none."""
+    if read_manifest(url) is None:
+        return None
     folder = Folder(url)
     if folder.local:
         return f"{folder.root}/tokenizer"

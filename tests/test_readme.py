@@ -98,6 +98,7 @@ SMALL = {
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
     BENCHMARK + "accelerator": ["--small", "--scripts", "clm"],
+    BENCHMARK + "foreign": ["--megabytes", "2"],
     BENCHMARK + "model_types": ["--types", "bart"],
     BENCHMARK + "learning --seeds": [
         "--seeds", "1", "--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING),

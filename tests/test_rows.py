@@ -327,7 +327,7 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
     assert problems("shards", block_size=64)[0].endswith(f"set --block_size {T}, or prepare other shards.")
     assert problems("shards", block_size=64, special=2) == [
         f"block_size: <s> and </s> are added to the {T} tokens of the rows of {folder}/shards: "
-        f"set --block_size {T + 2}."
+        f"set --block_size {T + 2}, or prepare other shards."
     ]
     assert problems("shards", next_sentence=True) == [
         "next_sentence: shards hold rows without sentences, name text or pairs."

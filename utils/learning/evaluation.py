@@ -63,13 +63,13 @@ def standard_error(*totals: Total) -> float | None:
 
 def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, float | None]:
     """totals: "loss/eval", cross-entropy in nats over predicted tokens, and any others, told as their means.
-    bytes_per_token: UTF-8 bytes of the text over its tokens. bits_per_byte compares models with different
-    tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
+    bytes_per_token: UTF-8 bytes of the text over its tokens, 0 if unknown. bits_per_byte compares models with
+    different tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
     total = Total(*totals["loss/eval"])
     loss = total.sum / total.count
     metrics = {
         "loss/eval": loss, **_errors(total), "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        "bits_per_byte": loss / math.log(2) / bytes_per_token, "eval_tokens": int(total.count),
+        "bits_per_byte": loss / math.log(2) / (bytes_per_token or math.nan), "eval_tokens": int(total.count),
     }  # fmt: skip
     return metrics | _means(totals, known={"loss/eval"})
 

@@ -1,0 +1,361 @@
+"""Token files that other projects wrote: their rows as they were put in, what is wrong with them in a line.
+
+tests/tfrecords was written by TensorFlow 2.21, in the way of transformers' prepare_tfrecord_shards.py:
+
+    with tf.io.TFRecordWriter(f"{split}/dataset-{shard}-{records}.tfrecord") as out:
+        lists = {"input_ids": record(n), "attention_mask": [1] * 32}
+        lists = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=x)) for name, x in lists.items()}
+        out.write(tf.train.Example(features=tf.train.Features(feature=lists)).SerializeToString())
+"""
+
+import pickle
+import shutil
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from data.foreign import _full_row, _records
+from data.order import SampleOrder, keep_batch
+from data.packing import PackedRows
+from data.rows import Recipe, open_sources, prepare
+from data.shards import check_shards, is_shards, open_shards
+from data.tokenizer import train_tokenizer
+from tests import forked
+from tests.runs import PROJECT, TINY, metrics
+from tests.shard_data import make_texts, save_tokenizer, write_jsonl
+
+RECORDS = PROJECT / "tests" / "tfrecords"
+T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
+
+
+def record(n: int) -> list[int]:
+    """The numbers of record n of tests/tfrecords, which goes on from file to file."""
+    return [(n * 31 + t * t) % 300 for t in range(T)]
+
+
+def ids(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, KNOWN, n)
+
+
+def write_nanogpt(path, tokens) -> str:
+    """As its data/*/prepare.py."""
+    np.array(tokens, dtype=np.uint16).tofile(path)
+    return str(path)
+
+
+def write_llmc(path, tokens, magic=20240520, version=1, told=None, letter="H") -> str:
+    """By its format's description alone: a header of 256 int32, then the tokens."""
+    header = struct.pack("<256i", magic, version, len(tokens) if told is None else told, *[0] * 253)
+    Path(path).write_bytes(header + struct.pack(f"<{len(tokens)}{letter}", *map(int, tokens)))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("foreign")
+    save_tokenizer(folder / "bpe")
+    train_tokenizer(make_texts(50), "bpe", KNOWN, "roberta").save_pretrained(folder / "masked")
+    write_nanogpt(folder / "train.bin", ids(3000))
+    write_nanogpt(folder / "val.bin", ids(700, 1))
+    (folder / "fineweb").mkdir()
+    for number, size in enumerate((1000, 20, 500)):
+        write_llmc(folder / "fineweb" / f"fineweb_train_{number:06}.bin", ids(size, number))
+    write_llmc(folder / "fineweb" / "fineweb_val_000000.bin", ids(300, 9))
+    write_llmc(folder / "llama.bin", ids(900), 20240801, 7, letter="I")
+    return folder
+
+
+def opened(name, split="train", block_size=T) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as cache:
+        rows = open_shards(str(name), split, cache_dir=cache, block_size=block_size)
+    return rows.__getitems__([(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
+
+
+def cut(*streams) -> np.ndarray:
+    return np.concatenate([stream[: len(stream) // T * T].reshape(-1, T) for stream in streams])
+
+
+def test_rows_are_those_that_were_put_in(folder):
+    assert np.array_equal(opened(folder / "train.bin"), cut(ids(3000)))
+    assert np.array_equal(opened(folder / "llama.bin"), cut(ids(900)))
+    expected = cut(ids(1000), ids(20, 1), ids(500, 2))
+    assert np.array_equal(opened(folder / "fineweb"), expected), "each file by itself"
+    assert np.array_equal(opened(folder / "fineweb", "validation"), cut(ids(300, 9)))
+    assert np.array_equal(opened(folder / "fineweb" / "*train*.bin"), expected)
+    assert is_shards(str(folder / "fineweb")) and not is_shards(str(folder / "bpe"))
+
+
+def test_records_that_tensorflow_wrote_are_read(tmp_path):
+    shutil.copytree(RECORDS, tmp_path / "records")
+    splits = {"train": range(40), "validation": range(40, 48), "test": range(48, 49)}
+    for split, numbers in splits.items():
+        assert opened(tmp_path / "records", split, None).tolist() == [record(n) for n in numbers]
+    assert opened(tmp_path / "records" / "train", "train", None).tolist() == [record(n) for n in range(40)]
+    # one of 0, 127, 128, 16383, 16384, 2**21, 2**31 and 2**32 - 1, of one to five bytes each
+    wide = (
+        "4c00000000000000f5d4a2a00a4a0a280a09696e7075745f696473121b1a190a17007f8001ff7f80800180808001"
+        "8080808008ffffffff0f0a1e0a0e617474656e74696f6e5f6d61736b120c1a0a0a080101010101010101be7232e3"
+    )
+    (tmp_path / "wide").write_bytes(bytes.fromhex(wide))
+    with open(tmp_path / "wide", "rb") as file:
+        (found,) = map(_full_row, _records(file))
+    assert found.tolist() == [0, 127, 128, 16383, 16384, 2**21, 2**31, 2**32 - 1]
+
+
+def damaged(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def bad_files(folder: Path) -> dict[str, tuple[str, str]]:
+    """Name -> (path, what its line must say)."""
+    whole = (RECORDS / "train" / "dataset-0-24.tfrecord").read_bytes()
+    flat = np.array(ids(3000), np.uint16).tobytes()
+    files = {
+        "odd.bin": (flat[:-1], "truncated: 5,999 bytes"),
+        "empty.bin": (b"", "truncated: 0 bytes"),
+        "int32.bin": (np.array(ids(3000), np.int32).tobytes(), "every second id is 0: .*4 bytes"),
+        "cut-record.tfrecord": (whole[:-7], "record 23: truncated behind it"),
+        "cut-head.tfrecord": (whole[:-136], "record 23: truncated behind it"),
+        "dataset-0-24.tfrecord": (whole[: 16 + whole[0]], "record 1: truncated: .*its name tells of more"),
+        "nothing.tfrecord": (b"", "record 0: truncated"),
+        "length.tfrecord": (damaged(whole, 2), "record 0: the next one's checksum is wrong"),
+        "data.tfrecord": (damaged(whole, 500), "record 3: the next one's checksum is wrong"),
+        "other.tfrecord": (flat, "record 0: the next one's checksum is wrong"),
+    }
+    for name, (data, _) in files.items():
+        (folder / name).write_bytes(data)
+    found = {name: (str(folder / name), line) for name, (_, line) in files.items()}
+    heads = {
+        "magic.bin": ({"magic": 20240522}, "a header with magic 20240522, known are 20240520, 20240801"),
+        "version.bin": ({"version": 2}, "version 2 of magic 20240520, known is 1"),
+        "short.bin": ({"told": 101}, "truncated: 1,224 bytes, the header tells of 101 tokens"),
+        "wide.bin": ({"letter": "I"}, "truncated: 1,424 bytes, the header tells of 100 tokens"),
+    }
+    for name, (settings, line) in heads.items():
+        found[name] = write_llmc(folder / name, ids(100), **settings), line
+    (folder / "head.bin").write_bytes(struct.pack("<ii", 20240520, 1))
+    found["head.bin"] = str(folder / "head.bin"), "truncated: 8 bytes"
+    return found
+
+
+def test_each_broken_file_is_a_line(tmp_path):
+    for name, (path, line) in bad_files(tmp_path).items():
+        with pytest.raises(ValueError, match=rf"^[^\n]*{name}\S* {line}[^\n]*$"):
+            open_shards(path, "train", cache_dir=str(tmp_path / "cache"), block_size=T)
+    several = tmp_path / "several"
+    several.mkdir()
+    for name in ("odd.bin", "magic.bin"):
+        shutil.copy(tmp_path / name, several)
+    with pytest.raises(ValueError, match=r"^[^\n]*magic.bin: .*\n[^\n]*odd.bin: [^\n]*$"):
+        check_shards(str(several), cache_dir=str(tmp_path / "cache"))
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}, "nothing is remembered"
+
+
+def write_records(path, rows, masks=None) -> str:
+    """By the descriptions of TFRecord and protobuf: this once in plain Python, bit by bit."""
+    table = [0] * 256
+    for n in range(256):
+        crc = n
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        table[n] = crc
+
+    def masked(data):
+        crc = 0xFFFFFFFF
+        for byte in data:
+            crc = crc >> 8 ^ table[(crc ^ byte) & 255]
+        crc ^= 0xFFFFFFFF
+        return struct.pack("<I", ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF)
+
+    def varint(n):
+        return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
+
+    def field(number, content):
+        return varint(number * 8 + 2) + varint(len(content)) + content
+
+    out = b""
+    for n, row in enumerate(rows):
+        mask = [1] * len(row) if masks is None else masks[n]
+        entries = {b"attention_mask": mask, b"input_ids": row}
+        features = b"".join(
+            field(1, field(1, name) + field(2, field(3, field(1, b"".join(map(varint, values))))))
+            for name, values in entries.items())
+        data = field(1, features)
+        length = struct.pack("<Q", len(data))
+        out += length + masked(length) + data + masked(data)
+    Path(path).write_bytes(out)
+    return str(path)
+
+
+def problems_of(folder, name, **changes) -> list[str]:
+    problems = []
+    settings = {"tokenizer_name": str(folder / "bpe"), "eval_dataset_name": (str(folder / "val.bin"),)}
+    settings |= {"block_size": T}
+    recipe = Recipe(str(name), cache_dir=str(folder / "cache"), **settings | changes)
+    open_sources(recipe, problems)
+    return problems
+
+
+def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_path):
+    name = folder / "train.bin"
+    assert problems_of(folder, name) == [] == problems_of(folder, RECORDS, special=0)
+    (line,) = problems_of(folder, name, tokenizer_name=None, eval_dataset_name=(str(name),))
+    assert line.startswith(f"tokenizer_name: {name} brings none") and "gpt2" in line
+    (line,) = problems_of(folder, write_nanogpt(tmp_path / "beyond.bin", [*ids(3000), KNOWN]))
+    assert line.startswith("tokenizer_name:") and "go up to 400, the tokenizer knows 400" in line
+    rows = [[1] * T, [KNOWN, *[2] * (T - 1)]]
+    (line,) = problems_of(folder, write_records(tmp_path / "beyond.tfrecord", rows))
+    assert "go up to 400, the tokenizer knows 400" in line
+    (line,) = problems_of(folder, RECORDS, special=2, block_size=T + 2)
+    assert line == f"block_size: {T + 2}, but records of {RECORDS} have {T} tokens: set --block_size {T}."
+    (line,) = problems_of(folder, write_records(tmp_path / "two.tfrecord", [[1] * T, [1] * 9]))
+    assert "two.tfrecord, record 2: 9 tokens, those before it 32" in line
+    masks = [[1] * T, [1] * 9 + [0] * (T - 9)]
+    (line,) = problems_of(folder, write_records(tmp_path / "padded.tfrecord", [[1] * T] * 2, masks))
+    assert "padded.tfrecord, record 2: padding" in line
+    (line,) = problems_of(folder, write_nanogpt(tmp_path / "few.bin", [1] * 31))
+    assert line == f"block_size: no file of {tmp_path}/few.bin, train, has the 32 tokens of a row."
+    (line,) = problems_of(folder, folder / "none.bin")
+    assert "none.bin': no such file" in line
+    (line,) = problems_of(folder, name, next_sentence=True)
+    assert line.startswith("next_sentence:")
+    shutil.copytree(RECORDS, tmp_path / "mixed")
+    shutil.copy(name, tmp_path / "mixed" / "train.bin")
+    (line,) = problems_of(folder, tmp_path / "mixed")
+    assert ".bin and .tfrecord" in line
+    with pytest.raises(ValueError, match="no rows for validation.*eval_dataset_name"):
+        data_of(folder, folder / "train.bin", eval_dataset_name=())
+
+
+def data_of(folder, name, **changes):
+    problems, settings = [], {"tokenizer_name": str(folder / "bpe"), "block_size": T}
+    recipe = Recipe(str(name), cache_dir=str(folder / "cache"), **settings | changes)
+    sources = open_sources(recipe, problems)
+    assert not problems
+    return prepare(sources, Accelerator(cpu=True))
+
+
+def test_files_are_read_from_end_to_end_once_and_followed(folder, tmp_path, monkeypatch):
+    path = write_nanogpt(tmp_path / "a.bin", ids(500))
+    first = open_shards(path, "train", cache_dir=str(tmp_path), block_size=T)
+    assert isinstance(first.rows.base, np.memmap) and not list(tmp_path.rglob("*.npy")), "nothing is copied"
+    read = []
+    monkeypatch.setattr("data.foreign._read_flat", lambda *_: read.append(1) or 1 / 0)
+    again = open_shards(path, "train", cache_dir=str(tmp_path), block_size=T)
+    other = open_shards(path, "train", cache_dir=str(tmp_path), block_size=2 * T)
+    monkeypatch.undo()
+    assert not read and again.fingerprint == first.fingerprint != other.fingerprint
+    shutil.copy(path, tmp_path / "b.bin")
+    copy = open_shards(str(tmp_path / "b.bin"), "train", cache_dir=str(tmp_path), block_size=T)
+    assert copy.fingerprint == first.fingerprint, "of the content"
+    write_nanogpt(tmp_path / "a.bin", ids(500, 1))
+    changed = open_shards(path, "train", cache_dir=str(tmp_path), block_size=T)
+    assert changed.fingerprint != first.fingerprint
+
+
+def test_batches_are_those_of_packed_rows_also_from_workers(folder, tmp_path):
+    rows = open_shards(str(folder / "fineweb"), "train", cache_dir=str(tmp_path), block_size=T)
+    np.save(tmp_path / "packed.npy", cut(ids(1000), ids(20, 1), ids(500, 2)).astype(np.uint16))
+    packed = PackedRows(tmp_path / "packed.npy")
+    assert len(rows) == len(packed) and rows.block_size == T
+    assert len(pickle.dumps(rows)) < 1000
+    for found in (rows, pickle.loads(pickle.dumps(rows))):
+        keys = [(7, 0, 5), (8, 0, 31), (9, 1, 45), (-1, 0, -1)]
+        mine, theirs = found.__getitems__(keys), packed.__getitems__(keys)
+        assert {name: values.tolist() for name, values in mine.items()} == {
+            name: values.tolist() for name, values in theirs.items()}
+    order = SampleOrder(len(rows), 3, 0, 2 * len(rows))
+    workers = {"sampler": order, "collate_fn": keep_batch, "num_workers": 2}
+    for mine, theirs in zip(*(DataLoader(each, 4, **workers) for each in (rows, packed)), strict=True):
+        assert mine["input_ids"].equal(theirs["input_ids"]) and mine["row"].equal(theirs["row"])
+
+
+# format -> script, its tokenizer, training data, evaluation data
+RUNS = {
+    "nanogpt": ("train_clm.py", "bpe", "train.bin", "val.bin"),
+    "records": ("train_mlm.py", "masked", RECORDS, None),
+    "llm.c": ("train_clm.py", "bpe", "fineweb", None),
+    "records, causal": ("train_clm.py", "masked", RECORDS, None),
+    "nanogpt, masked": ("train_mlm.py", "masked", "train.bin", "val.bin"),
+    "zst": ("train_clm.py", "bpe", "texts.jsonl.zst", None),
+}
+SMALL_MLM = (
+    "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0,"
+    "attention_probs_dropout_prob=0"
+)
+
+
+@pytest.mark.parametrize("kind", [
+    kind if kind in ("nanogpt", "records") else pytest.param(kind, marks=pytest.mark.slow) for kind in RUNS])
+def test_a_run_on_them_that_is_killed_goes_on_bit_for_bit(folder, tmp_path, kind):
+    script, tokenizer, train, held_out = RUNS[kind]
+    write_jsonl(tmp_path / "texts.jsonl", make_texts(80))
+    text = (tmp_path / "texts.jsonl").read_bytes()
+    (folder / "texts.jsonl.zst").write_bytes(pa.compress(text, "zstd", asbytes=True))
+    flags = TINY | {"dataset_name": folder / train, "tokenizer_name": folder / tokenizer, "save_steps": 1,
+                    "cache_dir": tmp_path / "cache", "max_train_steps": 8, "per_device_train_batch_size": 4}
+    masked = {"model_type": "roberta", "config_overrides": SMALL_MLM, "prompts": ["<mask> e"]}
+    flags |= masked if "mlm" in script else {}
+    flags |= {"eval_dataset_name": folder / held_out} if held_out else {}
+    done = forked.run(script, flags | {"output_dir": tmp_path / "whole"})
+    assert done.returncode == 0, done.stderr
+    process = forked.start(PROJECT, script, flags | {"output_dir": tmp_path / "killed"}, tmp_path / "log")
+    while not list((tmp_path / "killed").glob("checkpoints/step-*3/*")) and process.is_alive():
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -9, (tmp_path / "log").read_text()
+    done = forked.run(script, flags | {"output_dir": tmp_path / "killed"})
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+    weights, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert all(weights[name].equal(again[name]) for name in weights)
+    if script == "train_clm.py" and kind != "zst":
+        assert metrics(tmp_path / "whole")[-1]["bits_per_byte"] is None, "nobody knows the bytes"
+
+
+def test_records_are_masked_as_they_are_and_flat_rows_get_their_special_tokens(folder, tmp_path):
+    for name, size in ((RECORDS, T), (folder / "train.bin", T - 2)):
+        flags = TINY | {
+            "dataset_name": name, "eval_dataset_name": folder / "val.bin", "show": 2, "model_type": "roberta",
+            "tokenizer_name": folder / "masked", "cache_dir": tmp_path / "c", "output_dir": tmp_path / "o",
+            "config_overrides": SMALL_MLM, "prompts": ["<mask> e"], "mlm_probability": 1e-9,
+        }
+        done = forked.run("train_mlm.py", flags)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("<s>") == (2 if size < T else 0), done.stdout
+
+
+def test_a_mistake_in_them_ends_a_run_with_status_2_and_a_line(folder, tmp_path):
+    bad = write_llmc(tmp_path / "bad.bin", ids(100), told=7)
+    done = forked.run("train_clm.py", TINY | {
+        "dataset_name": bad, "tokenizer_name": folder / "bpe", "output_dir": tmp_path / "out",
+        "cache_dir": tmp_path / "cache"})
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{bad}: truncated: 1,224 bytes, the header tells of 7 tokens." in done.stderr
+
+
+def test_streaming_them_is_reading_them_where_they_lie(folder):
+    evals = {"eval_dataset_name": (str(folder / "val.bin"),)}
+    streamed, mapped = (data_of(folder, folder / "train.bin", streaming=on, **evals) for on in (True, False))
+    assert streamed.fingerprints == mapped.fingerprints and streamed.stream is None
+
+
+def test_no_pickle_is_opened(folder, tmp_path):
+    (tmp_path / "char").mkdir()
+    write_nanogpt(tmp_path / "char" / "train.bin", ids(500))
+    touch = b"cos\nsystem\n(S'touch " + bytes(tmp_path / "opened") + b"'\ntR."
+    (tmp_path / "char" / "meta.pkl").write_bytes(touch)
+    rows = open_shards(str(tmp_path / "char"), "train", cache_dir=str(tmp_path), block_size=T)
+    assert len(rows) == 15
+    assert not (tmp_path / "opened").exists()
+    code = "import sys, data.shards; print('crc32c' in sys.modules, 'tensorflow' in sys.modules)"
+    assert forked.run_code(code).stdout == "False False\n"
