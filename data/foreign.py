@@ -25,6 +25,7 @@ from tqdm import tqdm
 from data.cache import RowFile, build_once
 from data.packing import PackedRows
 from data.sources import files
+from data.sources.storage import printable
 from data.tokenizer import id_count
 
 SUFFIXES = (".bin", ".tfrecord")
@@ -76,6 +77,15 @@ def open_foreign(name: str, split: str, block_size: int, cache_dir: str) -> Pack
         rest = sum(tokens % block_size for *_, tokens in accounts[split]["files"])
         print(f"{name}, {split}: {len(rows):,} rows, {rest:,} tokens at ends of files left out", flush=True)
     return rows
+
+
+def open_splits(name: str, block_size: int, tokenizer, cache_dir="cache") -> tuple[dict, dict]:
+    """{split: rows}, and the settings that shape them, for shards that are to be made of them."""
+    manifest = check_foreign(name, block_size, tokenizer, 0, cache_dir)
+    splits = {split: open_foreign(name, split, block_size, cache_dir) for split in manifest["splits"]}
+    content = {split: rows.fingerprint for split, rows in splits.items()}
+    return splits, {"format": "token-rows-1", "dataset_name": printable(name), "content": content,
+                    "block_size": block_size, "whole": manifest["whole"]}
 
 
 class FlatRows(PackedRows):

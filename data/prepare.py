@@ -5,7 +5,7 @@
 
 The source is streamed: memory grows by 10 to 20 bytes per kept document only (the hashes that find exact
 duplicates). Killed at any moment, the same command goes on from the last record in output_dir/progress, and
-the files come out byte for byte as if nothing had happened.
+the files come out byte for byte as if nothing had happened. Token files (data/foreign.py) keep their rows.
 """
 
 import argparse
@@ -23,9 +23,10 @@ from filelock import FileLock, Timeout
 
 from data.filters import Accounting
 from data.fim import fill_in_middle
+from data.foreign import is_foreign, open_splits
 from data.packing import token_dtype, tokenizer_fingerprint
 from data.records import Records
-from data.shard_writers import write_text_shards, write_token_shards
+from data.shard_writers import write_row_shards, write_text_shards, write_token_shards
 from data.shards import MANIFEST, PROGRESS
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
 from data.sources.storage import FIRST_CONTACT, Folder, bound_waiting, explained, printable, with_retries
@@ -56,6 +57,9 @@ def check_args(args: argparse.Namespace) -> None:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one, or --text_only")
     if not 0 <= args.fim_rate <= 1 - args.text_only:
         problems.append(f"fim_rate: must be 0 (off) to 1, and 0 with text_only, is {args.fim_rate}.")
+    of_text = args.keywords or args.text_only or args.fim_rate or args.split != "train"
+    if is_foreign(args.dataset_name) and of_text:
+        problems.append("dataset_name: tokens have no text, leave keywords, text_only, split and fim_rate out.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
@@ -69,10 +73,15 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
     bound_waiting()
     folder = Folder(args.output_dir)
     source = source_of(args, streaming=True)
-    corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
-    tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
-    fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
-    settings = settings_of(args, corpora, tokenizer)
+    if is_foreign(args.dataset_name):
+        tokenizer = load_tokenizer(args.tokenizer_name)
+        corpora, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
+        settings |= {"shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer)}
+    else:
+        corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
+        tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
+        fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
+        settings = settings_of(args, corpora, tokenizer)
     manifest = finished_manifest(folder, settings)
     if manifest:
         print(f"{folder.url} is finished: nothing to do")
@@ -81,10 +90,11 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
             manifest = write_shards(settings, corpora, tokenizer, folder)
     folder.remove(PROGRESS)
     for split, account in manifest["accounting"].items():
-        if account["read"]:
+        if account["read"] or account["rows"]:
             shards = len(manifest["splits"][split]["shards"])
             print(Accounting(**account).table(f"{folder.url}, {split}: {shards} shards"))
-    print(Accounting(**manifest["accounting"]["train"]).share_after_filtering())
+    if "keywords" in settings:
+        print(Accounting(**manifest["accounting"]["train"]).share_after_filtering())
     return manifest
 
 
@@ -145,8 +155,9 @@ def write_shards(settings: dict[str, Any], corpora, tokenizer, folder: Folder) -
             for file in sorted(tokenizer.save_pretrained(temporary)):
                 folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
         rows = {"block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
-        rows["tokenizer"] = settings["tokenizer"]
-        write_token_shards(corpora, tokenizer, records, settings)
+        rows |= {name: settings[name] for name in ("tokenizer", "whole") if name in settings}
+        write = write_token_shards if "text_column" in settings else write_row_shards
+        write(corpora, tokenizer, records, settings)
     else:
         write_text_shards(corpora, records, settings)
     if not records.shards["train"]:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from data.filters import Accounting, clean_documents, in_validation, show_progress
 from data.fim import fill_in_middle
-from data.packing import token_dtype, tokenize_documents
+from data.packing import PackedRows, token_dtype, tokenize_documents
 from data.records import SPLITS, Records
 from data.shards import write_shard
 from data.sources.corpus import Corpus
@@ -87,6 +87,19 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
         for split in SPLITS:
             write(split, T)
             waiting[split], lengths[split] = [np.empty(0, dtype)], 0
+
+
+def write_row_shards(splits: dict[str, PackedRows], tokenizer, records: Records, settings: dict) -> None:
+    """Rows that are made already; there are no documents to account for."""
+    dtype, T = token_dtype(tokenizer), settings["block_size"]
+    full = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
+    for split, rows in splits.items():
+        records.counts[split], records.held[split] = Accounting(), [0, 0, len(rows) * T]
+        for first in range(0, len(rows), full):
+            part = rows.rows[np.arange(first, min(first + full, len(rows)))].astype(dtype)
+            shard = write_shard(records.folder, split, first // full, rows_to_parquet(part), rows=len(part),
+                                tokens=part.size)
+            records.shards[split].append(shard)
 
 
 def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: dict) -> None:

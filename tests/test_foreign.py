@@ -27,10 +27,10 @@ from data.order import SampleOrder, keep_batch
 from data.packing import PackedRows
 from data.rows import Recipe, open_sources, prepare
 from data.shards import check_shards, is_shards, open_shards
-from data.tokenizer import train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
 from tests import forked
 from tests.runs import PROJECT, TINY, metrics
-from tests.shard_data import make_texts, save_tokenizer, write_jsonl
+from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
 
 RECORDS = PROJECT / "tests" / "tfrecords"
 T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
@@ -276,6 +276,28 @@ def test_batches_are_those_of_packed_rows_also_from_workers(folder, tmp_path):
     workers = {"sampler": order, "collate_fn": keep_batch, "num_workers": 2}
     for mine, theirs in zip(*(DataLoader(each, 4, **workers) for each in (rows, packed)), strict=True):
         assert mine["input_ids"].equal(theirs["input_ids"]) and mine["row"].equal(theirs["row"])
+
+
+def test_converted_to_shards_they_are_the_same_rows_in_both_scripts(folder, tmp_path, capsys):
+    for name, tokenizer in ((folder / "fineweb", "bpe"), (RECORDS, "masked")):
+        out = tmp_path / name.name
+        words = str(name), out, str(folder / tokenizer)
+        assert run(*words) == 0
+        assert f"{out}, train: " in capsys.readouterr().out
+        assert run(*words) == 0 and "nothing to do" in capsys.readouterr().out
+        cache = str(tmp_path / "cache")
+        for split in ("train", "validation"):
+            made = open_shards(str(out), split, cache_dir=cache)
+            given = open_shards(str(name), split, cache_dir=cache, block_size=T)
+            every = np.arange(len(given))
+            assert made.rows.dtype == np.uint16 and np.array_equal(made.rows, given.rows[every])
+        whole = name == RECORDS
+        assert check_shards(str(out), T - 2 if whole else T, load_tokenizer(words[2]), 2)["block_size"] == T
+        with pytest.raises(ValueError, match=f"set --block_size {T if whole else T + 2}, or prepare"):
+            check_shards(str(out), T if whole else T - 2, None, 2)
+    assert run(str(folder / "train.bin"), tmp_path / "x", None, keywords=["a"]) == 2
+    error = capsys.readouterr().err
+    assert "tokenizer_name: none given" in error and "dataset_name: tokens have no text" in error
 
 
 # format -> script, its tokenizer, training data, evaluation data
