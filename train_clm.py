@@ -66,6 +66,7 @@ class TrainArgs:
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row
+    max_train_samples: int = 0  # rows, the first of the source; 0: all
     fim_rate: float = 0.0  # share of the documents that teach to fill in the middle; 0: off
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     cache_dir: str = "cache"  # prepared rows and trained tokenizers

@@ -62,6 +62,7 @@ class TrainArgs:
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row, special tokens included
+    max_train_samples: int = 0  # rows, the first of the source; 0: all
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
     mlm_probability: float = 0.30  # share of the tokens that are predicted in training

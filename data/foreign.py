@@ -67,12 +67,14 @@ def check_foreign(name: str, row_size: int | None, tokenizer, special: int, cach
     return {"block_size": block_size, "whole": block_size is not None, "splits": splits}
 
 
-def open_foreign(name: str, split: str, block_size: int, cache_dir: str) -> PackedRows:
-    """Map-style rows of a split that has some."""
+def open_foreign(name: str, split: str, block_size: int, cache_dir: str, max_rows: int = 0) -> PackedRows:
+    """Map-style rows of a split that has some, or the first max_rows."""
     folder, accounts = _read_once(name, cache_dir)
     if accounts[split]["block_size"]:
-        return PackedRows(folder / f"{split}.npy")
-    rows = FlatRows(accounts[split]["files"], block_size, accounts[split]["xxh3"])
+        rows = PackedRows(folder / f"{split}.npy")
+        rows.rows = rows.rows[: max_rows or None]
+        return rows
+    rows = FlatRows(accounts[split]["files"], block_size, accounts[split]["xxh3"], max_rows)
     if os.environ.get("RANK", "0") == "0":
         rest = sum(tokens % block_size for *_, tokens in accounts[split]["files"])
         print(f"{name}, {split}: {len(rows):,} rows, {rest:,} tokens at ends of files left out", flush=True)
@@ -91,15 +93,17 @@ def open_splits(name: str, block_size: int, tokenizer, cache_dir="cache") -> tup
 class FlatRows(PackedRows):
     """Rows of files of ids, each cut by itself. It pickles as their paths.
 
-    files: (path, bytes before the ids, their type, their number) of each; content: their checksum."""
+    files: (path, bytes before the ids, their type, their number) of each; content: their checksum; max_rows:
+    the first so many, 0 for all."""
 
-    def __init__(self, files: list[tuple[str, int, str, int]], block_size: int, content: str):
-        self.arguments = files, block_size, content
+    def __init__(self, files: list[tuple[str, int, str, int]], block_size: int, content: str,
+                 max_rows: int = 0):
+        self.arguments = files, block_size, content, max_rows
         shapes = [(*where, (tokens // block_size, block_size)) for *where, tokens in files]
         self.parts = [np.asarray(np.memmap(path, dtype, "r", offset, shape))  # or taking a row costs more
                       for path, offset, dtype, shape in shapes if shape[0]]
         self.first = np.cumsum([0, *map(len, self.parts)])  # rows before each part
-        self.shape = int(self.first[-1]), block_size
+        self.shape = min(int(self.first[-1]), max_rows or int(self.first[-1])), block_size
         self.rows = self.parts[0] if len(self.parts) == 1 else self
 
     def __reduce__(self):

@@ -9,6 +9,7 @@ Letters: B rows of a batch, T tokens of a row (block_size), n rows of a split.
 
 import hashlib
 import json
+import math
 import time
 from array import array
 from collections import deque
@@ -28,8 +29,8 @@ from data.tokenizer import TRAINING_BYTES, id_count, load_tokenizer, sampled, sp
 SPLITS = ("train", "validation")
 FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
 TOKENIZER_FORMAT = 3  # the same of trained tokenizers
-AT_ONCE = 1 << 18  # tokens written in one go
 BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
+LEAST_CHARACTERS = 1 << 14  # of the first batches, so that a sample of a corpus reads little ahead
 
 
 def token_dtype(tokenizer) -> np.dtype:
@@ -43,10 +44,9 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def tokenize_texts(texts: Iterable, tokenizer, fim=None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (tokens [k], ends [d]) in the order of texts: token ids with EOS after each document, in
-    `token_dtype`, and int64 offsets in `tokens` just after those EOS. A long document spans several yields.
-    A text may be the pieces that `fim` (FillInMiddle) has made of it.
+def tokenize_documents(documents: Iterable[tuple], tokenizer, fim=None) -> Iterator[tuple]:
+    """(text, note) of each document -> (its token ids in `token_dtype`, with EOS, note). A text may be the
+    pieces that `fim` (FillInMiddle) has made of it.
 
     Special tokens written out in a text are text, as with nanoGPT's encode_ordinary: a document that
     mentions <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded
@@ -55,7 +55,7 @@ def tokenize_texts(texts: Iterable, tokenizer, fim=None) -> Iterator[tuple[np.nd
     if eos is None:
         raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no eos_token to end documents with; "
                          "choose another tokenizer")
-    dtype = token_dtype(tokenizer)
+    dtype, tokens = token_dtype(tokenizer), array("I")
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())  # a copy, to be set up for whole texts
     backend.no_truncation()
     backend.no_padding()
@@ -68,59 +68,39 @@ def tokenize_texts(texts: Iterable, tokenizer, fim=None) -> Iterator[tuple[np.nd
         for inside, each in enumerate(backends):
             chosen = [piece for piece, place in zip(pieces, places, strict=True) if place[1] == inside]
             found.append(iter(each.encode_batch_fast(chosen, add_special_tokens=False)))
-        return [next(found[inside]) for _, inside, _ in places]
+        return [next(found[place[1]]) for place in places]
 
     def convert(batch, places):
-        tokens, ends = [], []
-        for encoding, (before, _, last) in zip(batch.result(), places, strict=True):
-            tokens += before
-            tokens += encoding.ids
+        for encoding, (before, _, last, note) in zip(batch.result(), places, strict=True):
+            tokens.extend(before)
+            tokens.extend(encoding.ids)
             if last:
                 tokens.append(eos)
-                ends.append(len(tokens))
-        # array() reads a list of ints in half of the time that numpy takes
-        return np.frombuffer(array("I", tokens), np.uint32).astype(dtype), np.array(ends, np.int64)
+                yield np.array(tokens, dtype), note
+                del tokens[:]
 
     running = deque()
     with ThreadPoolExecutor(1) as encoder:
-        for pieces, places in _batches(texts):
+        for pieces, places in _batches(documents):
             running.append((encoder.submit(encode, pieces, places), places))
             if len(running) == 2:
-                yield convert(*running.popleft())
+                yield from convert(*running.popleft())
         for batch, places in running:
-            yield convert(batch, places)
+            yield from convert(batch, places)
 
 
-def tokenize_documents(documents: Iterable[tuple], tokenizer, fim=None) -> Iterator[tuple]:
-    """(text, note) of each document -> (its tokens, EOS included, note); see `tokenize_texts`."""
-    notes, parts = deque(), []  # of the documents read ahead; of one that goes on in the next batch
-
-    def texts():
-        for text, note in documents:
-            notes.append(note)
-            yield text
-
-    for tokens, ends in tokenize_texts(texts(), tokenizer, fim):
-        start = 0
-        for end in ends.tolist():
-            yield np.concatenate([*parts, tokens[start:end]]) if parts else tokens[start:end], notes.popleft()
-            parts, start = [], end
-        if start < len(tokens):
-            parts.append(tokens[start:])
-
-
-def _batches(texts) -> Iterator[tuple[list[str], list[list]]]:
+def _batches(documents) -> Iterator[tuple[list[str], list[list]]]:
     """Pieces of documents, about BATCH_CHARACTERS at a time, and of each: the ids before it, whether it
-    begins inside its document, whether it is its last."""
-    pieces, places, size = [], [], 0
-    for text in texts:
+    begins inside its document, whether it is the last of it, the document's note."""
+    pieces, places, size, done = [], [], 0, 0
+    for text, note in documents:
         for before, part, inside in [([], text, False)] if isinstance(text, str) else text:
             for piece in split_text(part):
-                if size >= BATCH_CHARACTERS:
+                if size >= min(BATCH_CHARACTERS, max(LEAST_CHARACTERS, done // 8)):
                     yield pieces, places
-                    pieces, places, size = [], [], 0
+                    pieces, places, size, done = [], [], 0, done + size
                 pieces.append(piece)
-                places.append([before, inside, False])
+                places.append([before, inside, False, note])
                 before, size = [], size + len(piece)
         places[-1][2] = True
     if pieces:
@@ -178,7 +158,7 @@ class PreparedRows:
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                  eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                 progress=True, fim=None) -> PreparedRows:
+                 progress=True, fim=None, max_rows: int = 0) -> PreparedRows:
     """Rows for training and evaluation, from the cache where the same were prepared before (`build_once`).
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents; of few
@@ -186,7 +166,8 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
     of eval_corpus and also_evaluated are not trained on. Raises ValueError where a split gets no row.
 
     fim (FillInMiddle): of training documents. What is evaluated on stays plain, and comes once more in the
-    split "fim", every document cut, which compares runs of different rates."""
+    split "fim", every document cut, which compares runs of different rates.
+    max_rows: for training, the first of the source's order, and little more is read; 0: all."""
     hold_out = eval_corpus is None and validation_fraction is not None
     names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
     names += ("fim",) * (fim is not None and len(names) > 1)
@@ -194,12 +175,13 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
         "validation": [validation_fraction, seed] if hold_out else None,
         "tokenizer": tokenizer_fingerprint(tokenizer),
         "block_size": block_size,
-    } | ({"fim": [fim.rate, fim.seed]} if fim else {})
+    } | ({"fim": [fim.rate, fim.seed]} if fim else {}) | ({"max_rows": max_rows} if max_rows else {})
 
     def write(folder: Path) -> dict[str, dict]:
         fraction = validation_fraction if hold_out else 0
         while True:
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
+            splits["train"].most = max_rows or math.inf
             if eval_corpus is not None:
                 documents = split_documents(eval_corpus, splits["validation"], None, progress=progress)
                 _pack(documents, tokenizer, splits, "validation", fim)
@@ -267,31 +249,28 @@ class Split:
 
     def __init__(self, path, block_size, tokenizer):
         self.counts, self.file = Accounting(), RowFile(path, block_size, token_dtype(tokenizer))
-        self.waiting, self.length = [], 0  # what does not fill a row, and what is not yet worth a write
+        self.most, self.rest = math.inf, np.empty(0, self.file.dtype)  # rows; what does not fill one
+
+    @property
+    def full(self) -> bool:
+        return self.file.rows >= self.most
 
     def add(self, tokens: np.ndarray):
         self.counts.tokens += len(tokens)
-        self.waiting.append(tokens)
-        self.length += len(tokens)
-        if self.length > AT_ONCE:
-            self.flush()
-
-    def flush(self):
-        tokens = np.concatenate(self.waiting or [np.empty(0, self.file.dtype)])
-        cut = len(tokens) - len(tokens) % self.file.block_size
-        self.file.write(tokens[:cut].reshape(-1, self.file.block_size))
-        self.waiting, self.length = [tokens[cut:].copy()], len(tokens) - cut
+        stream, T = np.concatenate([self.rest, tokens]), self.file.block_size
+        end = min(len(stream) // T, self.most - self.file.rows) * T
+        self.file.write(stream[:end].reshape(-1, T))
+        self.rest = stream[end:]
 
     def close(self):
-        self.flush()
         self.file.close()
-        self.counts.rows, self.counts.tokens_dropped = self.file.rows, self.length
+        self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.rest)
 
 
 def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0, progress=True,
                     evaluated=()) -> Iterator[tuple]:
-    """(text, split or held_out) of the documents to prepare: `fraction` of them are held out, those of the
-    corpora `evaluated` are left out, unless one is the very corpus. Both splits have `counts`."""
+    """(text, split or held_out) of the documents to prepare, until `split` is full: `fraction` of them are
+    held out, those of the corpora `evaluated` are left out, unless one is the very corpus."""
     hashes = SeenHashes()
     for other in evaluated:
         if other is not None and other.fingerprint != corpus.fingerprint:
@@ -304,6 +283,8 @@ def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0,
             yield text, held_out
         else:
             yield text, split
+        if split.full:
+            return
 
 
 def _pack(documents, tokenizer, splits, name, fim):
@@ -345,13 +326,14 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
 
 def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
                       max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True,
-                      fim: bool = False):
+                      fim: bool = False, read_bytes: int = 0):
     """`train_tokenizer` on `sampled` texts of the corpus, or the same one from the cache."""
     settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, corpus.keywords,
-                vocab_size, algorithm, model_type, max_bytes, seed, *(["fim"] if fim else [])]
+                vocab_size, algorithm, model_type, max_bytes, seed]
+    settings += ["fim"] * fim + [read_bytes] * (read_bytes > 0)
 
     def build(folder):
-        texts, _ = sampled(corpus, max_bytes, seed=seed, progress=progress)
+        texts, _ = sampled(corpus, max_bytes, seed=seed, progress=progress, read_bytes=read_bytes)
         train_tokenizer(texts, algorithm, vocab_size, model_type, fim=fim).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))

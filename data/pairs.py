@@ -238,6 +238,8 @@ def _read(corpus, file, held_out, fraction, seed, progress, evaluated=()):
 class _PairFile:
     """The pairs of one split on their way to the disk, and the account of them."""
 
+    full = False  # see Split
+
     def __init__(self, path, tokenizer, block_size, seed, label_is_next):
         self.label_is_next, self.prepared = label_is_next, False
         self.block_size, self.tokenizer, self.id_count = block_size, tokenizer, id_count(tokenizer)

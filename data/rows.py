@@ -28,7 +28,7 @@ from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batc
 from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
-from data.sources.corpus import Corpus, Source, has_split, load_corpus
+from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
 from data.sources.storage import printable
 from data.streams import ShardSource, StreamingRows, TextSource
 from data.tokenizer import load_tokenizer
@@ -58,6 +58,7 @@ class Recipe:
     output_dir: str = ""
     saved: dict | None = field(default=None, hash=False)  # fingerprints of the data of a run to continue
     seed: int = 42
+    max_train_samples: int = 0
     max_eval_samples: int = 0
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 32
@@ -97,21 +98,23 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
         return kept
     sources, name, tokenizer_name = Sources(recipe), recipe.dataset_name, recipe.tokenizer_name
     source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords)
-    load = load_pair_source if recipe.next_sentence else load_corpus
-    made = _attempt(problems, is_shards, name)
+    load, most = load_pair_source if recipe.next_sentence else load_corpus, recipe.max_train_samples
+    made = with_split(source) == source and _attempt(problems, is_shards, name)
     if made:
         sources.shards = name
         tokenizer_name = tokenizer_name or _attempt(problems, fetch_tokenizer, name, recipe.cache_dir)
     elif made is False:
-        sources.train = _attempt(problems, load, replace(source, streaming=recipe.streaming))
+        sources.train = _attempt(problems, load, replace(source, streaming=recipe.streaming or most > 0))
     if names := recipe.eval_dataset_name:
         for name, short in zip(names, short_names(names), strict=True):
             other = replace(source, dataset_name=name, dataset_config_name=None)
-            if found := name if _attempt(problems, is_shards, name) else _attempt(problems, load, other):
+            whole = with_split(other) == other and _attempt(problems, is_shards, name)
+            if found := name if whole else _attempt(problems, load, other):
                 sources.evals[short] = found
     elif sources.shards:
         sources.evals[""] = sources.shards
-    elif sources.train and _attempt(problems, has_split, source, "validation"):
+    elif (sources.train and sources.train.source.split.startswith("train")
+          and _attempt(problems, has_split, source, "validation")):
         sources.evals[""] = _attempt(problems, load, replace(source, split="validation"))
     if recipe.streaming and not tokenizer_name and not sources.shards:
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
@@ -126,6 +129,8 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     for url in () if recipe.next_sentence else shards:
         fits = recipe.row_size, sources.tokenizer, recipe.special, recipe.cache_dir
         _attempt(problems, check_shards, url, *fits)
+    if recipe.next_sentence and most:
+        problems.append(f"max_train_samples: not for sentence pairs; name a part, {name}:train[:{most}].")
     if recipe.next_sentence and shards:
         problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
     if recipe.next_sentence and sources.train and holds_pairs(sources.train) and not sources.tokenizer:
@@ -167,7 +172,7 @@ def short_names(names: tuple[str, ...]) -> list[str]:
         return [""]
     short = []
     for name in names:
-        name = printable(name).removesuffix("?***")
+        name = printable(with_split(Source(name)).dataset_name).removesuffix("?***")
         parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
         ending = r"(\.(jsonl|json|csv|txt|parquet|arrow|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
         stem = re.sub(ending, "", (parts or [name])[-1])
@@ -181,7 +186,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
     first evaluation set is prepared together with the training rows, each further one by itself. Raises
     ValueError where there is no row, or shards do not fit."""
     recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
-    cache_dir, row_size, evals = recipe.cache_dir, recipe.row_size, {}
+    cache_dir, row_size, most, evals = recipe.cache_dir, recipe.row_size, recipe.max_train_samples, {}
     if sources.prepared:
         accelerator.print(
             f"data       the rows of this run from {cache_dir}, {printable(recipe.dataset_name)} is not read")
@@ -189,7 +194,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
     if tokenizer is None:
         tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
                                       algorithm=recipe.algorithm, model_type=recipe.model_type,
-                                      fim=recipe.fim_rate > 0)
+                                      fim=recipe.fim_rate > 0,
+                                      read_bytes=most and max(1_000_000, 4 * most * row_size))
     fim = fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer)
     pairs = functools.partial(prepare_pairs, label_is_next=recipe.pair_label_is_next)
     make = functools.partial(pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
@@ -202,7 +208,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
     fim_name = f"{first}-fim".removeprefix("-")  # its documents once more, every one cut
     if sources.shards:
         mapped = not recipe.streaming or is_foreign(sources.shards)  # those are read where they lie anyway
-        train = opened_shards(sources.shards, "train") if mapped else ShardSource(sources.shards)
+        train = (opened_shards(sources.shards, "train", max_rows=most) if mapped
+                 else ShardSource(sources.shards))
     elif recipe.streaming:
         train = stream(sources.train, fim=fim)
         split = {"split": "train" if opened else "validation", "shuffle_rows": 0}
@@ -215,7 +222,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
         others = tuple(found for found in opened.values() if isinstance(found, Corpus))
         made = make(sources.train, eval_corpus=together,
                     validation_fraction=None if sources.evals else recipe.validation_fraction,
-                    also_evaluated=others, **({"fim": fim} if fim else {}))
+                    also_evaluated=others, **({} if recipe.next_sentence else {"fim": fim, "max_rows": most}))
         train = made.train
         if made.eval:
             evals[first] = made.eval

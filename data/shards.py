@@ -123,29 +123,34 @@ def split_entry(manifest: dict[str, Any], url: str, split: str) -> dict[str, Any
     return entry
 
 
-def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None = None) -> PackedRows:
-    """Map-style rows of the shards at `url`: copied once, each shard verified, to an array in `cache_dir` (2
-    or 4 bytes per token). ValueError as of check_shards, read_shard, build_once, or for want of room.
+def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None = None,
+                max_rows: int = 0) -> PackedRows:
+    """Map-style rows of the shards at `url`, or the first max_rows: copied once, each shard verified, to an
+    array in `cache_dir` (2 or 4 bytes per token). ValueError as of check_shards, read_shard, build_once, or
+    for want of room.
 
     block_size: of rows that are cut out of a file without any."""
     manifest = check_shards(url, cache_dir=cache_dir)
     entry = split_entry(manifest, url, split)
     if "format" not in manifest:
-        return open_foreign(url, split, manifest["block_size"] or block_size, cache_dir)
+        return open_foreign(url, split, manifest["block_size"] or block_size, cache_dir, max_rows)
     block_size, dtype = manifest["block_size"], manifest["dtype"]
+    most = min(entry["rows"], max_rows or entry["rows"])
 
     def write(folder: Path) -> dict[str, dict]:
-        need = entry["rows"] * block_size * np.dtype(dtype).itemsize
+        need = most * block_size * np.dtype(dtype).itemsize
         if shutil.disk_usage(folder).free < need:
             raise ValueError(f"{cache_dir}: mapping the rows of {url} takes {need / 1e9:.1f} GB, more than "
                              "the disk has free. Use --streaming, or another cache folder.")
         copy, source = RowFile(folder / f"{split}.npy", block_size, dtype), Folder(url)
         for shard in tqdm(entry["shards"], desc=f"copying {url}, {split}", disable=None):
-            copy.write(read_shard(source, shard, block_size))
+            if copy.rows < most:
+                copy.write(read_shard(source, shard, block_size)[: most - copy.rows])
         copy.close()
         return {split: manifest["accounting"][split]}
 
-    return prepare_splits(cache_dir, "shards", entry["shards"], write).splits[split]
+    settings = [entry["shards"], max_rows] if max_rows else entry["shards"]
+    return prepare_splits(cache_dir, "shards", settings, write).splits[split]
 
 
 def fetch_tokenizer(url: str, cache_dir: str) -> str | None:

@@ -197,10 +197,14 @@ def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, s
     return [text for _, _, text in sorted(held, reverse=True)]
 
 
-def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, progress=True):
-    """(sample_texts of a corpus, the account of what was read). ValueError where there is no text."""
+def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, progress=True, read_bytes=0):
+    """(sample_texts of a corpus, the account of what was read). ValueError where there is no text.
+
+    read_bytes: of the beginning of the corpus alone; 0: of all of it."""
     counts = Accounting()
     documents = clean_documents(corpus, counts)
+    if read_bytes:
+        documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
     documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer", progress)
     texts = (document[corpus.text_column] for document in documents)
     texts = sample_texts(texts, max_bytes, max_documents, seed)

@@ -25,7 +25,7 @@ from data.packing import (
     Split,
     prepare_rows,
     token_dtype,
-    tokenize_texts,
+    tokenize_documents,
     trained_tokenizer,
 )
 from data.sources.corpus import Source, load_corpus
@@ -137,25 +137,20 @@ def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer,
     for piece, batch in ((1 << 20, 1 << 20), (500, 3000), (1000, 1)):
         monkeypatch.setattr(packing, "split_text", lambda text, piece=piece: original(text, piece))
         monkeypatch.setattr(packing, "BATCH_CHARACTERS", batch)
-        found = list(tokenize_texts(iter(documents), tokenizer))
-        starts = itertools.accumulate((len(tokens) for tokens, _ in found), initial=0)
-        ends = [start + end for start, (_, ends) in zip(starts, found, strict=False) for end in ends.tolist()]
-        parts[piece, batch] = np.concatenate([tokens for tokens, _ in found]).tolist(), ends
+        found = tokenize_documents(((text, text) for text in documents), tokenizer)
+        parts[piece, batch] = [(tokens.tolist(), note) for tokens, note in found]
     first, *others = parts.values()
     assert all(other == first for other in others)
-    tokens, ends = first
-    assert len(ends) == len(documents) and all(tokens[end - 1] == tokenizer.eos_token_id for end in ends)
+    assert [note for _, note in first] == documents
     # a text that mentions EOS does not end there
-    assert tokens.count(tokenizer.eos_token_id) == len(documents)
-    decoded = [tokenizer.decode(tokens[start : end - 1]) for start, end in itertools.pairwise([0, *ends])]
-    assert decoded == documents
+    assert all(tokens.index(tokenizer.eos_token_id) == len(tokens) - 1 for tokens, _ in first)
+    assert [tokenizer.decode(tokens[:-1]) for tokens, _ in first] == documents
 
 
 original = packing.split_text
 
 
-def test_a_split_carries_over_and_its_file_is_npy(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "AT_ONCE", 1000)
+def test_a_split_carries_over_and_its_file_is_npy(tokenizer, tmp_path):
     draw = np.random.default_rng(0)
     for block_size in (1, 7, 128):
         split = Split(tmp_path / "a.npy", block_size, tokenizer)
@@ -165,7 +160,7 @@ def test_a_split_carries_over_and_its_file_is_npy(tokenizer, tmp_path, monkeypat
         split.close()
         stream, rows = np.concatenate(chunks), np.load(tmp_path / "a.npy")
         assert rows.dtype == np.uint16 and rows.shape == (len(stream) // block_size, block_size)
-        [rest] = split.waiting
+        rest = split.rest
         assert (np.concatenate([rows.ravel(), rest]) == stream).all() and len(rest) < block_size
         assert split.counts.tokens == len(stream) and split.counts.tokens_dropped == len(rest)
 
@@ -190,12 +185,12 @@ def test_ids_beyond_uint16_are_kept():
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", unk_token="[UNK]")
-    [(tokens, _)] = tokenize_texts(["w65535 w65537 w65536 w1"], tokenizer)
+    [(tokens, _)] = tokenize_documents([("w65535 w65537 w65536 w1", None)], tokenizer)
     assert token_dtype(tokenizer) == tokens.dtype == np.uint32
     assert tokens.tolist() == [65535, 65537, 65536, 1, 0]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos_token"):
-        next(tokenize_texts(["w1"], tokenizer))
+        next(tokenize_documents([("w1", None)], tokenizer))
 
 
 def test_ids_with_gaps_are_kept_and_weighed(tmp_path):

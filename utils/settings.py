@@ -78,7 +78,7 @@ POSITIVE = set(
 NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
     "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps "
-    "save_steps show".split()
+    "max_train_samples save_steps show".split()
 )
 BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1,
          "mlm_probability": 1, "eval_mlm_probability": 1}  # fmt: skip
@@ -187,6 +187,8 @@ def common_problems(args: Any) -> list[str]:
             not endless or steps and args.max_eval_samples,
         "streaming: a stream has no known epochs, set eval_steps and save_steps.":
             not endless or args.eval_steps and args.save_steps,
+        "max_train_samples: a stream is read as far as max_train_steps goes, leave it out.":
+            not endless or not args.max_train_samples,
         "model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.":
             args.tokenizer_name or not args.model_name_or_path,
         "push_checkpoints: needs push_to_hub.": args.push_to_hub or not args.push_checkpoints,

@@ -5,16 +5,23 @@
         document[corpus.text_column]                  # str, or None where it could not be read as text
 
 installed.py, files.py and library.py say how their content becomes documents. Where rows are lines of text
-and the first is a heading " = Title = " (WikiText), the lines of one article make one document.
+and the first is a heading " = Title = " (WikiText), the lines of one article make one document. After a name
+":" and a split as the datasets library spells it: "user/name:train[:1%]", "texts/:train[:1000]+test[10:20]".
 """
 
 import itertools
+import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from data.sources import files, installed
 from data.sources.storage import explained, printable, retried
+
+PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
+WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
 
 
 @dataclass(frozen=True)
@@ -78,10 +85,11 @@ def check_numbers(args, **least: float) -> list[str]:
 
 def load_corpus(source: Source) -> Corpus:
     """Open a source of text; only its beginning is read. ValueError, with the remedy, where it cannot be."""
+    source = with_split(source)
     name, split = source.dataset_name, source.split
     if not has_split(source, split):
         raise ValueError(f"dataset_name {name!r} has no split {split!r}; name another data set or split")
-    fingerprint, rows = _reader(source).open_rows(source)
+    fingerprint, rows = _open(source)
     columns, column, first_text = _columns(source, rows)
     if columns == ["text"] and isinstance(first_text, str) and files.TITLE.match(first_text):
         rows = partial(_article_rows, rows)
@@ -90,7 +98,43 @@ def load_corpus(source: Source) -> Corpus:
 
 def has_split(source: Source, split: str) -> bool:
     """Whether load_corpus finds this split; ValueError where the source itself is not found."""
-    return _reader(source).has_split(source, split)
+    source = with_split(source)
+    return all(_reader(source).has_split(source, name) for name in _names(split))
+
+
+def with_split(source: Source) -> Source:
+    """The split that stands in the name at its place, where no other is asked for."""
+    found = WITH_SPLIT.fullmatch(source.dataset_name)
+    if not found or os.path.exists(source.dataset_name):
+        return source
+    return replace(source, dataset_name=found[1], split=found[2] if source.split == "train" else source.split)
+
+
+def _open(source: Source):
+    """(fingerprint, rows()). Of parts of splits only their rows are read; all are counted, by reading them,
+    for shares and for places from the end. A Hub data set that does not stream has parts itself."""
+    open_rows, split, names = _reader(source).open_rows, source.split, _names(source.split)
+    hub = _reader(source) not in (files, installed) and not files.is_saved(source.dataset_name)
+    if [split] == names or hub and not source.streaming:
+        return open_rows(source)
+    from datasets import ReadInstruction
+
+    opened = {name: open_rows(replace(source, split=name)) for name in names}
+    counted = re.search("[%-]", split)
+    sizes = {name: sum(1 for _ in rows()) if counted else sys.maxsize for name, (_, rows) in opened.items()}
+    parts = [(opened[part.splitname][1], part.from_, part.to)
+             for part in ReadInstruction.from_spec(split).to_absolute(sizes)]
+    return files.digest(split, [fingerprint for fingerprint, _ in opened.values()]), partial(_parts, parts)
+
+
+def _names(split: str) -> list[str]:
+    """The splits that "train[:1%]+test" takes parts of."""
+    return re.sub(r"\[.*?\]", "", split).split("+")
+
+
+def _parts(parts) -> Iterator[dict]:
+    for rows, start, stop in parts:
+        yield from itertools.islice(rows(), start, max(start, stop))
 
 
 def _reader(source: Source):

@@ -19,8 +19,7 @@ def has_split(source, split: str) -> bool:
         if is_saved(name):
             saved = Path(name, "dataset_dict.json")
             return split in (json.loads(saved.read_text())["splits"] if saved.exists() else ["train"])
-        # a part of a split, "train[:1%]", is there when the split is
-        return split.split("[")[0] in datasets.get_dataset_split_names(name, config)
+        return split in datasets.get_dataset_split_names(name, config)
 
 
 def open_rows(source):

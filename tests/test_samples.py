@@ -1,0 +1,162 @@
+"""A sample of a source: its first rows (max_train_samples), or a part as the datasets library spells it."""
+
+from dataclasses import replace
+from functools import partial
+
+import datasets
+import numpy as np
+import pytest
+from accelerate import Accelerator
+
+import train_clm
+import train_mlm
+from data.packing import prepare_rows, trained_tokenizer
+from data.rows import Recipe, open_sources, prepare, short_names
+from data.sources.corpus import Corpus, Source, has_split, load_corpus
+from data.streams import TextSource
+from data.tokenizer import load_tokenizer
+from tests import shard_data
+from utils.settings import common_problems
+
+T = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    texts = shard_data.make_texts(900)
+    shard_data.write_jsonl(folder / "a.jsonl", texts)
+    (folder / "splits").mkdir()
+    for name, found in {"train": texts[:400], "validation": texts[400:430], "test": texts[430:450]}.items():
+        shard_data.write_jsonl(folder / "splits" / f"{name}.jsonl", found)
+    shard_data.save_tokenizer(folder / "tokenizer")
+    done = shard_data.run(str(folder / "a.jsonl"), folder / "shards", str(folder / "tokenizer"))
+    assert done == 0
+    return folder
+
+
+class Counted:
+    """The rows of a corpus, and how many of them were read."""
+
+    def __init__(self, corpus: Corpus):
+        self.rows, self.read = corpus.rows, 0
+        self.corpus = replace(corpus, rows=self)
+
+    def __call__(self):
+        for row in self.rows():
+            self.read += 1
+            yield row
+
+
+@pytest.mark.parametrize("held_out", ["a part of the documents", "a corpus of its own"])
+def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path, held_out):
+    corpus, tokenizer = load_corpus(Source(f"{folder}/a.jsonl")), load_tokenizer(folder / "tokenizer")
+    changes = {"validation_fraction": 0.1}
+    if "own" in held_out:
+        changes = {"eval_corpus": load_corpus(Source(f"{folder}/splits/test.jsonl"))}
+    make = partial(prepare_rows, block_size=T, seed=3, cache_dir=tmp_path, progress=False, **changes)
+    whole, counted = make(corpus, tokenizer), Counted(corpus)
+    sample = make(counted.corpus, tokenizer, max_rows=100)
+    assert len(sample.train) == 100 and len(whole.train) > 1000
+    assert np.array_equal(sample.train.rows, whole.train.rows[:100])
+    account = sample.accounting["train"]
+    assert account["read"] == counted.read < 150  # of 900; 16 Ki characters at a time are about 40 of them
+    assert account["tokens"] == 100 * T + account["tokens_dropped"]
+    if "own" in held_out:
+        assert sample.eval.fingerprint == whole.eval.fingerprint
+    else:
+        assert np.array_equal(sample.eval.rows, whole.eval.rows[: len(sample.eval)])
+    assert make(corpus, tokenizer, max_rows=10**6).train.fingerprint == whole.train.fingerprint
+    assert make(corpus, tokenizer).folder == whole.folder
+
+
+def test_a_tokenizer_is_trained_on_the_beginning_alone(folder, tmp_path):
+    counted = Counted(load_corpus(Source(f"{folder}/a.jsonl")))
+    make = partial(trained_tokenizer, counted.corpus, vocab_size=400, algorithm="bpe", model_type="gpt2",
+                   cache_dir=tmp_path, progress=False)
+    make(read_bytes=50_000)
+    assert 50_000 < sum(len(row["text"]) for row in list(counted.rows())[: counted.read]) < 60_000
+
+
+def opened(folder, problems: list, **changes):
+    settings = {
+        "dataset_name": f"{folder}/a.jsonl", "tokenizer_name": f"{folder}/tokenizer", "block_size": T,
+        "cache_dir": f"{folder}/cache", "max_eval_samples": 10,
+    }  # fmt: skip
+    sources = open_sources(Recipe(**settings | changes), problems)
+    return None if problems else prepare(sources, Accelerator(cpu=True))
+
+
+def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder):
+    for source in ("a.jsonl", "shards"):
+        whole, sample = (opened(folder, [], dataset_name=f"{folder}/{source}", max_train_samples=number)
+                         for number in (0, 70))
+        assert np.array_equal(sample.train.rows, whole.train.rows[:70]) and len(sample.train) == 70
+    assert sample.evals[""].fingerprint == whole.evals[""].fingerprint  # of shards
+    cut = opened(folder, [], fim_rate=0.0, tokenizer_name=None, vocab_size=400, max_train_samples=70)
+    assert len(cut.train) == 70
+    problems = []
+    opened(folder, problems, next_sentence=True, max_train_samples=70)
+    assert problems == [
+        f"max_train_samples: not for sentence pairs; name a part, {folder}/a.jsonl:train[:70]."]
+    for script in (train_clm, train_mlm):
+        args = script.TrainArgs(max_train_samples=5, streaming=True, max_train_steps=5, max_eval_samples=5)
+        assert [line for line in common_problems(args) if "max_train_samples" in line] == [
+            "max_train_samples: a stream is read as far as max_train_steps goes, leave it out."]
+        assert "max_train_samples: must be 0 (off) or greater, is -1." in common_problems(
+            script.TrainArgs(max_train_samples=-1))
+
+
+PARTS = ["train[:1%]", "train[10:20]", "train[:1000]", "train[-7:]", "train[99%:]", "train[:-390]",
+         "train[5:2]", "train[:33%]+validation[20:]", "test", "train+test"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_splits_are_those_of_the_datasets_library(folder, part, tmp_path):
+    files = {name: f"{folder}/splits/{name}.jsonl" for name in ("train", "validation", "test")}
+    settings = {"data_files": files, "cache_dir": str(tmp_path)}
+    expected = datasets.load_dataset("json", split=part, **settings)["text"]
+    if not expected:
+        with pytest.raises(ValueError, match="holds no readable documents"):
+            load_corpus(Source(f"{folder}/splits:{part}"))
+        return
+    corpus = load_corpus(Source(f"{folder}/splits:{part}"))
+    assert [document["text"] for document in corpus] == list(expected)
+    assert corpus.fingerprint != load_corpus(Source(f"{folder}/splits")).fingerprint
+    assert [document["text"] for document in corpus.documents(1)] == list(expected)[1:]
+    datasets.load_dataset("json", **settings).save_to_disk(tmp_path / "saved")
+    saved = load_corpus(Source(f"{tmp_path}/saved:{part}"))
+    assert [document["text"] for document in saved] == list(expected)
+
+
+def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_path):
+    corpus = load_corpus(Source(f"{folder}/a.jsonl:train[3:6]"))
+    [(rows, start, stop)] = corpus.rows.args[0]
+    counted = Counted(replace(corpus, rows=rows))
+    corpus = replace(corpus, rows=partial(corpus.rows.func, [(counted, start, stop)]))
+    assert len(list(corpus)) == 3 and counted.read == 6
+    assert has_split(Source(f"{folder}/splits:train[:1%]"), "validation")
+    with pytest.raises(ValueError, match=r"no split 'nothing\[:3\]'"):
+        load_corpus(Source(f"{folder}/splits:nothing[:3]"))
+    odd = tmp_path / "x.jsonl:train"
+    odd.write_text((folder / "a.jsonl").read_text())
+    assert len(list(load_corpus(Source(f"file://{folder}/a.jsonl:train[:2]")))) == 2
+    names = (f"{folder}/splits:validation[:10]", "s3://bucket/texts:test", "user/name")
+    assert short_names(names) == ["splits", "texts", "name"]
+
+
+def test_training_on_a_part_evaluates_on_the_sources_own_validation_split(folder):
+    data = opened(folder, [], dataset_name=f"{folder}/splits:train[:50%]")
+    assert list(data.evals) == [""]
+    whole = opened(folder, [], dataset_name=f"{folder}/splits")
+    assert data.evals[""].fingerprint == whole.evals[""].fingerprint
+    assert np.array_equal(data.train.rows, whole.train.rows[: len(data.train)])
+    assert 0.4 < len(data.train) / len(whole.train) < 0.6
+    several = (f"{folder}/splits:validation", f"{folder}/splits:test[:50%]")
+    found = opened(folder, [], dataset_name=f"{folder}/splits:train[10:200]", eval_dataset_name=several)
+    assert list(found.evals) == ["splits", "splits-2"] and len(found.evals["splits-2"]) > 10
+    # Of another split than train, a part of its own documents is held out.
+    other = opened(folder, [], dataset_name=f"{folder}/splits:validation", validation_fraction=0.3)
+    assert len(other.train) > len(other.evals[""]) > 0
+    stream = opened(folder, [], dataset_name=f"{folder}/splits:train[:50%]", streaming=True)
+    assert isinstance(stream.train, TextSource) and len(list(stream.train.corpus)) == 200
