@@ -58,6 +58,7 @@ class TrainArgs:
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split or a part
     text_column: str | None = None  # none: content, else text
     keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
+    keep_duplicates: bool = False  # documents with the text of an earlier one
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer

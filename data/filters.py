@@ -15,13 +15,14 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 @dataclass
 class Accounting:
     """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
-    kept; tokens (one EOS per document included) = rows x block_size + tokens_dropped."""
+    kept (kept holds the duplicates where they are kept); tokens (one EOS per document included) = rows x
+    block_size + tokens_dropped."""
 
     read: int = 0  # documents
     unreadable: int = 0  # not text: None, not a string, not UTF-8
     empty: int = 0  # nothing but white space
     filtered: int = 0  # without any of the keywords
-    duplicate: int = 0  # same text as an earlier document
+    duplicate: int = 0  # same text as an earlier document, whether kept or not
     evaluated: int = 0  # same text as a document of the evaluation data, which is evaluated on instead
     validation: int = 0  # held out of this split: counted in the validation split's own account
     kept: int = 0
@@ -31,6 +32,11 @@ class Accounting:
     tokens_dropped: int = 0
     seconds: float = 0.0
 
+    @property
+    def different(self) -> int:
+        """Texts that are not of the evaluation data, of a split from which nothing was moved."""
+        return self.read - self.unreadable - self.empty - self.filtered - self.evaluated - self.duplicate
+
     def hold_out(self, account: "Accounting", size: int):
         """Move a kept document of `size` bytes to the validation split's account."""
         self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
@@ -38,7 +44,7 @@ class Accounting:
 
     def share_after_filtering(self) -> str:
         """As the Hugging Face course prints it: documents with a keyword (duplicates too), of all read."""
-        found = self.kept + self.validation + self.duplicate + self.evaluated
+        found = self.read - self.unreadable - self.empty - self.filtered
         return f"{found / max(self.read, 1):.2%} of data after filtering."
 
     def table(self, title="", extra: dict[str, int] | None = None) -> str:
@@ -83,8 +89,8 @@ class SeenHashes:
 
 def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iterator[dict]:
     """The documents of a Corpus to train on, in order, from the one after those counted on: text that is a
-    non-empty string, contains any of its keywords (all do when there are none) and was not seen before.
-    Everything else is counted and skipped.
+    non-empty string, contains any of its keywords (all do when there are none) and was not seen before, or
+    is to be kept though it was. Everything else is counted and skipped.
 
     seen, evaluated (SeenHashes): of the documents before them, and of those that are evaluated on."""
     keywords, column = corpus.keywords, corpus.text_column
@@ -102,12 +108,12 @@ def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iter
             counts.unreadable += 1
         elif (number := int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")) in evaluated:
             counts.evaluated += 1
-        elif not seen.add(number):
-            counts.duplicate += 1
         else:
-            counts.kept += 1
-            counts.bytes += len(data)
-            yield document
+            counts.duplicate += not (new := seen.add(number))
+            if new or corpus.source.keep_duplicates:
+                counts.kept += 1
+                counts.bytes += len(data)
+                yield document
 
 
 def _utf8(text: str) -> bytes | None:

@@ -77,7 +77,8 @@ class Records:
 
     def write(self, split: str, counts: Accounting, pending: dict[str, np.ndarray]) -> None:
         """counts: of a split, as of its last document that is in a shard or in `pending`."""
-        new = counts.kept - self.counts.get(split, Accounting()).kept  # one hash each; more were read ahead
+        old = self.counts.get(split, Accounting())
+        new = counts.different - old.different  # one hash each; more were read ahead
         self.counts[split], self.number = replace(counts), self.number + 1
         shards = {split: shards[self.recorded[split] :] for split, shards in self.shards.items()}
         schema = self.schema.serialize().to_pybytes().hex() if self.schema else ""

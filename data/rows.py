@@ -43,6 +43,7 @@ class Recipe:
     eval_dataset_name: tuple[str, ...] = ()
     text_column: str | None = None
     keywords: tuple[str, ...] = ()
+    keep_duplicates: bool = False
     validation_fraction: float = 0.03
     tokenizer_name: str | None = None
     vocab_size: int = 4096
@@ -97,7 +98,8 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     if kept := _rows_of_run(recipe):
         return kept
     sources, name, tokenizer_name = Sources(recipe), recipe.dataset_name, recipe.tokenizer_name
-    source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords)
+    source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords,
+                    keep_duplicates=recipe.keep_duplicates)
     load, most = load_pair_source if recipe.next_sentence else load_corpus, recipe.max_train_samples
     made = with_split(source) == source and _attempt(problems, is_shards, name)
     if made:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import cache, packing
-from data.filters import in_validation
+from data.filters import Accounting, in_validation
 from data.packing import (
     PackedRows,
     Split,
@@ -28,6 +28,7 @@ from data.packing import (
     tokenize_documents,
     trained_tokenizer,
 )
+from data.rows import Recipe, open_sources
 from data.sources.corpus import Source, load_corpus
 from tests import forked
 from tests.runs import PROJECT, TINY, write_corpus
@@ -128,6 +129,25 @@ def test_what_is_evaluated_on_is_counted_told_and_not_trained_on(corpus, tokeniz
     assert (np.array(same.eval.rows) == np.array(same.train.rows)).all()
     with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
         prepare(two, tokenizer, tmp_path, eval_corpus=corpus)
+
+
+def test_duplicates_are_counted_either_way_and_kept_where_asked(folder, tokenizer, tmp_path):
+    texts = [document["content"] for document in load_corpus(Source(str(folder / "text.jsonl")))][:20]
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text("".join(json.dumps({"content": text}) + "\n" for text in [*texts, *texts[:5], texts[0]]))
+    made = {}
+    for keep in (False, True):
+        corpus = load_corpus(Source(str(twice), keep_duplicates=keep))
+        made[keep] = prepare(corpus, tokenizer, tmp_path, validation_fraction=None)
+        account = made[keep].accounting["train"]
+        assert account["duplicate"] == 6 and account["kept"] == 20 + 6 * keep
+        assert Accounting(**account).share_after_filtering() == "100.00% of data after filtering."
+        expected = expected_stream([*texts, *([*texts[:5], texts[0]] if keep else [])], tokenizer)
+        assert all_rows(made[keep].train).flatten().tolist() == expected[: len(expected) // T * T]
+    assert made[True].folder != made[False].folder
+    recipe = {"dataset_name": str(twice), "block_size": T, "cache_dir": str(tmp_path), "vocab_size": 600}
+    rows = [open_sources(Recipe(**recipe, keep_duplicates=keep), []).train for keep in (False, True)]
+    assert [corpus.source.keep_duplicates for corpus in rows] == [False, True]
 
 
 def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer, monkeypatch):
@@ -241,6 +261,7 @@ def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
 
 PREPARE = """
 import sys, time
+from data.rows import Recipe, open_sources
 from data.sources.corpus import Source, load_corpus
 from data.packing import prepare_rows
 from data.tokenizer import load_tokenizer

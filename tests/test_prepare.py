@@ -97,8 +97,8 @@ def test_a_document_of_50_mb_on_one_line_is_one_document(tmp_path, tokenizer):
     assert (account["kept"], account["bytes"]) == (3, len(line) + 11)
 
 
-@pytest.mark.parametrize("text_only", [False, True])
-def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, tokenizer, monkeypatch, text_only):
+@pytest.mark.parametrize("flag", [None, "text_only", "keep_duplicates"])
+def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, tokenizer, monkeypatch, flag):
     """Of a source with three splits, documents in several of them, and columns of mixed types."""
     texts, source = make_texts(160), tmp_path / "source"
     source.mkdir()
@@ -108,8 +108,7 @@ def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, token
     for name, found in splits.items():
         rows = [{"text": text, "x": x[i % 8], "y": y[i % 25]} for i, text in enumerate(found)]
         (source / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = {"text_only": []} if text_only else {}
-    settings["shard_mb"] = 0.02
+    settings = {"shard_mb": 0.02} | ({flag: []} if flag else {})
     assert run(str(source), tmp_path / "whole", tokenizer, **settings) == 0
     # A record after every batch of one or two documents; after some writes a run ends.
     monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
@@ -135,6 +134,9 @@ def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, token
     assert runs > 3 and status == 0
     assert shard_bytes(tmp_path / "parts") == shard_bytes(tmp_path / "whole")
     whole, parts = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "parts")
+    train = whole["accounting"]["train"]
+    assert train["duplicate"] == 10
+    assert train["kept"] + train["evaluated"] == (175 if flag == "keep_duplicates" else 165)
     for manifest in (whole, parts):
         for account in manifest["accounting"].values():
             del account["seconds"]

@@ -34,6 +34,7 @@ class Source:
     text_column: str | None = None  # None: content or text
     keywords: tuple[str, ...] = ()  # documents must hold one; (): all
     streaming: bool = False  # read a Hub data set while it downloads
+    keep_duplicates: bool = False  # documents with the text of an earlier one
 
 
 @dataclass
@@ -68,13 +69,14 @@ def add_source_flags(add: Callable) -> None:
     add("--dataset_config_name")
     add("--split", default="train", help="default: train")
     add("--text_column", help="default: content or text, whichever the source has")
+    add("--keep_duplicates", action="store_true", help="also documents with the text of an earlier one")
     add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
 
 
 def source_of(args, streaming: bool) -> Source:
     """What those flags name."""
     named = args.dataset_name, args.dataset_config_name, args.split, args.text_column
-    return Source(*named, tuple(args.keywords), streaming)
+    return Source(*named, tuple(args.keywords), streaming, args.keep_duplicates)
 
 
 def check_numbers(args, **least: float) -> list[str]:
@@ -93,6 +95,8 @@ def load_corpus(source: Source) -> Corpus:
     columns, column, first_text = _columns(source, rows)
     if columns == ["text"] and isinstance(first_text, str) and files.TITLE.match(first_text):
         rows = partial(_article_rows, rows)
+    if source.keep_duplicates:
+        fingerprint = files.digest(fingerprint, "duplicates")
     return Corpus(source, column, fingerprint, columns, rows)
 
 
