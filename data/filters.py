@@ -34,7 +34,7 @@ class Accounting:
 
     @property
     def different(self) -> int:
-        """Texts that are not of the evaluation data, of a split from which nothing was moved."""
+        """Texts, those of the evaluation data not counted."""
         return self.read - self.unreadable - self.empty - self.filtered - self.evaluated - self.duplicate
 
     def hold_out(self, account: "Accounting", size: int):

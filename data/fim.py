@@ -1,10 +1,5 @@
-"""Fill-in-the-middle (Bavarian et al., 2022, arXiv 2207.14255): documents in an order in which a causal model
-learns to write what belongs between two texts.
-
-    fim = fill_in_middle(0.5, seed, tokenizer)
-    fim(text)      # the text itself, or its pieces for tokenize_texts
-
-A document is cut at two characters into prefix, middle and suffix, and written in one of two orders:
+"""Fill-in-the-middle (arXiv 2207.14255): documents in an order in which a causal model learns to write what
+belongs between two texts. Each is cut at two characters and written in one of two orders:
 
     PSM   <PRE> prefix <SUF> suffix <MID> middle EOS
     SPM   <PRE> <SUF> suffix <MID> prefix middle EOS     (the paper's variant 2, StarCoder's and Code Llama's)
@@ -53,8 +48,8 @@ class FillInMiddle:
         return [([pre, suf], suffix, True), ([mid], prefix, False), ([], middle, True)]
 
     def inside(self, backend: Tokenizer) -> Tokenizer:
-        """For pieces that begin inside a document: no space comes before them. Its tokens become special in
-        both, which they are not in every tokenizer: a document that mentions them holds text."""
+        """For pieces that begin inside a document: no space comes before them. The tokens become special in
+        both, as they are not in every tokenizer: a document that mentions them holds text."""
         backend.add_special_tokens(list(self.tokens))
         made = json.loads(backend.to_str())
         for part in ("normalizer", "pre_tokenizer"):
@@ -70,7 +65,6 @@ def fill_in_middle(rate: float, seed: int, tokenizer) -> FillInMiddle | None:
         if {*names} <= known.keys():
             return FillInMiddle(rate, seed, names, tuple(known[name] for name in names))
     if rate:
-        raise ValueError(
-            f"fim_rate: the tokenizer {tokenizer.name_or_path!r} has no tokens for it. Leave tokenizer_name "
-            f"empty to train one, or tokenizer.add_tokens({list(NAMES[0])}, special_tokens=True), "
-            "tokenizer.save_pretrained(folder), and --tokenizer_name folder")
+        raise ValueError(f"fim_rate: the tokenizer {tokenizer.name_or_path!r} has no tokens for it: "
+                         f"tokenizer.add_tokens({list(NAMES[0])}, special_tokens=True), save it in a folder, "
+                         "--tokenizer_name folder; or leave tokenizer_name empty to train one.")

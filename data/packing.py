@@ -163,11 +163,9 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents; of few
     documents more are held out, until they fill a row. With neither (None) all is for training. Documents
-    of eval_corpus and also_evaluated are not trained on. Raises ValueError where a split gets no row.
-
-    fim (FillInMiddle): of training documents. What is evaluated on stays plain, and comes once more in the
-    split "fim", every document cut, which compares runs of different rates.
-    max_rows: for training, the first of the source's order, and little more is read; 0: all."""
+    of eval_corpus and also_evaluated are not trained on. max_rows: the first for training, and little more is
+    read; 0: all. fim (FillInMiddle): of training documents; those for evaluation stay plain and
+    come once more, all cut, in the split "fim". Raises ValueError where a split gets no row."""
     hold_out = eval_corpus is None and validation_fraction is not None
     names = SPLITS if hold_out or eval_corpus is not None else SPLITS[:1]
     names += ("fim",) * (fim is not None and len(names) > 1)

@@ -225,11 +225,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
         made = make(sources.train, eval_corpus=together,
                     validation_fraction=None if sources.evals else recipe.validation_fraction,
                     also_evaluated=others, **({} if recipe.next_sentence else {"fim": fim, "max_rows": most}))
-        train = made.train
-        if made.eval:
-            evals[first] = made.eval
-        if fim and made.eval:
-            evals[fim_name] = made.splits["fim"]
+        train, names = made.train, {"validation": first, "fim": fim_name}
+        evals |= {names[split]: rows for split, rows in made.splits.items() if split != "train"}
     if recipe.eval_dataset_name and (sources.shards or recipe.streaming):
         accelerator.print(f"data       {printable(recipe.dataset_name)} is trained on as it is, with what of "
                           "it is evaluated on, too; rows prepared from text leave such documents out")

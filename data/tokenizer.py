@@ -86,10 +86,7 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     if algorithm != "wordpiece" and "mask_token" in special:
         # A word begins with its space there: the mask of a whole word takes the space before it too.
         special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
-    if fim:
-        special["extra_special_tokens"] = list(FIM_NAMES[0])
-    names = {str(token): token for value in special.values()
-             for token in (value if isinstance(value, list) else [value])}
+    names = {str(token): token for token in (*special.values(), *(FIM_NAMES[0] if fim else ()))}
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
@@ -139,6 +136,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
             single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
             special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)],
         )
+    if fim:
+        special["extra_special_tokens"] = list(FIM_NAMES[0])
     # clean_up_tokenization_spaces would make decode() drop spaces that the text had
     special["clean_up_tokenization_spaces"] = False
     special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines hand to the model
@@ -198,9 +197,8 @@ def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, s
 
 
 def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, progress=True, read_bytes=0):
-    """(sample_texts of a corpus, the account of what was read). ValueError where there is no text.
-
-    read_bytes: of the beginning of the corpus alone; 0: of all of it."""
+    """(sample_texts of a corpus, or of its first read_bytes, the account of what was read). ValueError where
+    there is no text."""
     counts = Accounting()
     documents = clean_documents(corpus, counts)
     if read_bytes:
