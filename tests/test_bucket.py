@@ -10,10 +10,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -113,13 +115,12 @@ def mirror(store, output_dir, timeout=20.0):
 
 
 def test_what_is_there_is_complete_verified_and_bounded(url, tmp_path):
-    """Byte for byte; the newest two, and that of kept_step; a damaged one is passed over."""
+    """Byte for byte; the newest two; a damaged one is passed over."""
     store, out, new = open_store(url, limit=2), tmp_path / "out", tmp_path / "new"
-    store.kept_step = 10
-    for step in (10, 20, 30, 40):
+    for step in (20, 30, 40):
         newest = save(out, step)
         assert mirror(store, out) == (True, [])
-    assert store.steps() == [10, 30, 40]
+    assert store.steps() == [30, 40]
     new.mkdir()
     assert fetch_checkpoint(store, new) == new / "checkpoints" / newest.name
     assert fetch_checkpoint(store, new) is None
@@ -147,11 +148,14 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
     def until_killed(name):
         done = getattr(local, name)
 
-        def change(*args, **kwargs):
+        def change(fs, path, *args, **kwargs):
             left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return done(*args, **kwargs)
+            if left[0] >= 0:
+                return done(fs, path, *args, **kwargs)
+            if name == "rm":  # a folder, half deleted
+                for file in Path(path).rglob("*.safetensors"):
+                    file.unlink()
+            raise Killed
 
         monkeypatch.setattr(local, name, change)
 
@@ -201,7 +205,7 @@ def test_a_bucket_of_another_run_is_not_mixed_with(tmp_path):
 
 
 def test_a_bucket_that_is_away_is_told_tried_again_and_never_waited_for(ftp, tmp_path):
-    """It comes back and has the newest; away at the end: said within the time, and without a password."""
+    """It comes back and has the newest; silent at the end: said in time, without a password."""
     store, out = open_store(ftp.url), tmp_path / "out"
     pusher = Pusher(None, out, store)
     said = []
@@ -219,7 +223,7 @@ def test_a_bucket_that_is_away_is_told_tried_again_and_never_waited_for(ftp, tmp
         events += pusher.poll()
         time.sleep(0.02)
     assert store.steps() == [20]
-    ftp.kill()
+    ftp.process.send_signal(signal.SIGSTOP)
     save(out, 30)
     assert not pusher.finish(1.0)
     assert "'Training state after step 30' did not reach ftp://***@127.0.0.1" in said[-1]

@@ -112,9 +112,8 @@ class Run:
         if is_main:
             outdate(list_milestones(args.output_dir), 0 if origin else self.step)
         if self.store:
-            self.store.kept_step = stable[1]
-            told = args.resume_from_checkpoint != "auto"
-            refuse_another(self.store, args.output_dir, self.step * (not origin) if told else math.inf)
+            told = args.resume_from_checkpoint != "auto"  # where to start
+            refuse_another(self.store, args.output_dir, (0 if origin else self.step) if told else math.inf)
         if self.repo_id or self.store:
             self.pusher = Pusher(self.repo_id, args.output_dir, self.store)
         if self.step >= steps.last and not self.state["evaluation_due"]:

@@ -191,9 +191,8 @@ def common_problems(args: Any) -> list[str]:
             not endless or not args.max_train_samples,
         "model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.":
             args.tokenizer_name or not args.model_name_or_path,
-        "push_checkpoints: needs push_to_hub.": args.push_to_hub or not args.push_checkpoints,
-        "push_checkpoints: they go to checkpoint_url already, leave one of both out.":
-            not (args.push_checkpoints and args.checkpoint_url),
+        "push_checkpoints: needs push_to_hub, and no checkpoint_url.":
+            not args.push_checkpoints or args.push_to_hub and not args.checkpoint_url,
         "checkpoint_url: no URL, give s3://bucket/run, hf://user/name, file:///mnt/disk/run or the like.":
             "://" in (args.checkpoint_url or "://"),
     }  # fmt: skip

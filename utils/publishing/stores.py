@@ -55,10 +55,10 @@ class HubBranch:
 class Bucket:
     """A folder at any URL of fsspec, with a folder for each checkpoint, in which BESIDE are, too.
 
-    limit: newest checkpoints kept there, 0 for all, beside that of kept_step. Each call connects anew: what
-    has lost its connection (ftp) never gets another."""
+    limit: newest checkpoints kept there, 0 for all. Each call connects anew: what has lost its connection
+    (ftp) never gets another."""
 
-    repo_id, kept_step = None, 0
+    repo_id = None
 
     def __init__(self, url: str, limit: int = 0):
         self.url, self.name, self.limit = url, without_secrets(url), limit
@@ -88,7 +88,7 @@ class Bucket:
         (fs, root), place = self._open(), f"step-{step:08d}"
         there, sealed = self._list(fs, root), f"{place}/manifest.json"
         older = [old for old in _complete(there) if old < step]  # what is newer is damaged, or set aside here
-        kept = {f"step-{old:08d}" for old in (*[*older, step][-self.limit :], self.kept_step)}
+        kept = {f"step-{old:08d}" for old in [*older, step][-self.limit :]}
         if sealed not in there or fs.cat_file(there[sealed]) != (folder / sealed).read_bytes():
             self._remove(fs, root, there, place)
             for name in sorted(names, key=lambda name: name.endswith("/manifest.json")):
