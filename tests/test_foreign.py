@@ -261,6 +261,15 @@ def test_files_are_read_from_end_to_end_once_and_followed(folder, tmp_path, monk
     assert changed.fingerprint != first.fingerprint
 
 
+def test_of_either_kind_the_first_rows_may_do(folder, tmp_path):
+    for name, split in ((folder / "fineweb", "train"), (RECORDS, "train")):
+        every, few = (open_shards(str(name), split, cache_dir=str(tmp_path), block_size=T, max_rows=most)
+                      for most in (0, 5))  # fmt: skip
+        assert len(few) == 5 < len(every)
+        keys = [(row, 0, row) for row in range(5)]
+        assert few.__getitems__(keys)["input_ids"].equal(every.__getitems__(keys)["input_ids"])
+
+
 def test_batches_are_those_of_packed_rows_also_from_workers(folder, tmp_path):
     rows = open_shards(str(folder / "fineweb"), "train", cache_dir=str(tmp_path), block_size=T)
     np.save(tmp_path / "packed.npy", cut(ids(1000), ids(20, 1), ids(500, 2)).astype(np.uint16))
