@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 import train_clm
 import train_mlm
+from data import rows
 from data.packing import prepare_rows, trained_tokenizer
 from data.rows import Recipe, open_sources, prepare, short_names
 from data.sources.corpus import Corpus, Source, has_split, load_corpus
@@ -87,14 +88,23 @@ def opened(folder, problems: list, **changes):
     return None if problems else prepare(sources, Accelerator(cpu=True))
 
 
-def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder):
+def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder, monkeypatch):
     for source in ("a.jsonl", "shards"):
         whole, sample = (opened(folder, [], dataset_name=f"{folder}/{source}", max_train_samples=number)
                          for number in (0, 70))
         assert np.array_equal(sample.train.rows, whole.train.rows[:70]) and len(sample.train) == 70
     assert sample.evals[""].fingerprint == whole.evals[""].fingerprint  # of shards
-    cut = opened(folder, [], fim_rate=0.0, tokenizer_name=None, vocab_size=400, max_train_samples=70)
-    assert len(cut.train) == 70
+    asked = []
+
+    def train(*words, **named):
+        asked.append(named["read_bytes"])
+        return trained_tokenizer(*words, **named)
+
+    monkeypatch.setattr(rows, "trained_tokenizer", train)
+    for number in (70, 20_000, 0):
+        made = opened(folder, [], tokenizer_name=None, vocab_size=400, max_train_samples=number)
+        assert len(made.train) == number or number != 70
+    assert asked == [1_000_000, 4 * 20_000 * T, 0]
     problems = []
     opened(folder, problems, next_sentence=True, max_train_samples=70)
     assert problems == [
@@ -131,8 +141,8 @@ def test_parts_of_splits_are_those_of_the_datasets_library(folder, part, tmp_pat
 
 def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_path):
     corpus = load_corpus(Source(f"{folder}/a.jsonl:train[3:6]"))
-    [(rows, start, stop)] = corpus.rows.args[0]
-    counted = Counted(replace(corpus, rows=rows))
+    [(found, start, stop)] = corpus.rows.args[0]
+    counted = Counted(replace(corpus, rows=found))
     corpus = replace(corpus, rows=partial(corpus.rows.func, [(counted, start, stop)]))
     assert len(list(corpus)) == 3 and counted.read == 6
     assert has_split(Source(f"{folder}/splits:train[:1%]"), "validation")
