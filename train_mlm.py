@@ -47,6 +47,11 @@ ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", 
 # Rotary positions: with learned ones a model of this size knows no word order yet when its minutes are over.
 SMALL = "num_hidden_layers=3,hidden_size=128,num_attention_heads=4,intermediate_size=256,local_attention=16"
 
+# Base, as transformers has it, with the positions of its first phase.
+MODERNBERT = """{"vocab_size": 50368, "rope_parameters": {
+    "full_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}"""
+
 
 @dataclass
 class TrainArgs:
@@ -146,6 +151,23 @@ PRESETS = {
         num_warmup_steps=0, lr_scheduler_type="linear", num_train_epochs=1, max_train_steps=0,
         eval_steps=5000, save_steps=5000, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
         output_dir="runs/wikitext-bert-nsp",
+    ),
+    "modernbert-base": dict(  # not run: ModernBERT's first phase (docs/masked.md), 26 B of its 1,719 B tokens
+        dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
+        tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=MODERNBERT,
+        per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
+        learning_rate=8e-4, weight_decay=0.0125, adam_beta2=0.98, lr_scheduler_type="warmup_stable_decay",
+        num_warmup_steps=3815, num_decay_steps=0.2, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
+        prompts=ENGLISH, output_dir="runs/modernbert-base",
+    ),
+    "bert-24h": dict(  # not run: one GPU, one day, after Cramming (docs/masked.md); 18 B tokens
+        dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
+        tokenizer_name="google-bert/bert-base-uncased", mlm_probability=0.25,
+        config_overrides="num_hidden_layers=16,intermediate_size=1536,local_attention=256",  # all T
+        per_device_train_batch_size=512, gradient_accumulation_steps=8, optimizer_type="adamw",
+        learning_rate=1e-3, weight_decay=0.01, adam_beta2=0.98, max_grad_norm=0.5, lr_scheduler_type="linear",
+        num_warmup_steps=0.25, max_train_steps=35_000, eval_steps=1000, save_steps=1000, prompts=ENGLISH,
+        output_dir="runs/bert-24h",
     ),
 }
 

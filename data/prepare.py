@@ -59,7 +59,7 @@ def check_args(args: argparse.Namespace) -> None:
         problems.append(f"fim_rate: must be 0 (off) to 1, and 0 with text_only, is {args.fim_rate}.")
     of_text = args.keywords or args.text_only or args.fim_rate or args.split != "train"
     if is_foreign(args.dataset_name) and of_text:
-        problems.append("dataset_name: tokens have no text, leave keywords, text_only, split and fim_rate out.")
+        problems.append("dataset_name: tokens have no text, leave keywords, text_only, split, fim_rate out.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:

@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.foreign --megabytes 200
 
-The same random ids as rows of this project, as nanoGPT's .bin, as eight of llm.c's and as eight TFRecord files,
-drawn in the order of training, 32 rows of 1,024 tokens a batch, from one thread. Batches of all take turns, so
-that their ratio holds on a busy machine. first pass: rows/s of what is done once, when a file is new.
+The same random ids as rows of this project, as nanoGPT's .bin, as eight of llm.c's and as eight TFRecord
+files, drawn in the order of training, 32 rows of 1,024 tokens a batch, from one thread. Batches of all take
+turns, so that their ratio holds on a busy machine. first pass: rows/s of what is done once, when a file is
+new.
 """
 
 import argparse
@@ -42,7 +43,8 @@ def example(row: np.ndarray) -> bytes:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--megabytes", type=float, default=200, help="of uint16 ids")
     parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     args = parser.parse_args()
@@ -66,7 +68,8 @@ def main():
         names = {"nanoGPT": "train.bin", "llm.c, 8 files": "llmc_*.bin", "TFRecord, 8 files": "*.tfrecord"}
         for name, files in names.items():
             start = time.perf_counter()
-            sources[name] = open_shards(f"{folder}/{files}", "train", cache_dir=f"{folder}/cache", block_size=T)
+            places = {"cache_dir": f"{folder}/cache", "block_size": T}
+            sources[name] = open_shards(f"{folder}/{files}", "train", **places)
             lines[name] = {"first": n / (time.perf_counter() - start)}
             assert np.array_equal(sources[name].__getitems__([(0, 0, n - 1)])["input_ids"][0], ids[-1])
         seconds = {name: [] for name in sources}
