@@ -114,7 +114,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     def __init__(self, path):
         self.path = str(path)
-        self.rows = np.load(self.path, mmap_mode="r")
+        self.rows = np.asarray(np.load(self.path, mmap_mode="r"))  # a memmap is slow to index
 
     def __reduce__(self):
         return type(self), (self.path,)
@@ -124,6 +124,10 @@ class PackedRows(torch.utils.data.Dataset):
         return self.rows.shape[1]
 
     @property
+    def n_rows(self) -> int:
+        return len(self.rows)
+
+    @property
     def fingerprint(self) -> str:
         """Changes with the content of the rows, and with nothing else: the checksum that RowFile has kept."""
         return Path(f"{self.path}.xxh3").read_text()
@@ -131,14 +135,27 @@ class PackedRows(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows of these numbers, [B, ...] of any integers."""
+        return {"input_ids": self.rows[row]}
+
+    def blank(self, columns: dict[str, np.ndarray], padding: np.ndarray) -> None:
+        """Makes these of the rows taken into padding."""
+        columns["input_ids"][padding] = 0
+
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
         """keys (position, epoch, row) -> {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B]};
         row -1 is padding, zeros. For a DataLoader whose collate_fn passes batches on unchanged."""
         position, epoch, row = np.array(keys, np.int64).reshape(-1, 3).T
-        tokens = self.rows[np.maximum(row, 0)].astype(np.int64)
-        tokens[row < 0] = 0
-        return {"input_ids": torch.from_numpy(tokens), "position": torch.tensor(position),
-                "epoch": torch.tensor(epoch), "row": torch.tensor(row)}
+        columns = self.take(row)
+        if (row < 0).any():
+            self.blank(columns, row < 0)
+        return as_batch(columns | {"position": position, "epoch": epoch, "row": row})
+
+
+def as_batch(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    whole = {name: np.ascontiguousarray(column, np.int64) for name, column in columns.items()}
+    return {name: torch.from_numpy(column) for name, column in whole.items()}
 
 
 @dataclass
@@ -322,16 +339,22 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
                              f"row; {remedy}")
 
 
-def trained_tokenizer(corpus, *, vocab_size: int, algorithm: str, model_type: str,
+def trained_tokenizer(*corpora, shares=(1.0,), vocab_size: int, algorithm: str, model_type: str,
                       max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True,
                       fim: bool = False, read_bytes: int = 0):
-    """`train_tokenizer` on `sampled` texts of the corpus, or the same one from the cache."""
-    settings = [TOKENIZER_FORMAT, corpus.fingerprint, corpus.text_column, corpus.keywords,
-                vocab_size, algorithm, model_type, max_bytes, seed]
+    """`train_tokenizer` on `sampled` texts of each corpus, its share of the bytes, or the same one from the
+    cache."""
+    used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
+    content = [x for corpus, _ in used for x in (corpus.fingerprint, corpus.text_column, corpus.keywords)]
+    settings = [TOKENIZER_FORMAT, *content, vocab_size, algorithm, model_type, max_bytes, seed]
+    settings += [share for _, share in used] if len(used) > 1 else []
     settings += ["fim"] * fim + [read_bytes] * (read_bytes > 0)
 
     def build(folder):
-        texts, _ = sampled(corpus, max_bytes, seed=seed, progress=progress, read_bytes=read_bytes)
+        texts = []
+        for corpus, share in used:
+            of = {"seed": seed, "progress": progress, "read_bytes": int(read_bytes * share)}
+            texts += sampled(corpus, int(max_bytes * share), **of)[0]
         train_tokenizer(texts, algorithm, vocab_size, model_type, fim=fim).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))

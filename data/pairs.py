@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from data.cache import RowFile
 from data.filters import Accounting, show_progress
@@ -151,18 +150,19 @@ class PairRows(PackedRows):
         super().__init__(path)
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
 
-    def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
-        """As PackedRows, with token_type_ids and attention_mask int64 [B, T], next_sentence_label int64 [B].
-
-        Row -1 is padding: label -100, and attention to all: for attention to none kernels may give NaN."""
-        batch = super().__getitems__(keys)
-        spans = torch.from_numpy(self.spans[batch["row"].clamp(min=0).numpy()].astype(np.int64))  # [B, 3]
-        spans[batch["row"] < 0] = torch.tensor([self.block_size, self.block_size, -100])
-        end_of_a, end, label = spans.T
-        place = torch.arange(self.block_size)
+    def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        """As PackedRows, with token_type_ids and attention_mask [B, T], next_sentence_label [B]."""
+        end_of_a, end, label = self.spans[row].astype(np.int64).T  # [B] each
+        place = np.arange(self.block_size)
         real = place < end[:, None]  # [B, T]
-        return batch | {"token_type_ids": (real & (place >= end_of_a[:, None])).long(),
-                        "attention_mask": real.long(), "next_sentence_label": label.contiguous()}  # fmt: skip
+        return super().take(row) | {"token_type_ids": real & (place >= end_of_a[:, None]),
+                                    "attention_mask": real, "next_sentence_label": label}  # fmt: skip
+
+    def blank(self, columns: dict[str, np.ndarray], padding: np.ndarray) -> None:
+        """Label -100, and attention to all: for attention to none kernels may give NaN."""
+        super().blank(columns, padding)
+        columns["token_type_ids"][padding], columns["attention_mask"][padding] = 0, 1
+        columns["next_sentence_label"][padding] = -100
 
 
 def load_pair_source(source: Source) -> Corpus:
