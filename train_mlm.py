@@ -58,10 +58,11 @@ class TrainArgs:
     preset: str = "laptop"  # a whole experiment from PRESETS below; flags given beside it win
 
     # What to learn from
-    dataset_name: str = "installed-docs"  # or a Hub id, a file, folder or glob, token shards
-    dataset_config_name: str | None = None  # configuration of a Hub data set
+    dataset_name: list[str] = field(default_factory=lambda: ["installed-docs"])  # or Hub ids, files, shards
+    mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
+    dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split or a part
-    text_column: str | None = None  # none: content, else text
+    text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
     keep_duplicates: bool = False  # documents with the text of an earlier one
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split

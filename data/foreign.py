@@ -104,7 +104,7 @@ class FlatRows(PackedRows):
                       for path, offset, dtype, shape in shapes if shape[0]]
         self.first = np.cumsum([0, *map(len, self.parts)])  # rows before each part
         self.shape = min(int(self.first[-1]), max_rows or int(self.first[-1])), block_size
-        self.rows = self.parts[0] if len(self.parts) == 1 else self
+        self.rows = self.parts[0][: max_rows or None] if len(self.parts) == 1 else self
 
     def __reduce__(self):
         return type(self), self.arguments
@@ -116,7 +116,8 @@ class FlatRows(PackedRows):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:  # int64 [B] -> [B, T]
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:  # int64 [B] -> [B, T]; of -1 some row
+        rows = np.maximum(rows, 0)
         parts = np.searchsorted(self.first, rows, "right") - 1
         within = zip(parts.tolist(), (rows - self.first[parts]).tolist(), strict=True)
         return np.stack([self.parts[part][row] for part, row in within])

@@ -125,7 +125,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     @property
     def n_rows(self) -> int:
-        return len(self.rows)
+        return len(self)
 
     @property
     def fingerprint(self) -> str:

@@ -5,7 +5,8 @@
     for micro_batches in data.batches(steps, start): ...    # those of step start, start + 1, ...
     for batch in data.evaluation(name): ...
 
-B rows of a batch, T tokens of a row. Every batch says which rows it holds, at which positions of the stream.
+B rows of a batch, T tokens of a row. Every batch says which rows it holds, at which positions of the stream,
+and in a mixture of several data sets of which of them each row is.
 """
 
 import functools
@@ -24,13 +25,14 @@ from torch.utils.data import DataLoader, default_collate
 from data.cache import RowFile, build_once, is_whole
 from data.fim import fill_in_middle
 from data.foreign import is_foreign
+from data.mixture import MixedOrder, MixedRows, Mixture, share_problems
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
 from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
 from data.sources.storage import printable
-from data.streams import ShardSource, StreamingRows, TextSource
+from data.streams import MixedStreams, ShardSource, StreamingRows, TextSource
 from data.tokenizer import load_tokenizer
 
 
@@ -38,10 +40,11 @@ from data.tokenizer import load_tokenizer
 class Recipe:
     """Everything between the settings and the rows. The names are those of the settings."""
 
-    dataset_name: str
-    dataset_config_name: str | None = None
+    dataset_name: tuple[str, ...]
+    mixture: tuple[float, ...] = ()
+    dataset_config_name: tuple[str, ...] = ()  # one for all, or one for each
     eval_dataset_name: tuple[str, ...] = ()
-    text_column: str | None = None
+    text_column: tuple[str, ...] = ()  # likewise
     keywords: tuple[str, ...] = ()
     keep_duplicates: bool = False
     validation_fraction: float = 0.03
@@ -64,15 +67,18 @@ class Recipe:
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 32
 
+    def __post_init__(self):
+        """Lists become tuples, and what may be several becomes one of those."""
+        for name in ("dataset_name", "mixture", "dataset_config_name", "eval_dataset_name", "text_column",
+                     "keywords"):  # fmt: skip
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+
     @classmethod
     def of(cls, args, **more) -> "Recipe":
-        """From the settings of the same names, and `more`. Lists become tuples."""
+        """From the settings of the same names, and `more`."""
         names = {field.name for field in fields(cls)}
-        values = {name: value for name, value in vars(args).items() if name in names} | more
-        evals = values.get("eval_dataset_name") or []
-        values["eval_dataset_name"] = [evals] if isinstance(evals, str) else evals
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        return cls(**values | lists)
+        return cls(**{name: value for name, value in vars(args).items() if name in names} | more)
 
     @property
     def row_size(self) -> int:
@@ -84,9 +90,8 @@ class Sources:
     """What a recipe names, opened: nothing is prepared yet."""
 
     recipe: Recipe
-    train: Corpus | None = None
-    shards: str | None = None  # URL of the token shards that are trained on instead of a corpus
-    evals: dict[str, Corpus | str] = field(default_factory=dict)  # or such URLs; {}: a part of the documents
+    train: dict[str, Corpus | str] = field(default_factory=dict)  # or URLs of token shards
+    evals: dict[str, Corpus | str] = field(default_factory=dict)  # without: a part of what is trained on
     tokenizer: object = None  # None: to be trained
     prepared: tuple | None = None  # training rows and evals of a run to continue, from the cache
 
@@ -95,49 +100,85 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     """Opens data and tokenizer. Each mistake is appended to `problems` as a line.
 
     A run that continues asks for none of them where the cache has the rows that it was trained on."""
-    if kept := _rows_of_run(recipe):
+    problems += (wrong := share_problems(recipe.mixture, recipe.dataset_name))
+    if not wrong and (kept := _rows_of_run(recipe)):
         return kept
-    sources, name, tokenizer_name = Sources(recipe), recipe.dataset_name, recipe.tokenizer_name
-    source = Source(name, recipe.dataset_config_name, "train", recipe.text_column, recipe.keywords,
-                    keep_duplicates=recipe.keep_duplicates)
+    sources, tokenizer_name = Sources(recipe), recipe.tokenizer_name
+    named, other = _named_sources(recipe, problems)
     load, most = load_pair_source if recipe.next_sentence else load_corpus, recipe.max_train_samples
-    made = with_split(source) == source and _attempt(problems, is_shards, name)
-    if made:
-        sources.shards = name
-        tokenizer_name = tokenizer_name or _attempt(problems, fetch_tokenizer, name, recipe.cache_dir)
-    elif made is False:
-        sources.train = _attempt(problems, load, replace(source, streaming=recipe.streaming or most > 0))
-    if names := recipe.eval_dataset_name:
-        for name, short in zip(names, short_names(names), strict=True):
-            other = replace(source, dataset_name=name, dataset_config_name=None)
-            whole = with_split(other) == other and _attempt(problems, is_shards, name)
-            if found := name if whole else _attempt(problems, load, other):
-                sources.evals[short] = found
-    elif sources.shards:
-        sources.evals[""] = sources.shards
-    elif (sources.train and sources.train.source.split.startswith("train")
-          and _attempt(problems, has_split, source, "validation")):
-        sources.evals[""] = _attempt(problems, load, replace(source, split="validation"))
-    if recipe.streaming and not tokenizer_name and not sources.shards:
+    for short, source in named.items():
+        made, text = _at_shards(source, problems), None
+        if made:
+            fetched = fetch_tokenizer, source.dataset_name, recipe.cache_dir
+            tokenizer_name = tokenizer_name or _attempt(problems, *fetched)
+        elif made is False:
+            text = _attempt(problems, load, replace(source, streaming=recipe.streaming or most > 0))
+        if found := source.dataset_name if made else text:
+            sources.train[short] = found
+    names = recipe.eval_dataset_name
+    for name, short in zip(names, short_names(names), strict=True):
+        source = replace(other, dataset_name=name)
+        if found := name if _at_shards(source, problems) else _attempt(problems, load, source):
+            sources.evals[short] = found
+    for short, found in () if names else sources.train.items():
+        if isinstance(found, str):
+            sources.evals[short] = found
+        elif (found.source.split.startswith("train")
+              and _attempt(problems, has_split, named[short], "validation")):
+            sources.evals[short] = _attempt(problems, load, replace(named[short], split="validation"))
+    corpora = [found for found in sources.train.values() if isinstance(found, Corpus)]
+    made = [found for found in sources.train.values() if isinstance(found, str)]
+    if recipe.streaming and not tokenizer_name and not made:
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
+    if recipe.streaming and len(named) > 1 and any(map(is_foreign, made)):
+        problems.append("streaming: token files of other projects are mapped, and in a mixture all is "
+                        "streamed or nothing: leave it out.")
     if tokenizer_name:
         sources.tokenizer = _attempt(problems, load_tokenizer, tokenizer_name)
-    if recipe.fim_rate and sources.shards:
+    if recipe.fim_rate and made:
         problems.append("fim_rate: rows of shards are as they were made; leave it out, and give it to "
                         "`python -m data.prepare`.")
     elif recipe.fim_rate and sources.tokenizer:
         _attempt(problems, fill_in_middle, recipe.fim_rate, recipe.seed, sources.tokenizer)
-    shards = dict.fromkeys(url for url in [sources.shards, *sources.evals.values()] if isinstance(url, str))
+    if most and (recipe.next_sentence or len(named) > 1):
+        problems.append("max_train_samples: not for sentence pairs or a mixture; name a part, "
+                        f"{recipe.dataset_name[0]}:train[:{most}].")
+    shards = dict.fromkeys(url for url in [*made, *sources.evals.values()] if isinstance(url, str))
     for url in () if recipe.next_sentence else shards:
         fits = recipe.row_size, sources.tokenizer, recipe.special, recipe.cache_dir
         _attempt(problems, check_shards, url, *fits)
-    if recipe.next_sentence and most:
-        problems.append(f"max_train_samples: not for sentence pairs; name a part, {name}:train[:{most}].")
     if recipe.next_sentence and shards:
         problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
-    if recipe.next_sentence and sources.train and holds_pairs(sources.train) and not sources.tokenizer:
+    if recipe.next_sentence and any(map(holds_pairs, corpora)) and not sources.tokenizer:
         problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
     return sources
+
+
+def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Source], Source]:
+    """What is trained on, by its name in the log, and what its evaluation sets have in common. Of several
+    data sets each may have a configuration and a column of text of its own, and keywords, NAME=keyword."""
+    shorts, each = short_names(recipe.dataset_name), {}
+    for setting in ("dataset_config_name", "text_column"):
+        given = [None if value == "none" else value for value in getattr(recipe, setting)] or [None]
+        if len(given) not in (1, len(shorts)):
+            problems.append(f"{setting}: {len(given)} for {len(shorts)} data sets, give one, or as many.")
+        each[setting] = given * len(shorts)
+    words = {name: [] for name in ["", *shorts]}
+    for word in recipe.keywords:
+        name, _, own = word.partition("=")
+        words[name if name in words else ""].append(own if name and name in words else word)
+    named = {}
+    for short, name, config, column in zip(shorts, recipe.dataset_name, *each.values(), strict=False):
+        keywords = tuple(filter(None, words[short] or words[""]))
+        named[short] = Source(name, config, "train", column, keywords, keep_duplicates=recipe.keep_duplicates)
+    column = recipe.text_column[0] if len(recipe.text_column) == 1 else None
+    return named, replace(named[shorts[0]], dataset_name="", dataset_config_name=None, text_column=column,
+                          keywords=tuple(words[""]))
+
+
+def _at_shards(source: Source, problems: list[str]) -> bool | None:
+    """Whether it names token shards, and not a part of something. None where that cannot be told."""
+    return with_split(source) == source and _attempt(problems, is_shards, source.dataset_name)
 
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:
@@ -149,15 +190,21 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
     for folder in filter(is_whole, Path(recipe.cache_dir).glob(kinds)):
         for kept in open_prepared(folder, rows).splits.values():
             cached[kept.fingerprint] = kept
-    names = recipe.saved["eval"]
+    shorts, saved = short_names(recipe.dataset_name), recipe.saved["train"]
     try:
-        train, *evals = [cached[fingerprint] for fingerprint in (recipe.saved["train"], *names.values())]
+        train = {short: cached[saved[short][1] if len(shorts) > 1 else saved] for short in shorts}
+        evals = {name: cached[fingerprint] for name, fingerprint in recipe.saved["eval"].items()}
         tokenizer = load_tokenizer(recipe.output_dir)
-    except (KeyError, ValueError):
+    except (KeyError, TypeError, ValueError):  # TypeError: of another number of data sets
         return None
     if tokenizer_fingerprint(tokenizer) != recipe.saved["tokenizer"]:
         return None
-    return Sources(recipe, tokenizer=tokenizer, prepared=(train, dict(zip(names, evals, strict=True))))
+    return Sources(recipe, tokenizer=tokenizer, prepared=(_together(recipe, train), evals))
+
+
+def _together(recipe: Recipe, train: dict):
+    """The rows of one source as they are, or of several in their shares."""
+    return MixedRows(Mixture(recipe.mixture, recipe.seed), train) if len(train) > 1 else train.popitem()[1]
 
 
 def _attempt(problems: list[str], function: Callable, *args):
@@ -185,16 +232,18 @@ def short_names(names: tuple[str, ...]) -> list[str]:
 
 def prepare(sources: Sources, accelerator) -> "Data":
     """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream. The
-    first evaluation set is prepared together with the training rows, each further one by itself. Raises
-    ValueError where there is no row, or shards do not fit."""
-    recipe, tokenizer, opened = sources.recipe, sources.tokenizer, dict(sources.evals)
-    cache_dir, row_size, most, evals = recipe.cache_dir, recipe.row_size, recipe.max_train_samples, {}
+    first evaluation set is prepared together with the training rows, each further one by itself; of a mixture
+    each data set as if it were alone. Raises ValueError where there is no row, or shards do not fit."""
+    recipe, tokenizer, named = sources.recipe, sources.tokenizer, bool(sources.recipe.eval_dataset_name)
+    cache_dir, row_size, most = recipe.cache_dir, recipe.row_size, recipe.max_train_samples
+    train, evals = {}, {}
+    told = ", ".join(map(printable, recipe.dataset_name))
     if sources.prepared:
-        accelerator.print(
-            f"data       the rows of this run from {cache_dir}, {printable(recipe.dataset_name)} is not read")
+        accelerator.print(f"data       the rows of this run from {cache_dir}, {told} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
-        tokenizer = trained_tokenizer(sources.train, vocab_size=recipe.vocab_size, cache_dir=cache_dir,
+        tokenizer = trained_tokenizer(*sources.train.values(), shares=recipe.mixture or (1.0,),
+                                      vocab_size=recipe.vocab_size, cache_dir=cache_dir,
                                       algorithm=recipe.algorithm, model_type=recipe.model_type,
                                       fim=recipe.fim_rate > 0,
                                       read_bytes=most and max(1_000_000, 4 * most * row_size))
@@ -204,45 +253,50 @@ def prepare(sources: Sources, accelerator) -> "Data":
                              block_size=row_size, seed=recipe.seed, cache_dir=cache_dir)
     opened_shards = functools.partial(open_shards, cache_dir=cache_dir, block_size=row_size)
     stream = functools.partial(TextSource, tokenizer=tokenizer, block_size=row_size,
-                               validation_fraction=0.0 if opened else recipe.validation_fraction,
                                validation_seed=recipe.seed)
-    first = next((name for name, found in opened.items() if isinstance(found, Corpus)), "")
-    fim_name = f"{first}-fim".removeprefix("-")  # its documents once more, every one cut
-    if sources.shards:
-        mapped = not recipe.streaming or is_foreign(sources.shards)  # those are read where they lie anyway
-        train = (opened_shards(sources.shards, "train", max_rows=most) if mapped
-                 else ShardSource(sources.shards))
-    elif recipe.streaming:
-        train = stream(sources.train, fim=fim)
-        split = {"split": "train" if opened else "validation", "shuffle_rows": 0}
-        if not opened:
-            evals[""] = _set_aside(recipe, stream(sources.train, **split))
-        if fim and (held_out := opened.get(first) if opened else sources.train):
-            evals[fim_name] = _set_aside(recipe, stream(held_out, fim=replace(fim, rate=1.0), **split))
-    else:
-        together = opened.pop(first) if isinstance(opened.get(first), Corpus) else None
-        others = tuple(found for found in opened.values() if isinstance(found, Corpus))
-        made = make(sources.train, eval_corpus=together,
-                    validation_fraction=None if sources.evals else recipe.validation_fraction,
-                    also_evaluated=others, **({} if recipe.next_sentence else {"fim": fim, "max_rows": most}))
-        train, names = made.train, {"validation": first, "fim": fim_name}
-        evals |= {names[split]: rows for split, rows in made.splits.items() if split != "train"}
-    if recipe.eval_dataset_name and (sources.shards or recipe.streaming):
-        accelerator.print(f"data       {printable(recipe.dataset_name)} is trained on as it is, with what of "
+    texts = {name: found for name, found in sources.evals.items() if isinstance(found, Corpus)}
+    for name, found in sources.train.items():
+        if isinstance(found, str):
+            mapped = not recipe.streaming or is_foreign(found)  # those are read where they lie anyway
+            train[name] = opened_shards(found, "train", max_rows=most) if mapped else ShardSource(found)
+            continue
+        hold_out = not named and name not in sources.evals
+        fraction = recipe.validation_fraction if hold_out else 0.0
+        own = (short for short, text in texts.items() if named and text.keywords == found.keywords)
+        first = next(own, name)  # prepared together with it
+        split_names = {"validation": first, "fim": f"{first}-fim".removeprefix("-")}  # every document cut
+        if recipe.streaming:
+            train[name] = stream(found, fim=fim, validation_fraction=fraction)
+            part = {"validation_fraction": fraction, "shuffle_rows": 0}
+            part["split"] = "validation" if hold_out else "train"
+            if hold_out:
+                evals[name] = _set_aside(recipe, stream(found, **part))
+            if fim and (text := found if hold_out else texts.get(first)):
+                cut = stream(text, fim=replace(fim, rate=1.0), **part)
+                evals[split_names["fim"]] = _set_aside(recipe, cut)
+        else:
+            others = tuple(text for short, text in texts.items() if short != first)
+            made = make(found, eval_corpus=texts.get(first), also_evaluated=others,
+                        validation_fraction=fraction if hold_out else None,
+                        **({} if recipe.next_sentence else {"fim": fim, "max_rows": most}))
+            train[name] = made.train
+            evals |= {split_names[split]: rows for split, rows in made.splits.items() if split != "train"}
+    if named and (recipe.streaming or any(isinstance(found, str) for found in sources.train.values())):
+        accelerator.print(f"data       {told} is trained on as it is, with what of "
                           "it is evaluated on, too; rows prepared from text leave such documents out")
-    for name, found in opened.items():
+    for name, found in sources.evals.items():
         if isinstance(found, str):  # of shards the validation split; of others, if they have none, all
             manifest = check_shards(found, row_size, tokenizer, recipe.special, cache_dir)
             held_out = manifest["splits"].get("validation", {}).get("rows")
-            split = "validation" if held_out or found == sources.shards else "train"
+            split = "validation" if held_out or found in sources.train.values() else "train"
             evals[name] = opened_shards(found, split)
         elif recipe.streaming:
             evals[name] = _set_aside(recipe, stream(found, shuffle_rows=0))
-        else:
+        elif name not in evals:
             evals[name] = make(found, validation_fraction=None).train
     _await_all(accelerator.num_processes)
-    evals = {name: evals[name] for name in [*sources.evals, *evals]}
-    return Data(recipe, accelerator, tokenizer, train, evals)
+    evals = {name: evals[name] for name in [*(sources.evals if named else sources.train), *evals]}
+    return Data(recipe, accelerator, tokenizer, _together(recipe, train), evals)
 
 
 def _await_all(processes: int) -> None:
@@ -280,24 +334,28 @@ def _set_aside(recipe: Recipe, source: TextSource) -> PackedRows:
 class Data:
     """The rows of a run and the batches of its steps.
 
-    train: PackedRows or PairRows, or read while training: a ShardSource or TextSource. length: training rows,
-    None where only the end of the stream would tell. evals: name -> rows, the name of a single one is "".
+    train: PackedRows or PairRows, or read while training: a ShardSource or TextSource; or MixedRows of such.
+    length: training rows, of a mixture until the first of its data sets begins to repeat; None where only the
+    end of the stream would tell. evals: name -> rows, the name of a single one is "".
     collate: batch -> batch, as masking; set it before the first batch. evaluation_collate: None: the same."""
 
     def __init__(self, recipe: Recipe, accelerator, tokenizer, train, evals: dict[str, PackedRows]):
         self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer
         self.train, self.evals, self.collate, self.evaluation_collate = train, evals, keep_batch, None
-        self.length: int | None = len(train) if isinstance(train, PackedRows) else train.n_rows
-        self.stream = None if isinstance(train, PackedRows) else StreamingRows(
-            train, batch_size=recipe.per_device_train_batch_size, seed=recipe.seed,
-            process_index=accelerator.process_index, num_processes=accelerator.num_processes)
+        self.length: int | None = train.n_rows
+        self.stream = None
+        if recipe.streaming and not isinstance(train, PackedRows):
+            self.stream = (MixedStreams if isinstance(train, MixedRows) else StreamingRows)(
+                train, batch_size=recipe.per_device_train_batch_size, seed=recipe.seed,
+                process_index=accelerator.process_index, num_processes=accelerator.num_processes)
         self.evaluations = {}
         # Asked now: encoding with padding or truncation changes a tokenizer's state.
         self.tokenizer_fingerprint = tokenizer and tokenizer_fingerprint(tokenizer)
 
     @functools.cached_property
     def fingerprints(self) -> dict:
-        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content of what it names."""
+        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content of what it names. train
+        of a mixture: {name: [share in millionths, ...]}."""
         return {
             "tokenizer": self.tokenizer_fingerprint,
             "train": self.train.fingerprint,
@@ -308,8 +366,9 @@ class Data:
         """The micro-batches of each step from `start` to steps.last - 1, on the device.
 
         steps: micro_batches(step), on each process; rows_before(step), over all processes; last. A batch is
-        {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B], ...}. Ends where the data
-        does, before a step that would not be complete: count the steps."""
+        {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B], ...}, of a mixture with "source",
+        the number of the data set that epoch and row are of. Ends where the data does, before a step that
+        would not be complete: count the steps."""
         loader = iter(self.loader(steps.rows_before(start), steps.rows_before(steps.last)))
         for step in range(start, steps.last):
             micro_batches = list(itertools.islice(loader, steps.micro_batches(step)))
@@ -321,7 +380,9 @@ class Data:
         """Batches of positions start to stop - 1; batch i goes to process i % processes."""
         batch_size, pinned = self.recipe.per_device_train_batch_size, self._pins_memory
         if self.stream is None:
-            order = SampleOrder(len(self.train), self.recipe.seed, start, stop)
+            order = (MixedOrder(self.train.sizes, self.train.mixture, start, stop)
+                     if isinstance(self.train, MixedRows)
+                     else SampleOrder(len(self.train), self.recipe.seed, start, stop))
             return self._packed_loader(self.train, batch_size, order, self.collate)
         self.stream.start, self.stream.stop = start, stop
         collate = functools.partial(_collate_rows, self.collate)  # single rows to a batch; workers pickle it
@@ -331,6 +392,18 @@ class Data:
         return prepare_data_loader(
             loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
             dispatch_batches=False, non_blocking=pinned)
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Passes over each data set of a mixture before a position, of streamed text whole ones; else {}."""
+        if not isinstance(self.train, MixedRows):
+            return {}
+        told, uses = {}, self.train.mixture.before(position).tolist()
+        for number, (name, source) in enumerate(self.train.sources.items()):
+            if source.n_rows is None:  # the window of the last row before this position knows its epoch
+                told[name] = (self.stream.streams[number].state_dict(position)["mark"] or [0, 0])[1]
+            else:
+                told[name] = uses[number] / source.n_rows
+        return told
 
     def evaluation(self, name: str = ""):
         """The rows of an evaluation set that `evaluation_rows` chooses, then -1 up to whole batches."""
@@ -343,7 +416,7 @@ class Data:
         return self.evaluations[name]
 
     def state_dict(self, position: int) -> dict | None:
-        """StreamingRows.state_dict of a stream; else None."""
+        """The state_dict of a stream; else None."""
         return self.stream and self.stream.state_dict(position)
 
     def load_state_dict(self, state: dict | None) -> None:

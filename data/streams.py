@@ -14,6 +14,7 @@ core: beyond that, prepare shards first.
 """
 
 import hashlib
+import heapq
 import itertools
 import math
 import os
@@ -28,6 +29,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from data.filters import Accounting, clean_documents, in_validation
+from data.mixture import MixedRows, Mixture
 from data.order import permuted
 from data.packing import tokenize_documents, tokenizer_fingerprint
 from data.shards import check_shards, read_shard, split_entry
@@ -163,22 +165,29 @@ class TextSource:
 class StreamingRows(IterableDataset):
     """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader of this batch_size.
 
-    start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes."""
+    start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes. mixture,
+    number: positions are those of a mixture of which this is a source; rows say its number as "source"."""
 
     def __init__(self, source: ShardSource | TextSource, *, batch_size: int, seed: int,
-                 process_index: int = 0, num_processes: int = 1, start: int = 0, stop: float = math.inf):
+                 process_index: int = 0, num_processes: int = 1, start: int = 0, stop: float = math.inf,
+                 mixture: Mixture | None = None, number: int = 0):
         self.source, self.seed, self.batch_size = source, seed, batch_size
         self.process_index, self.num_processes = process_index, num_processes
-        self.start, self.stop = start, stop
+        self.start, self.stop, self.mixture, self.number = start, stop, mixture, number
         self.mark: list[int] = []  # of the window to begin with; [] = the beginning of the stream
         # Where windows begin: workers write it, the training loop's process reads it, hence shared memory.
         self.marks = torch.full((MARKS, 5), -1, dtype=torch.int64).share_memory_()
 
+    def uses(self, position: int) -> int:
+        """Rows of this source before a position."""
+        return int(self.mixture.before(position)[self.number]) if self.mixture else position
+
     def state_dict(self, position: int) -> dict[str, Any]:
         """What resumes the stream at `position` (rows consumed so far by all processes together)."""
-        marks = [mark for mark in self.marks.tolist() if 0 <= mark[0] <= position]
+        uses = self.uses(position)
+        marks = [mark for mark in self.marks.tolist() if 0 <= mark[0] < max(uses, 1)]
         mark = max(marks, default=self.mark, key=lambda mark: mark[0])
-        return {"position": position, "mark": mark, "source": self.source.fingerprint, "seed": self.seed}
+        return {"position": uses, "mark": mark, "source": self.source.fingerprint, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ValueError when the source is not the one the state comes from."""
@@ -196,24 +205,52 @@ class StreamingRows(IterableDataset):
         for epoch, positions, row_ids, rows in _one_ahead(self._shares(worker)):
             for position, row, ids in zip(positions.tolist(), row_ids.tolist(), rows, strict=True):
                 tokens = torch.from_numpy(ids.astype(np.int64))
-                yield {"input_ids": tokens, "position": position, "epoch": epoch, "row": row}
+                found = {"input_ids": tokens, "position": position, "epoch": epoch, "row": row}
+                yield found | ({"source": self.number} if self.mixture else {})
 
     def _shares(self, worker) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
         """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window for this process and worker."""
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         first_batch = self.start // self.batch_size // self.num_processes
-        for number, window in enumerate(self.source.windows(self.start, self.seed, tuple(self.mark))):
-            if window.first >= self.stop:
+        windows = self.source.windows(self.uses(self.start), self.seed, tuple(self.mark))
+        for number, window in enumerate(windows):
+            first, n = window.first, len(window.row_ids)
+            positions = (self.mixture.positions(self.number, first, n, self.stop) if self.mixture
+                         else first + np.arange(n))
+            if not len(positions) or positions[0] >= self.stop:
                 return
             if window.mark:
-                self.marks[number % MARKS] = torch.tensor([window.first, *window.mark])
-            positions = window.first + np.arange(len(window.row_ids))
+                self.marks[number % MARKS] = torch.tensor([first, *window.mark])
             batch, process = np.divmod(positions // self.batch_size, self.num_processes)
             mine = (process == self.process_index) & ((batch - first_batch) % workers == index)
             mine &= (self.start <= positions) & (positions < self.stop)
             chosen = np.flatnonzero(mine)
             if len(chosen):
                 yield window.epoch, positions[chosen], window.row_ids[chosen], window.load(chosen)
+
+
+class MixedStreams(IterableDataset):
+    """Rows of the sources of a mixture as StreamingRows yields them, in the order of the positions."""
+
+    start, stop = 0, math.inf
+
+    def __init__(self, rows: MixedRows, **settings):
+        self.streams = [StreamingRows(source, mixture=rows.mixture, number=number, **settings)
+                        for number, source in enumerate(rows.sources.values())]
+
+    def state_dict(self, position: int) -> list[dict[str, Any]]:
+        return [stream.state_dict(position) for stream in self.streams]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """ValueError as of StreamingRows. `start` is to be set."""
+        for stream, state in zip(self.streams, states, strict=True):
+            stream.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        used = [stream for stream in self.streams if stream.mixture.millionths[stream.number]]
+        for stream in used:
+            stream.start, stream.stop = self.start, self.stop
+        return heapq.merge(*used, key=lambda row: row["position"])
 
 
 def _one_ahead(items: Iterator) -> Iterator:

@@ -74,6 +74,8 @@ CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cann
 CLM | --dataset_name s3://KEY:SECRET/x@bucket/it         | s3://***@bucket/it cannot be opened: credentials are no part
 CLM | --validation_fraction 1                           | validation_fraction: must be less than 1
 CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
+CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
+CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: the shares sum to 1.1 && '../no.jsonl': no such file
 CLM | --dataset_name ../corpus.jsonl --streaming true   | streaming: set tokenizer_name
 CLM | --dataset_name ../corpus.jsonl --streaming true --tokenizer_name ../words --max_train_steps 0 | set max_train_steps and max_eval_samples
 MLM | --dataset_name ../corpus.jsonl --streaming true --next_sentence true | streaming: sentence pairs are prepared first

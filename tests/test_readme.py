@@ -99,6 +99,7 @@ SMALL = {
     BENCHMARK + "scaling": TINY_SHAPE,
     BENCHMARK + "accelerator": ["--small", "--scripts", "clm"],
     BENCHMARK + "foreign": ["--megabytes", "2"],
+    BENCHMARK + "mixture": "--batches 50 --rounds 1".split(),
     BENCHMARK + "model_types": ["--types", "bart"],
     BENCHMARK + "learning --seeds": [
         "--seeds", "1", "--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING),
@@ -113,6 +114,7 @@ NOT_HERE = {
     "pytest tests -m slow": "CI runs it, too",
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
+    "python train_clm.py --dataset_name code.jsonl": "three data sets; test_mixture.py",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "python train_mlm.py --next_sentence": "an hour; with fewer words in test_train_mlm.py",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",

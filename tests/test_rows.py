@@ -375,7 +375,7 @@ def test_fingerprints_change_with_the_content_and_with_nothing_else(folder, kind
     again = opened(elsewhere)
     again.tokenizer(["a", "b c"], padding=True, truncation=True, max_length=8)  # leaves its traces in it
     assert again.fingerprints == first and first.keys() == {"tokenizer", "train", "eval"}
-    lines = Path(recipe(folder, kind).dataset_name).with_suffix(".jsonl")
+    lines = Path(recipe(folder, kind).dataset_name[0]).with_suffix(".jsonl")
     lines = (lines if lines.exists() else folder / "a.jsonl").read_text().splitlines(keepends=True)
     source = tmp_path / "changed.jsonl"
     source.write_text("".join(lines[:-1]))

@@ -108,7 +108,7 @@ def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder, m
     problems = []
     opened(folder, problems, next_sentence=True, max_train_samples=70)
     assert problems == [
-        f"max_train_samples: not for sentence pairs; name a part, {folder}/a.jsonl:train[:70]."]
+        f"max_train_samples: not for sentence pairs or a mixture; name a part, {folder}/a.jsonl:train[:70]."]
     for script in (train_clm, train_mlm):
         args = script.TrainArgs(max_train_samples=5, streaming=True, max_train_steps=5, max_eval_samples=5)
         assert [line for line in common_problems(args) if "max_train_samples" in line] == [

@@ -31,7 +31,7 @@ from utils.publishing.model_card import write_model_card
 from utils.publishing.push import NOT_THE_MODEL, Pusher
 from utils.publishing.secrets import without_secrets
 from utils.publishing.stores import open_store
-from utils.settings import changed_settings, code_version, save_args
+from utils.settings import as_list, changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints, disk_space, outdate, step_of, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
 from utils.state.rehearsal import Watch, rehearsal
@@ -51,6 +51,7 @@ class Run:
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.repo_id = self.store = self.pusher = self.failure = None
         self.settings = settings = without_secrets(asdict(args))
+        self.dataset = ", ".join(as_list(settings["dataset_name"]))
         if self.is_main and not args.eval_only and not args.show:
             if args.push_to_hub:
                 self.repo_id = check_hub(self.name, args.hub_private_repo)
@@ -59,9 +60,10 @@ class Run:
             model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
             steps, epochs = args.max_train_steps, args.num_train_epochs
             length = counted(steps, "step") if steps else counted(epochs, "epoch")
-            print(f"run        trains {model} on {settings['dataset_name']} for {length}, in "
+            print(f"run        trains {model} on {self.dataset} for {length}, in "
                   f"{args.output_dir}; stop it, and the same command goes on", flush=True)  # fmt: skip
-        self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False}
+        self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
+                      "seen": []}  # data sets of a mixture, once
 
     # ---- Before the first step
 
@@ -279,9 +281,14 @@ class Run:
         for event in skipped_updates(skipped, step, steps.rows_before):
             self.metrics.write(event)
             self.state["skipped_updates"] += 1
+        epochs = self.data.epochs(steps.rows_before(step))
+        for name in [name for name, epoch in epochs.items() if epoch >= 1 and name not in self.state["seen"]]:
+            self.metrics.write({"step": step, "event": "repeats", "source": name})
+            self.progress.write(f"data       every row of {name} has been seen once: they repeat")
+            self.state["seen"].append(name)
         self._log({
-            "epoch": steps.epoch(step), "samples": steps.rows_before(step),
-            "tokens": steps.tokens_before(step), **record,
+            "epoch": steps.epoch(step), **{f"epoch/{name}": epoch for name, epoch in epochs.items()},
+            "samples": steps.rows_before(step), "tokens": steps.tokens_before(step), **record,
             "skipped_updates": self.state["skipped_updates"], **self.throughput.measure(step),
         })  # fmt: skip
 
@@ -372,14 +379,14 @@ class Run:
             "evaluate": f"python {shlex.join(sys.argv)} --eval_only true --max_eval_samples 0",
             "publish": shlex.join(["hf", "upload", self.name, folder, ".", *NOT_THE_MODEL]),
         }
-        title = f"{settings['model_type']} on {settings['dataset_name']}"
+        title = f"{settings['model_type']} on {self.dataset}"
         return summarize(folder, title, results, without_secrets(commands))
 
     def _write_card(self) -> None:
         settings, step, steps = self.settings, self.step, self.steps
         write_model_card(
             self.args.output_dir, pipeline_tag=self.task.pipeline_tag, model_name=self.name.split("/")[-1],
-            model_type=self.config.model_type, parameters=self.parameters, dataset=settings["dataset_name"],
+            model_type=self.config.model_type, parameters=self.parameters, dataset=self.dataset,
             step=step, max_steps=steps.last, tokens=steps.tokens_before(step), seconds=self.state["seconds"],
             hardware=self.hardware, settings=settings, results=self.state["eval"],
             example=self._prompt((settings["prompts"] or [self.task.prompt])[0]), repo_id=self.repo_id,

@@ -51,7 +51,7 @@ class _Parser(HfArgumentParser):
                 lines += ["", heading[1]]
             elif found := re.match(r"    (\w+):(?:.*?#\s*(.+))?", line):
                 value = self.get_default(found[1])
-                told = "none" if value in (None, []) else shlex.join(map(str, _as_list(value)))
+                told = "none" if value in (None, []) else shlex.join(map(str, as_list(value)))
                 told = f"({len(value)} texts)" if "\n" in told else told
                 told = told.lower() if isinstance(value, bool) else told
                 lines += [f"{f'  --{found[1]} {told}':<50}  {found[2] or ''}".rstrip()]
@@ -147,7 +147,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
             setattr(args, name, [])
         elif isinstance(value, str) and value.lower() in ("none", "") and "None" in str(kind):
             setattr(args, name, None)
-        elif name != "config_overrides" and not all(str(item).strip() for item in _as_list(value)):
+        elif name != "config_overrides" and not all(str(item).strip() for item in as_list(value)):
             blank.append(name)
     if blank:
         raise ValueError(f"{', '.join(blank)}: holds a blank text, leave that out. `none` empties a list.")
@@ -235,13 +235,13 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     for name in sorted((saved.keys() | now.keys()) - free):
         was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
         was, is_now = without_secrets((was, is_now))  # as they were saved
-        if _as_list(was) != _as_list(is_now):
+        if as_list(was) != as_list(is_now):
             lines.append(f"{name}: {was} in the run, {is_now} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
     return [first, *lines] if lines else []
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 

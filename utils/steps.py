@@ -29,7 +29,7 @@ class Steps:
             while self.rows_before(self.last + 1) <= wanted:
                 self.last += 1
         if self.last < 1 or (rows or first) < first:
-            raise ValueError(f"dataset_name: {args.dataset_name} gives {rows} rows of {args.block_size} "
+            raise ValueError(f"dataset_name: it gives {rows} rows of {args.block_size} "
                              f"tokens to train on, and one step takes {first}. Take more text, or lower "
                              "block_size, per_device_train_batch_size or gradient_accumulation_steps.")
         self.per_epoch = max(1, (rows or 0) // first)

@@ -34,7 +34,9 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
         spans = list(_spans(row, tokenizer))
         seen |= {kind for kind, _ in spans}
         text = "".join(paint(MARKS[kind][0] if kind else "", text) for kind, text in spans)
-        blocks.append(paint("1", _facts(row, data.length)) + text)
+        names = list(getattr(data.train, "sources", ()))  # of a mixture
+        total = names[row["source"]] if names else data.length and f"{data.length:,}"
+        blocks.append(paint("1", _facts(row, total)) + text)
     legend = f"What the model is fed: the first {counted(len(rows), 'row')} of this run"
     names = {"end": tokenizer.eos_token or tokenizer.sep_token, "mask": tokenizer.mask_token, "alpha": alpha}
     for colour, *texts in (MARKS[kind] for kind in MARKS if kind in seen):
@@ -58,7 +60,7 @@ def _rows(data, steps, keytokens, alpha):
                 yield dict(zip(batch, values, strict=True)) | {"step": step}
 
 
-def _facts(row: dict, rows: int | None) -> str:
+def _facts(row: dict, total: str | None) -> str:
     size, real = len(row["input_ids"]), sum(row.get("attention_mask", [1] * len(row["input_ids"])))
     facts = [counted(real, "token")] + ([f"{size - real} of padding"] if real < size else [])
     if "slots" in row:
@@ -67,7 +69,7 @@ def _facts(row: dict, rows: int | None) -> str:
         facts.append(f"{counted(int(sum(row['key'])), 'key token')}, weight {row['weight']:g}")
     if "next_sentence_label" in row:
         facts.append(PAIR[row["next_sentence_label"]])
-    return f"step {row['step']}, row {row['row']:,}{f' of {rows:,}' if rows else ''}: {', '.join(facts)}"
+    return f"step {row['step']}, row {row['row']:,}{f' of {total}' if total else ''}: {', '.join(facts)}"
 
 
 def _spans(row: dict, tokenizer):

@@ -29,7 +29,8 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
     training started from. numbers: hardware, parameters, step, max_steps, tokens, branch."""
     output_dir = Path(output_dir)
     # The Hub refuses metadata that names a folder as data set or base model.
-    dataset_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", dataset)) and not os.path.exists(dataset)
+    names = dataset.split(", ")
+    on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
     base_on_hub = base_model and not os.path.exists(base_model)
     sets = list(by_set(results, "loss/eval")) or [""]  # [""] where there is one, whose metrics bear no name
     table: dict[str, dict[str, str]] = {}  # metric -> evaluation set -> number
@@ -43,13 +44,13 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
         if metric in METRICS:
             local = re.sub(r"[^\w.-]+", "-", name or Path(dataset).name) or "text"
             evaluations.append(EvalResult(
-                task_type=pipeline_tag, dataset_type=dataset if dataset_on_hub and not name else local,
+                task_type=pipeline_tag, dataset_type=dataset if dataset in on_hub and not name else local,
                 dataset_name=name or dataset, dataset_split="validation", metric_type=metric.split("/")[0],
                 metric_name=metric, metric_value=round(value, 6),
             ))  # fmt: skip
     data = ModelCardData(
         license=license, library_name="transformers", pipeline_tag=pipeline_tag, model_name=model_name,
-        base_model=base_model if base_on_hub else None, datasets=[dataset] if dataset_on_hub else None,
+        base_model=base_model if base_on_hub else None, datasets=on_hub or None,
         tags=["pretraining", "accelerate", model_type], eval_results=evaluations or None,
     )  # fmt: skip
 
@@ -57,9 +58,10 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
         return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub else f"`{name}`"
 
     origin = f"trained further from {link(base_model, base_on_hub)}" if base_model else "trained from scratch"
+    dataset_link = ", ".join(link(name, name in on_hub, "datasets/") for name in names)
     card = ModelCard.from_template(
         data, template_path=str(TEMPLATE), title=model_name, model_type=model_type, **numbers,
-        origin=origin, dataset_link=link(dataset, dataset_on_hub, "datasets/"), duration=duration(seconds),
+        origin=origin, dataset_link=dataset_link, duration=duration(seconds),
         settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
         sets=sets, results=table, example=json.dumps(example, ensure_ascii=False),
         address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),

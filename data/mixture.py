@@ -1,0 +1,142 @@
+"""Several sources in shares: which of them each position of training takes its row from, and which row.
+
+    mixture = Mixture((0.6, 0.3, 0.1), seed=0)
+    mixture.block(5)      # the source of each of the positions 5,000 to 5,999, int64 [1000]
+    mixture.before(5700)  # rows that the positions before 5,700 took of each source, int64 [3]
+
+A function of (shares, seed, position) alone: nothing is stored or walked through. Every source has its share
+of each 1,000 positions, in an order of the seed's. Its k-th row is position k of its own endless stream: the
+same as if it were trained on alone (data/order.py, data/streams.py).
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from data.order import SampleOrder, drawn_order, epochs_and_rows
+from data.packing import as_batch
+
+BLOCK = 1000  # positions
+AT_ONCE = 16  # blocks whose rows are computed at once
+CYCLE = 1000  # blocks: after them every share, counted in millionths, is met exactly
+
+
+def share_problems(shares: Sequence[float], names: Sequence[str]) -> list[str]:
+    """What is wrong with the shares of these data sets, a line each. One needs none."""
+    if len(shares) != len(names) and (shares or len(names) > 1):
+        return [f"mixture: {len(shares)} shares for {len(names)} data sets, give each one: --mixture 0.6 0.4"]
+    problems = [f"mixture: {share} is no share, give 0 or 0.000001 to 1."
+                for share in shares if share and not 1e-6 <= share <= 1]  # fmt: skip
+    if shares and not problems and abs(sum(shares) - 1) > 1e-6 * len(shares):
+        problems.append(f"mixture: the shares sum to {sum(shares):g}, not to 1.")
+    return problems
+
+
+def block_counts(millionths: np.ndarray) -> np.ndarray:
+    """Rows of each source in each block of a cycle, int64 [CYCLE, sources]. In each block, and in all up to
+    it, a source is less than one row away from its share, whatever the shares are: what they have beyond
+    whole rows is dealt out as processors to periodic tasks by algorithm PF (Baruah, Cohen, Plaxton and
+    Varvel, "Proportionate Progress", 1996)."""
+    whole, rest = np.divmod(millionths, CYCLE)
+    counts, given = np.tile(whole, (CYCLE, 1)), [0] * len(rest)
+    # The block by which a source must have its next row beyond those, and whether the one after it may not
+    # come as early; so on for the rows to follow. Who must have them first comes first.
+    due = [[(-(-CYCLE * n // r), CYCLE * n % r == 0) for n in range(1, r + 1)] for r in rest.tolist()]
+    for block in range(CYCLE):
+        may = [i for i, r in enumerate(rest) if CYCLE * given[i] < r * (block + 1)]
+        for i in sorted(may, key=lambda i: due[i][given[i] :])[: rest.sum() // CYCLE]:
+            counts[block, i] += 1
+            given[i] += 1
+    return counts
+
+
+class Mixture:
+    """shares: sum to 1, see share_problems; a source whose share is 0 never comes."""
+
+    def __init__(self, shares: Sequence[float], seed: int):
+        self.seed, self.millionths = seed, np.array([round(share * BLOCK * CYCLE) for share in shares])
+        self.millionths[self.millionths.argmax()] += BLOCK * CYCLE - self.millionths.sum()  # of thirds, say
+        counts = block_counts(self.millionths)
+        self.given = np.concatenate([0 * counts[:1], counts.cumsum(0)])  # before each block of a cycle
+
+    def block(self, number: int) -> np.ndarray:
+        """The source of each position of a block, int64 [BLOCK]."""
+        rows = self.given[number % CYCLE + 1] - self.given[number % CYCLE]
+        return np.repeat(np.arange(len(rows)), rows)[drawn_order(BLOCK, self.seed, number)]
+
+    def before(self, position: int) -> np.ndarray:
+        """Rows of each source before a position, int64 [sources]."""
+        number, inside = divmod(position, BLOCK)
+        here = np.bincount(self.block(number)[:inside], minlength=len(self.millionths))
+        return number // CYCLE * self.millionths + self.given[number % CYCLE] + here
+
+    def positions(self, source: int, first: int, n: int, stop: float = math.inf) -> np.ndarray:
+        """Where uses first, ..., first + n - 1 of a source are, int64 [n]; from `stop` on some may lack."""
+        cycle, inside = divmod(int(first), int(self.millionths[source]))
+        number = cycle * CYCLE + int(np.searchsorted(self.given[:, source], inside, "right")) - 1
+        found, skip = [np.empty(0, np.int64)], inside - self.given[number % CYCLE, source]
+        missing = n + skip
+        while missing > 0 and number * BLOCK < stop:
+            found.append(number * BLOCK + np.flatnonzero(self.block(number) == source))
+            number, missing = number + 1, missing - len(found[-1])
+        return np.concatenate(found)[skip : skip + n]
+
+
+class MixedOrder(SampleOrder):
+    """Yields (position, epoch, row, source) for positions start, ..., stop - 1; n_rows: of each source."""
+
+    def __init__(self, n_rows: Sequence[int], mixture: Mixture, start: int, stop: int):
+        super().__init__(n_rows, mixture.seed, start, stop)
+        self.mixture = mixture
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        first = self.start // BLOCK
+        used = self.mixture.before(first * BLOCK)
+        for number in range(first, -(-self.stop // BLOCK), AT_ONCE):
+            source = np.concatenate([self.mixture.block(number + i) for i in range(AT_ONCE)])
+            epoch, row = np.empty_like(source), np.empty_like(source)
+            for i, n in enumerate(self.n_rows):
+                at = (source == i).nonzero()[0]
+                epoch[at], row[at] = epochs_and_rows(used[i], used[i] + len(at), n, self.seed)
+                used[i] += len(at)
+            position = number * BLOCK + np.arange(len(source))
+            part = slice(max(0, self.start - position[0]), self.stop - position[0])
+            yield from zip(*(column[part].tolist() for column in (position, epoch, row, source)), strict=True)
+
+
+class MixedRows(Dataset):
+    """Rows of several sources, name -> PackedRows (all of one kind), or what StreamingRows takes."""
+
+    def __init__(self, mixture: Mixture, sources: dict):
+        self.mixture, self.sources = mixture, sources
+
+    @property
+    def fingerprint(self) -> dict[str, list]:
+        parts = zip(self.sources.items(), self.mixture.millionths.tolist(), strict=True)
+        return {name: [millionths, source.fingerprint] for (name, source), millionths in parts}
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """Rows of each source."""
+        return [source.n_rows for source in self.sources.values()]
+
+    @property
+    def n_rows(self) -> int | None:
+        """Positions before the first source begins to repeat; None where only the end of a stream tells."""
+        used = [(i, n) for i, n in enumerate(self.sizes) if self.mixture.millionths[i]]
+        known = all(n for _, n in used)
+        return min(int(self.mixture.positions(i, n, 1)[0]) for i, n in used) if known else None
+
+    def __getitems__(self, keys: list[tuple[int, int, int, int]]) -> dict:
+        """keys (position, epoch, row, source) -> a batch of PackedRows, with "source": int64 [B], too."""
+        position, epoch, row, source = np.array(keys, np.int64).T
+        columns = {}
+        for i, found in enumerate(self.sources.values()):
+            at = (source == i).nonzero()[0]
+            for name, values in found.take(row[at]).items() if len(at) else ():
+                if name not in columns:
+                    columns[name] = np.empty((len(keys), *values.shape[1:]), np.int64)
+                columns[name][at] = values
+        return as_batch(columns | {"position": position, "epoch": epoch, "row": row, "source": source})
