@@ -146,7 +146,7 @@ def test_duplicates_are_counted_either_way_and_kept_where_asked(folder, tokenize
         assert all_rows(made[keep].train).flatten().tolist() == expected[: len(expected) // T * T]
     assert made[True].folder != made[False].folder
     recipe = {"dataset_name": str(twice), "block_size": T, "cache_dir": str(tmp_path), "vocab_size": 600}
-    rows = [open_sources(Recipe(**recipe, keep_duplicates=keep), []).train for keep in (False, True)]
+    rows = [open_sources(Recipe(**recipe, keep_duplicates=keep), []).train[""] for keep in (False, True)]
     assert [corpus.source.keep_duplicates for corpus in rows] == [False, True]
 
 
