@@ -77,6 +77,7 @@ class TrainArgs:
     model_type: str = "gpt2"  # any causal model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
+    attn_implementation: str = "auto"  # by model and device; sdpa, eager, flex_attention, flash_attention_2
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows
@@ -171,8 +172,8 @@ def main(args: TrainArgs | None = None) -> None:
     problems = check_args(args)
     sources = open_sources(Recipe.of(args, algorithm="bpe", saved=saved_data(args)), problems)
     build = "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
-    problems += model_problems(*build, sources.tokenizer, args.gradient_checkpointing)
-    stop_at(problems)
+    more = args.gradient_checkpointing, args.attn_implementation
+    stop_at(problems + model_problems(*build, sources.tokenizer, *more))
 
     accelerator = Accelerator(
         mixed_precision=launcher_precision(),
@@ -199,7 +200,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
     trust_row_positions()
-    lm = build_model(*build, data.tokenizer)
+    lm = build_model(*build, data.tokenizer, args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = CausalLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own

@@ -81,6 +81,7 @@ class TrainArgs:
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
+    attn_implementation: str = "auto"  # by model and device; sdpa, eager, flex_attention, flash_attention_2
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows
@@ -197,8 +198,8 @@ def main(args: TrainArgs | None = None) -> None:
     sources = open_sources(recipe, problems)
     kind = "pretraining" if args.next_sentence else "masked"
     build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
-    problems += model_problems(*build, sources.tokenizer, args.gradient_checkpointing)
-    stop_at(problems)
+    more = args.gradient_checkpointing, args.attn_implementation
+    stop_at(problems + model_problems(*build, sources.tokenizer, *more))
 
     accelerator = Accelerator(
         mixed_precision=launcher_precision(),
@@ -223,7 +224,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
     trust_row_positions()
-    lm = build_model(*build, data.tokenizer)
+    lm = build_model(*build, data.tokenizer, args.attn_implementation)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = MaskedLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own

@@ -163,7 +163,7 @@ class Run:
     def _open_log(self, saved: dict | None) -> None:
         args, accelerator, steps = self.args, self.accelerator, self.steps
         if self.is_main:
-            save_args(args, self.code, self.state.get("origin"))
+            save_args(args, self.code, self.state.get("origin"), attention=self.config._attn_implementation)
         offset = saved["metrics_offset"] if saved and not self.checkpoints.origin else 0
         self.metrics = MetricsLog(args.output_dir, offset, self.is_main, self.state.get("origin"))
         project = Path(sys.modules[type(args).__module__].__file__).stem
@@ -193,6 +193,7 @@ class Run:
             block_size=steps.tokens_before(1) // steps.rows_before(1), tokens=steps.tokens_before(steps.last),
             memory=peak_memory(self.accelerator, self.config, rows, args.block_size, **more),
             precision=xla.xla_precision() if xla.is_xla() else None,
+            attention=self.config._attn_implementation,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"
 

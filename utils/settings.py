@@ -65,7 +65,7 @@ MAY_CHANGE = set(
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
     "push_to_hub hub_model_id hub_private_repo push_checkpoints checkpoint_url hub_timeout "
     "max_skipped_updates max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
-    "gradient_checkpointing gradient_accumulation_steps milestones stable".split()
+    "gradient_checkpointing gradient_accumulation_steps milestones stable attn_implementation".split()
 )
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
@@ -280,13 +280,15 @@ def saved_data(args: Any) -> dict:
     return found.get("data", {})
 
 
-def save_args(args: Any, code: dict[str, str | None], origin: dict | None = None) -> None:
-    """Writes args.json: every setting, what it ran on and with which code, where a branch comes from."""
+def save_args(args: Any, code: dict[str, str | None], origin: dict | None = None,
+              attention: str | None = None) -> None:  # fmt: skip
+    """Writes args.json: every setting, what it ran on and with which code and attention, its origin."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     write_json(Path(args.output_dir) / "args.json", {
         "settings": without_secrets(dataclasses.asdict(args)),
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "python": platform.python_version(), "platform": platform.platform(), "code": code, "origin": origin,
+        "attention": attention,
     })  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def check_launch(accelerator) -> None:
 
 def report(accelerator, *, model: str, parameters: int, rows: int, accumulation: int, block_size: int,
            max_steps: int, tokens: int, start: int = 0, memory: float | None = None,
-           precision: str | None = None) -> str:  # fmt: skip
+           precision: str | None = None, attention: str = "") -> str:  # fmt: skip
     """The block printed before training starts, warnings at its end.
 
     parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches of the
@@ -71,7 +71,7 @@ def report(accelerator, *, model: str, parameters: int, rows: int, accumulation:
         + (" at first" if changing else ""),
         f"steps      {max_steps:,} steps = {_millions(tokens)} tokens"
         + (f"; {start:,} are done" if start else ""),
-        f"model      {model}, {_millions(parameters)} parameters",
+        f"model      {model}, {_millions(parameters)} parameters{attention and f', attention: {attention}'}",
     ]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     devices, threads = torch.accelerator.device_count(), torch.get_num_threads()

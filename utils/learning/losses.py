@@ -12,6 +12,7 @@ from torch import nn
 from transformers import masking_utils
 
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
+from utils.learning.model import ONLY_ON
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
@@ -104,7 +105,9 @@ class ModelLoss(nn.Module):
             return False  # what the router's loss is made of comes with the model's own logits
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
-        scale = 1
+        attention, scale = lm.config._attn_implementation, 1
+        if attention in ONLY_ON:
+            lm.set_attn_implementation("eager")
         hook = lm.get_output_embeddings().register_forward_pre_hook(lambda head, args: (scale * args[0],))
         lm.eval()
         try:
@@ -124,6 +127,8 @@ class ModelLoss(nn.Module):
             for parameter, value in saved:
                 parameter.copy_(value)
             lm.train(training)
+            if attention in ONLY_ON:
+                lm.set_attn_implementation(attention)
         if not same:
             warnings.warn(f"{type(lm).__name__}: the head is not a plain linear layer on the hidden states, "
                           "so the loss is computed from all the logits: slower and with more memory.",

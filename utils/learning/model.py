@@ -4,18 +4,29 @@ import contextlib
 import copy
 import difflib
 import json
+import os
 
 import torch
 import transformers
+from accelerate.utils import parse_flag_from_env
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, activations
+from transformers.utils import is_flash_attn_2_available
+
+from utils.xla import is_xla
 
 MODEL_CLASSES = {
     "causal": transformers.AutoModelForCausalLM,
     "masked": transformers.AutoModelForMaskedLM,
     "pretraining": transformers.AutoModelForPreTraining,  # masked LM and next sentence: BertForPreTraining
 }
+# What attention is computed by, and what a transformers model says where it can
+ATTENTION = {
+    "auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
+    "flash_attention_2": "_supports_flash_attn",
+}  # fmt: skip
+ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",)}  # which includes ROCm
 CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
 # (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
 LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
@@ -23,18 +34,23 @@ LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_ty
 
 def model_problems(
     kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None,
-    gradient_checkpointing=False,
+    gradient_checkpointing=False, attn_implementation="auto",
 ):  # fmt: skip
     """What is wrong with these settings, one line each, before any weights are made; [] = nothing."""
     of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
     config, problems = _configure(*of)
-    if gradient_checkpointing and not problems:
-        if not MODEL_CLASSES[kind]._model_mapping[type(config)].supports_gradient_checkpointing:
+    if not problems:
+        made = MODEL_CLASSES[kind]._model_mapping[type(config)]
+        if gradient_checkpointing and not made.supports_gradient_checkpointing:
             problems.append(f"gradient_checkpointing: transformers' {config.model_type} cannot; leave it out")
+        if reason := _without_attention(attn_implementation, made, config, _device_type()):
+            problems.append(f"attn_implementation, {attn_implementation!r}: {reason}; auto takes what can")
     return problems
 
 
-def build_model(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):
+def build_model(
+    kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer, attn_implementation="auto"
+):  # fmt: skip
     """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
 
     kind: of MODEL_CLASSES. config_overrides: "n_layer=4,n_embd=256" or a JSON object, for random weights.
@@ -45,6 +61,8 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     if problems:
         raise ValueError("\n".join(problems))
     made, dtype = MODEL_CLASSES[kind], torch.float32  # transformers would keep that of the file
+    if attn_implementation in ("eager", "sdpa"):  # else transformers takes sdpa where the model can
+        config._attn_implementation = attn_implementation
     if model_name_or_path:
         model = made.from_pretrained(model_name_or_path, config=config, dtype=dtype).train()  # with dropout
     else:
@@ -54,6 +72,8 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
     freeze_unused(model, kind, block_size)
+    if attn_implementation in ONLY_ON:  # not on the CPU, where the model still is
+        model.set_attn_implementation(attn_implementation)
     return model
 
 
@@ -100,6 +120,30 @@ def use_one_kernel_gelu(model):
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, written_out):
             model.set_submodule(name, nn.GELU(approximate="tanh"))
+
+
+def _device_type():
+    """Of what this launch will train on; before there is an Accelerator to ask."""
+    if is_xla() or parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return "xla" if is_xla() else "cpu"
+    return getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
+
+
+def _without_attention(name, made, config, device):
+    """Why models of the class `made` cannot be trained with this attention on `device`; "" if they can."""
+    if name not in ATTENTION:
+        return f"unknown, give one of {', '.join(ATTENTION)}"
+    settings, precision = config.to_dict().items(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    dropout = (value for key, value in settings if key.startswith("att") and "drop" in key)
+    flex, flash = name == "flex_attention", name == "flash_attention_2"
+    reasons = {
+        f"transformers' {config.model_type} cannot": not getattr(made, ATTENTION[name], True),
+        f"cannot train on {device}": device not in ONLY_ON.get(name, (device,)),
+        "it has no dropout, which config_overrides has to set to 0": flex and any(dropout),
+        "the package flash-attn is not installed": flash and not is_flash_attn_2_available(),
+        "needs --mixed_precision bf16 or fp16 of the launcher": flash and precision not in ("bf16", "fp16"),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 def _configure(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):
