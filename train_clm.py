@@ -77,7 +77,7 @@ class TrainArgs:
     model_type: str = "gpt2"  # any causal model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
-    attn_implementation: str = "auto"  # by model and device; sdpa, eager, flex_attention, flash_attention_2
+    attn_implementation: str = "auto"  # sdpa, local, eager, flex_attention, flash_attention_2
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows

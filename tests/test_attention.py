@@ -5,13 +5,17 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers.masking_utils import sliding_window_bidirectional_mask_function
 
+import train_mlm
 from tests import forked
 from tests.runs import TINY, metrics, write_corpus
 from tests.test_model import BERT, GPT2, tokenizer
+from utils.learning.local_attention import local_attention, local_mask
 from utils.learning.losses import CausalLMLoss, MaskedLMLoss
-from utils.learning.model import MODEL_CLASSES, _without_attention, build_model, model_problems
+from utils.learning.model import _without_attention, build_model, model_problems
 
 NO_DROPOUT = ",resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 SHAPES = {
@@ -49,6 +53,117 @@ def test_losses_and_gradients_are_the_same_by_each(model_type):
         assert (mine - other).abs().max() < 1e-5
 
 
+def sliding(model_type="modernbert", **settings):
+    """A model of two sliding layers and one that sees all, with a reach of 4 tokens."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+    shape |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    reach = {"local_attention": 8} if model_type == "modernbert" else {"sliding_window": 5, "head_dim": 8}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **shape, **reach, layer_types=layers, **settings)
+    model = (AutoModelForMaskedLM if model_type == "modernbert" else AutoModelForCausalLM).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # as large as a trained one's, or all attend alike
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return model
+
+
+def both_ways(model, batch, counted=True):
+    """Logits and gradients by sdpa and by local, of the tokens that are counted."""
+    found = []
+    for name in ("sdpa", "local"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        logits = model(**batch).logits * counted
+        logits.logsumexp(2).mean().backward()
+        found.append([logits.detach().float(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    return zip(*found, strict=True)
+
+
+@pytest.mark.parametrize("T", [3, 5, 40, 64, 65, 124, 128, 200])
+@pytest.mark.parametrize("padded", [False, True])
+def test_local_attention_gives_transformers_own_logits_and_gradients(T, padded):
+    batch, counted = {"input_ids": torch.randint(1, 64, (3, T))}, torch.ones(3, T, 1)
+    if padded:
+        for row, length in enumerate((T, T // 2 + 1, 1)):
+            counted[row, length:] = 0
+        batch["attention_mask"] = counted[:, :, 0].long()
+    for mine, theirs in both_ways(sliding(), batch, counted):
+        assert mine.isfinite().all() and (mine - theirs).abs().max() < 1e-5 * max(1, theirs.abs().max())
+
+
+@pytest.mark.parametrize("model_type", ["ministral", "gemma3_text"])
+def test_causal_windows_shared_heads_and_documents_kept_apart_are_the_same_too(model_type):
+    model, T = sliding(model_type, num_key_value_heads=2), 150
+    positions = torch.cat([torch.arange(90), torch.arange(T - 90)])
+    other = torch.cat([torch.arange(33), torch.arange(T - 33)])
+    ids = torch.randint(1, 64, (2, T))
+    for more in ({}, {"position_ids": torch.stack([positions, other])}):
+        for mine, theirs in both_ways(model, {"input_ids": ids, "use_cache": False, **more}):
+            assert (mine - theirs).abs().max() < 1e-5 * max(1, theirs.abs().max())
+    model.eval()
+    texts = []
+    for name in ("sdpa", "local"):  # with a cache, as samples are written
+        model.set_attn_implementation(name)
+        texts.append(model.generate(ids[:, :100], max_new_tokens=12, do_sample=False))
+    assert torch.equal(*texts)
+
+
+def test_local_attention_in_bfloat16():
+    model, batch = sliding(), {"input_ids": torch.randint(1, 64, (2, 150))}
+    with torch.autocast("cpu", torch.bfloat16):
+        for mine, theirs in both_ways(model, batch):
+            assert (mine - theirs).abs().max() < 0.05 * theirs.abs().max()
+
+
+@pytest.mark.slow
+def test_local_attention_compiled_in_one_graph():
+    model, batch = sliding(), {"input_ids": torch.randint(1, 64, (2, 150))}
+    model.set_attn_implementation("local")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert (compiled(**batch).logits - model(**batch).logits).abs().max() < 1e-5
+
+
+def test_dropout_is_that_of_sdpa():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 80, 8)
+    mask = local_mask(1, 80, 80, mask_function=sliding_window_bidirectional_mask_function(4), local_size=4)
+    module, total = torch.nn.Module(), 0
+    for _ in range(400):
+        total = total + local_attention(module, query, key, value, mask, dropout=0.5)[0] / 400
+    assert 0 < (total - local_attention(module, query, key, value, mask)[0]).abs().mean() < 0.05
+
+
+def test_local_attention_makes_nothing_of_the_size_of_all_pairs():
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor):
+                    self.size = max(self.size, tensor.numel())
+            return out
+
+    T, model, largest = 1024, sliding(), {}
+    for name in ("sdpa", "local"):
+        model.set_attn_implementation(name)
+        with Largest() as mode:
+            model(torch.ones(1, T, dtype=torch.long)).logits.sum().backward()
+        largest[name] = mode.size
+    assert largest["sdpa"] == T * T and largest["local"] <= T * 3 * 64
+
+
+def test_auto_takes_it_where_rows_are_many_windows_long():
+    def used(T, overrides=BERT, kind="masked", model_type="modernbert", **more):
+        made = build_model(kind, model_type, overrides, None, T, tokenizer(), **more)
+        return made.config._attn_implementation
+
+    assert used(512) == "local" and used(511) == "sdpa" and used(512, attn="sdpa") == "sdpa"
+    assert used(512, BERT + ",local_attention=256") == "sdpa" and used(128, train_mlm.SMALL) == "sdpa"
+    assert used(512, GPT2, "causal", "gpt2") == "sdpa"
+
+
 def test_a_model_without_sdpa_gets_what_transformers_takes():
     assert build_model("causal", "bloom", "n_layer=1,hidden_size=32,n_head=2", None, 8, tokenizer()).config \
         ._attn_implementation == "eager"  # fmt: skip
@@ -64,6 +179,10 @@ def test_a_model_without_sdpa_gets_what_transformers_takes():
         ("bert", "flex_attention", "xla", "no", "cannot train on xla"),
         ("bert", "flex_attention", "cuda", "no", "it has no dropout, which config_overrides has to set to 0"),
         ("llama", "flex_attention", "cuda", "no", ""),
+        ("gpt2", "local", "cpu", "no", "none of its layers is a sliding one"),
+        ("gemma2", "local", "cpu", "no", "transformers' gemma2 cannot"),  # caps scores, which sdpa cannot
+        ("ministral", "local", "xla", "no", "cannot train on xla"),
+        ("ministral", "local", "cuda", "bf16", ""),
         ("gpt2", "flash_attention_2", "cpu", "bf16", "cannot train on cpu"),
         ("gpt2", "flash_attention_2", "cuda", "bf16", "the package flash-attn is not installed"),
         ("bloom", "eager", "cpu", "no", ""),
@@ -75,11 +194,10 @@ def test_what_cannot_be_is_refused_with_its_reason(
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     config = AutoConfig.for_model(model_type)
     kind = "masked" if model_type == "bert" else "causal"
-    made = MODEL_CLASSES[kind]._model_mapping[type(config)]
-    found = _without_attention(attention, made, config, device)
+    found = _without_attention(attention, kind, config, device)
     assert found.startswith(reason) and bool(found) == bool(reason)
     if device == "cpu" and reason:
-        (problem,) = model_problems(kind, model_type, "", None, 8, attn_implementation=attention)
+        (problem,) = model_problems(kind, model_type, "", None, 8, attn=attention)
         assert problem == f"attn_implementation, {attention!r}: {found}; auto takes what can"
 
 
@@ -87,11 +205,10 @@ def test_flash_attention_is_refused_in_float32(monkeypatch):
     monkeypatch.setattr("utils.learning.model.is_flash_attn_2_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     config = AutoConfig.for_model("gpt2")
-    made = MODEL_CLASSES["causal"]._model_mapping[type(config)]
     refused = "needs --mixed_precision bf16 or fp16 of the launcher"
-    assert _without_attention("flash_attention_2", made, config, "cuda") == refused
+    assert _without_attention("flash_attention_2", "causal", config, "cuda") == refused
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert _without_attention("flash_attention_2", made, config, "cuda") == ""
+    assert _without_attention("flash_attention_2", "causal", config, "cuda") == ""
 
 
 def test_the_head_is_split_though_the_attention_cannot_run_where_the_model_is_built():
@@ -115,15 +232,22 @@ def test_a_run_says_what_is_used_and_saves_what_transformers_loads(script, flags
     mine = {**flags, "output_dir": tmp_path}
     made = AutoModelForCausalLM
     if script == "train_mlm.py":
-        mine |= {"config_overrides": BERT + ",local_attention=8", "prompts": ["none"]}
+        mine |= {"config_overrides": BERT + ",local_attention=8", "prompts": ["none"], "block_size": 96}
         made = AutoModelForMaskedLM
-    done = forked.run(script, {**mine, "attn_implementation": "eager"})
-    assert done.returncode == 0 and "parameters, attention: eager\n" in done.stdout
+    name = "local" if script == "train_mlm.py" else "eager"
+    done = forked.run(script, {**mine, "attn_implementation": name})
+    assert done.returncode == 0 and f"parameters, attention: {name}\n" in done.stdout, done.stderr
     record = json.loads((tmp_path / "args.json").read_text())
-    assert (record["attention"], record["settings"]["attn_implementation"]) == ("eager", "eager")
+    assert (record["attention"], record["settings"]["attn_implementation"]) == (name, name)
     assert "attn" not in "".join(key for key in json.loads((tmp_path / "config.json").read_text())
                                  if "implementation" in key)  # fmt: skip
-    assert made.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+    plain = made.from_pretrained(tmp_path)
+    assert plain.config._attn_implementation == "sdpa"
+    ids = torch.randint(6, 500, (2, mine["block_size"]))
+    with torch.no_grad():
+        logits = plain(ids).logits
+        plain.set_attn_implementation(name)
+        assert (plain(ids).logits - logits).abs().max() < 1e-5
 
 
 def test_a_run_goes_on_with_another(flags):

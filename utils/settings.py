@@ -280,8 +280,7 @@ def saved_data(args: Any) -> dict:
     return found.get("data", {})
 
 
-def save_args(args: Any, code: dict[str, str | None], origin: dict | None = None,
-              attention: str | None = None) -> None:  # fmt: skip
+def save_args(args: Any, code: dict, origin: dict | None = None, attention: str | None = None) -> None:
     """Writes args.json: every setting, what it ran on and with which code and attention, its origin."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     write_json(Path(args.output_dir) / "args.json", {

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, activations
 from transformers.utils import is_flash_attn_2_available
 
+from utils.learning.local_attention import LOCAL, pays, slides
 from utils.xla import is_xla
 
 MODEL_CLASSES = {
@@ -24,7 +25,7 @@ MODEL_CLASSES = {
 # What attention is computed by, and what a transformers model says where it can
 ATTENTION = {
     "auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
-    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa",
 }  # fmt: skip
 ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",)}  # which includes ROCm
 CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
@@ -34,7 +35,7 @@ LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_ty
 
 def model_problems(
     kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None,
-    gradient_checkpointing=False, attn_implementation="auto",
+    gradient_checkpointing=False, attn="auto",
 ):  # fmt: skip
     """What is wrong with these settings, one line each, before any weights are made; [] = nothing."""
     of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
@@ -43,14 +44,12 @@ def model_problems(
         made = MODEL_CLASSES[kind]._model_mapping[type(config)]
         if gradient_checkpointing and not made.supports_gradient_checkpointing:
             problems.append(f"gradient_checkpointing: transformers' {config.model_type} cannot; leave it out")
-        if reason := _without_attention(attn_implementation, made, config, _device_type()):
-            problems.append(f"attn_implementation, {attn_implementation!r}: {reason}; auto takes what can")
+        if reason := _without_attention(attn, kind, config):
+            problems.append(f"attn_implementation, {attn!r}: {reason}; auto takes what can")
     return problems
 
 
-def build_model(
-    kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer, attn_implementation="auto"
-):  # fmt: skip
+def build_model(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer, attn="auto"):
     """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
 
     kind: of MODEL_CLASSES. config_overrides: "n_layer=4,n_embd=256" or a JSON object, for random weights.
@@ -61,8 +60,10 @@ def build_model(
     if problems:
         raise ValueError("\n".join(problems))
     made, dtype = MODEL_CLASSES[kind], torch.float32  # transformers would keep that of the file
-    if attn_implementation in ("eager", "sdpa"):  # else transformers takes sdpa where the model can
-        config._attn_implementation = attn_implementation
+    if attn == "auto" and pays(config, block_size) and not _without_attention(LOCAL, kind, config):
+        attn = LOCAL
+    if attn in ("eager", "sdpa", LOCAL):  # else transformers takes sdpa where the model can
+        config._attn_implementation = attn
     if model_name_or_path:
         model = made.from_pretrained(model_name_or_path, config=config, dtype=dtype).train()  # with dropout
     else:
@@ -72,8 +73,8 @@ def build_model(
         model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
     freeze_unused(model, kind, block_size)
-    if attn_implementation in ONLY_ON:  # not on the CPU, where the model still is
-        model.set_attn_implementation(attn_implementation)
+    if attn in ONLY_ON:  # not on the CPU, where the model still is
+        model.set_attn_implementation(attn)
     return model
 
 
@@ -129,16 +130,18 @@ def _device_type():
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
 
 
-def _without_attention(name, made, config, device):
-    """Why models of the class `made` cannot be trained with this attention on `device`; "" if they can."""
+def _without_attention(name, kind, config, device=None):
+    """Why a model cannot be trained with this attention on `device`, or here; "" if it can."""
     if name not in ATTENTION:
         return f"unknown, give one of {', '.join(ATTENTION)}"
+    made, device = MODEL_CLASSES[kind]._model_mapping[type(config)], device or _device_type()
     settings, precision = config.to_dict().items(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     dropout = (value for key, value in settings if key.startswith("att") and "drop" in key)
-    flex, flash = name == "flex_attention", name == "flash_attention_2"
+    flex, flash, local = (name == other for other in (*ONLY_ON, LOCAL))
     reasons = {
         f"transformers' {config.model_type} cannot": not getattr(made, ATTENTION[name], True),
-        f"cannot train on {device}": device not in ONLY_ON.get(name, (device,)),
+        "none of its layers is a sliding one": local and not slides(config),
+        f"cannot train on {device}": device not in ONLY_ON.get(name, (device,)) or local and device == "xla",
         "it has no dropout, which config_overrides has to set to 0": flex and any(dropout),
         "the package flash-attn is not installed": flash and not is_flash_attn_2_available(),
         "needs --mixed_precision bf16 or fp16 of the launcher": flash and precision not in ("bf16", "fp16"),
