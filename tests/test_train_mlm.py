@@ -245,6 +245,7 @@ def test_next_sentence_is_learned(workspace):
         workspace, "subjects", "nsp", dataset_name=str(workspace / "subjects.jsonl"), vocab_size=100,
         max_train_steps=200, num_warmup_steps=20, eval_steps=200, save_steps=200, learning_rate=2e-3,
         per_device_train_batch_size=32, max_eval_samples=0, validation_fraction=0.2, adam_beta2=0.99,
+        optimizer_type="adamw", mlm_probability=0.15,
         config_overrides=SHAPE.replace("hidden_size=32", "hidden_size=64"),
     )  # fmt: skip
     [(status, _, err)] = run_all([settings])
