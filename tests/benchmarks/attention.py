@@ -1,0 +1,93 @@
+"""ModernBERT's forward and backward pass by transformers' sdpa and by blocks, `attn_implementation local`.
+
+    python -m tests.benchmarks.attention                                        # 22 layers of one head
+    python -m tests.benchmarks.attention --width 768 --lengths 1024 --rounds 1  # the shape of ModernBERT base
+
+Both take the same rows and weights, the head on all of them, each in a process of its own, in turn. CPU
+seconds are less disturbed by neighbours than the clock's. Memory is what steps add to a process that has made
+one of 64 tokens. "bound" is sdpa where the sliding layers' attention costs nothing: none can be faster.
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from tests.benchmarks.measure import Clock, interleaved, peak_memory, print_table
+
+
+def contender(name: str, args) -> dict:
+    import torch
+    from transformers import AutoConfig, AutoModelForMaskedLM, set_seed
+
+    from utils.learning import local_attention  # noqa: F401  registers it
+
+    def free(module, query, key, value, attention_mask, **more):
+        if module.sliding_window is None:
+            return local_attention.sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+        return value.transpose(1, 2) + 0 * (query + key).transpose(1, 2), None
+
+    local_attention.AttentionInterface.register("bound", free)  # without a mask of its own none is made
+    set_seed(0)
+    config = AutoConfig.for_model(
+        "modernbert", vocab_size=args.vocab_size, num_hidden_layers=args.layers, hidden_size=args.width,
+        num_attention_heads=args.width // 64, intermediate_size=args.width * 3 // 2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1, cls_token_id=1, sep_token_id=1,
+        max_position_embeddings=max(args.lengths), local_attention=args.window,
+    )  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lm = AutoModelForMaskedLM.from_config(config).to(device)
+    lm.set_attn_implementation(name)
+    (T,) = args.lengths
+    ids = torch.randint(2, args.vocab_size, (args.batch_size, T), device=device)
+
+    def step(ids):
+        with torch.autocast(device, torch.bfloat16, enabled=args.bf16):
+            loss = lm(input_ids=ids, labels=ids).loss
+        loss.backward()
+        lm.zero_grad()
+        return loss
+
+    step(ids[:1, :64])
+    before = peak_memory()
+    clock = Clock()
+    clock.start()
+    for _ in range(args.steps):
+        loss = step(ids)
+        clock.step()
+    found = clock.report(ids.numel())
+    return found | {"mib": (peak_memory() - before) / 2**20, "loss": loss.item(), "load": os.getloadavg()[0]}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape = {"vocab_size": 512, "layers": 22, "width": 64, "window": 128, "batch_size": 1, "steps": 3}
+    for name, default in shape.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 4096], help="tokens per row")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--append", help="a file that the tables are appended to")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(contender(args.one, args)))
+        return
+    flags = [f"--{name}={getattr(args, name)}" for name in shape] + ["--bf16"] * args.bf16
+    for length in args.lengths:
+        command = [sys.executable, "-m", "tests.benchmarks.attention", *flags, f"--lengths={length}", "--one"]
+        print_table(
+            f"ModernBERT {args.layers} x {args.width}, window {args.window}, {args.batch_size} rows of "
+            f"{length} tokens, medians of {args.rounds} runs in turn",
+            interleaved({name: [*command, name] for name in ("sdpa", "local", "bound")}, args.rounds),
+            {"tokens_per_second": "tokens/s", "cpu_per_step": "CPU s per step", "mib": "MiB", "loss": "loss",
+             "load": "load"},
+            {"tokens_per_second": "step rate ratio", "cpu_per_step": "CPU ratio", "mib": "memory ratio"},
+            args.append,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
