@@ -284,10 +284,9 @@ def save_args(args: Any, code: dict, origin: dict | None = None, attention: str 
     """Writes args.json: every setting, what it ran on and with which code and attention, its origin."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     write_json(Path(args.output_dir) / "args.json", {
-        "settings": without_secrets(dataclasses.asdict(args)),
+        "settings": without_secrets(dataclasses.asdict(args)), "attention": attention,
         "versions": {package: importlib.metadata.version(package) for package in packages},
         "python": platform.python_version(), "platform": platform.platform(), "code": code, "origin": origin,
-        "attention": attention,
     })  # fmt: skip
 
 

@@ -1,5 +1,4 @@
 """Sliding-window attention in blocks of queries, each against the keys it can reach: T x window, not T x T.
-
 transformers' own path gives torch a mask [B, 1, T, T] in each sliding layer, and computes what it hides, too.
 
 B rows, T tokens, H heads, D head size; R the reach to either side; N blocks of S queries in a row, each with

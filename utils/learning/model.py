@@ -23,10 +23,8 @@ MODEL_CLASSES = {
     "pretraining": transformers.AutoModelForPreTraining,  # masked LM and next sentence: BertForPreTraining
 }
 # What attention is computed by, and what a transformers model says where it can
-ATTENTION = {
-    "auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
-    "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa",
-}  # fmt: skip
+ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
+             "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa"}  # fmt: skip
 ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",)}  # which includes ROCm
 CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
 # (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
