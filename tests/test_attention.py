@@ -53,14 +53,16 @@ def test_losses_and_gradients_are_the_same_by_each(model_type):
         assert (mine - other).abs().max() < 1e-5
 
 
-def sliding(model_type="modernbert", **settings):
-    """A model of two sliding layers and one that sees all, with a reach of 4 tokens."""
+def sliding(model_type="modernbert", reach=4, **settings):
+    """A model of two sliding layers and one that sees all, with a reach of so many tokens."""
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
     shape |= {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     layers = ["sliding_attention", "full_attention", "sliding_attention"]
-    reach = {"local_attention": 8} if model_type == "modernbert" else {"sliding_window": 5, "head_dim": 8}
+    window = {"local_attention": 2 * reach}
+    if model_type != "modernbert":
+        window = {"sliding_window": reach + 1, "head_dim": 8}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **shape, **reach, layer_types=layers, **settings)
+    config = AutoConfig.for_model(model_type, **shape, **window, layer_types=layers, **settings)
     model = (AutoModelForMaskedLM if model_type == "modernbert" else AutoModelForCausalLM).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():  # as large as a trained one's, or all attend alike
@@ -82,13 +84,14 @@ def both_ways(model, batch, counted=True):
 
 @pytest.mark.parametrize("T", [3, 5, 40, 64, 65, 124, 128, 200])
 @pytest.mark.parametrize("padded", [False, True])
-def test_local_attention_gives_transformers_own_logits_and_gradients(T, padded):
+@pytest.mark.parametrize("reach", [4, 70])
+def test_local_attention_gives_transformers_own_logits_and_gradients(T, padded, reach):
     batch, counted = {"input_ids": torch.randint(1, 64, (3, T))}, torch.ones(3, T, 1)
     if padded:
         for row, length in enumerate((T, T // 2 + 1, 1)):
             counted[row, length:] = 0
         batch["attention_mask"] = counted[:, :, 0].long()
-    for mine, theirs in both_ways(sliding(), batch, counted):
+    for mine, theirs in both_ways(sliding(reach=reach), batch, counted):
         assert mine.isfinite().all() and (mine - theirs).abs().max() < 1e-5 * max(1, theirs.abs().max())
 
 
