@@ -35,6 +35,7 @@ class Source:
     keywords: tuple[str, ...] = ()  # documents must hold one; (): all
     streaming: bool = False  # read a Hub data set while it downloads
     keep_duplicates: bool = False  # documents with the text of an earlier one
+    part: tuple[int, int] = (0, 1)  # this one of so many, together all; the first is 0
 
 
 @dataclass
@@ -94,10 +95,10 @@ def load_corpus(source: Source) -> Corpus:
     fingerprint, rows = _open(source)
     columns, column, first_text = _columns(source, rows)
     if columns == ["text"] and isinstance(first_text, str) and files.TITLE.match(first_text):
-        rows = partial(_article_rows, rows)
+        rows = partial(files.in_turn, partial(_article_rows, rows))
     if source.keep_duplicates:
         fingerprint = files.digest(fingerprint, "duplicates")
-    return Corpus(source, column, fingerprint, columns, rows)
+    return Corpus(source, column, fingerprint, columns, partial(rows, *source.part))
 
 
 def has_split(source: Source, split: str) -> bool:
@@ -128,7 +129,8 @@ def _open(source: Source):
     sizes = {name: sum(1 for _ in rows()) if counted else sys.maxsize for name, (_, rows) in opened.items()}
     parts = [(opened[part.splitname][1], part.from_, part.to)
              for part in ReadInstruction.from_spec(split).to_absolute(sizes)]
-    return files.digest(split, [fingerprint for fingerprint, _ in opened.values()]), partial(_parts, parts)
+    fingerprint = files.digest(split, [fingerprint for fingerprint, _ in opened.values()])
+    return fingerprint, partial(files.in_turn, partial(_parts, parts))
 
 
 def _names(split: str) -> list[str]:
@@ -142,7 +144,8 @@ def _parts(parts) -> Iterator[dict]:
 
 
 def _reader(source: Source):
-    """The module for this kind of source. It offers has_split, and open_rows: (fingerprint, rows())."""
+    """The module for this kind of source. It offers has_split, and open_rows: (fingerprint,
+    rows()), where rows(part, parts) are those of a part."""
     if source.dataset_name in installed.INSTALLED:
         return installed
     if files.is_files(source.dataset_name):

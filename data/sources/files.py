@@ -152,16 +152,24 @@ def states(urls: list[str]) -> list[tuple]:
     return [(printable(url), *(str(info.get(key)) for key in ("size", *TAGS))) for url, info in found]
 
 
-def _file_rows(urls) -> Iterator[dict]:
+def in_turn(rows, part: int = 0, parts: int = 1) -> Iterator[dict]:
+    """Every `parts`-th; all are read."""
+    return itertools.islice(rows(), part, None, parts)
+
+
+def _file_rows(urls, part: int = 0, parts: int = 1) -> Iterator[dict]:
+    """Of a part whole files, in turn; where there are too few of them, rows of each."""
+    whole = len(urls) >= parts
     readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
     if {suffix(url) for url in urls} - readers.keys():
         from data.sources.tables import arrow_documents, parquet_documents
 
         readers |= {".parquet": parquet_documents, ".arrow": arrow_documents}
-    for url in urls:
+    for url in urls[part::parts] if whole else urls:
         with fsspec.open(url, "rb") as file:
             try:
-                yield from readers[suffix(url)](_unpacked(url, file))
+                rows = partial(readers[suffix(url)], _unpacked(url, file))
+                yield from rows() if whole else in_turn(rows, part, parts)
             except Exception as error:  # the readers' libraries have many kinds
                 if is_transient(error) or getattr(error, "errno", None) or isinstance(error, MemoryError):
                     raise  # the way to the file, not what it holds

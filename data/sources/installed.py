@@ -7,11 +7,12 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
 
-from data.sources.files import decode, digest
+from data.sources.files import decode, digest, in_turn
 
 
 def has_split(source, split: str) -> bool:
@@ -22,7 +23,8 @@ def open_rows(source):
     """(fingerprint, rows()) of one of INSTALLED."""
     rows = INSTALLED[source.dataset_name]
     files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
-    return digest(source.dataset_name, Path(inspect.getfile(rows)).read_bytes(), files), rows
+    code = Path(inspect.getfile(rows)).read_bytes()
+    return digest(source.dataset_name, code, files), partial(in_turn, rows)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """What the datasets library reads: data sets of the Hub, also as they download, and save_to_disk folders."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +38,15 @@ def open_rows(source):
         return digest(split, builder.hash, builder.config.data_files), partial(_rows, dataset)
 
 
-def _rows(dataset) -> Iterator[dict]:
-    if isinstance(dataset, datasets.Dataset):
-        for table in dataset.with_format("arrow").iter(batch_size=256):
-            yield from table_documents(table)
-    else:
-        yield from dataset
+def _rows(dataset, part: int = 0, parts: int = 1) -> Iterator[dict]:
+    """Of a part rows that lie together, of files of its own; where there are too few files, rows in turn."""
+    saved = isinstance(dataset, datasets.Dataset)
+    if whole := (len(dataset) if saved else dataset.num_shards) >= parts:
+        dataset = dataset.shard(parts, part)
+    if saved:
+        tables = dataset.with_format("arrow").iter(batch_size=256)
+        dataset = itertools.chain.from_iterable(map(table_documents, tables))
+    yield from dataset if whole else itertools.islice(dataset, part, None, parts)
 
 
 @contextmanager
