@@ -25,6 +25,7 @@ from data.filters import Accounting
 from data.fim import fill_in_middle
 from data.foreign import is_foreign, open_splits
 from data.packing import token_dtype, tokenizer_fingerprint
+from data.parts import HASHES, MADE, found_elsewhere, join_parts, lacking, read_hashes, summary
 from data.records import Records
 from data.shard_writers import write_row_shards, write_text_shards, write_token_shards
 from data.shards import MANIFEST, PROGRESS
@@ -47,32 +48,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fim_rate", type=float, default=0.0, help="share of the documents to fill in (default: 0)")
     add("--shard_mb", type=float, default=64, help="before compression (default: 64; hf://: better more)")
     add("--text_only", action="store_true", help="stop after the filter: text shards, all columns")
+    add("--parts", type=int, default=1, help="of a preparation on many machines (default: 1)")
+    add("--part", type=int, help="this one: 0 to parts - 1")
     return parser.parse_args(argv)
 
 
 def check_args(args: argparse.Namespace) -> None:
     """ValueError with one line for each value that cannot be."""
-    problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0)
+    problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0, parts=1)
+    if args.part not in ((None, 0) if args.parts == 1 else range(args.parts)):
+        problems.append(f"part: must be 0 to {args.parts - 1}, one less than parts, is {args.part}.")
+    if args.parts > 1 and (args.text_only or is_foreign(args.dataset_name)):
+        problems.append("parts: only where text becomes tokens, leave it out with text_only and token files.")
     if not args.text_only and not args.tokenizer_name:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one, or --text_only")
     if not 0 <= args.fim_rate <= 1 - args.text_only:
         problems.append(f"fim_rate: must be 0 (off) to 1, and 0 with text_only, is {args.fim_rate}.")
     of_text = args.keywords or args.text_only or args.fim_rate or args.split != "train"
     if is_foreign(args.dataset_name) and of_text:
-        problems.append("dataset_name: tokens have no text, leave keywords, text_only, split, fim_rate out.")
+        problems.append("dataset_name: tokens have no text, leave out keywords, text_only, split, fim_rate.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs or resumes the preparation, prints its accounting and returns the manifest. Raises ValueError for
-    a user's mistake, ConnectionError when source or target stay away."""
+def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Runs or resumes the preparation, prints its accounting and returns the manifest; None of a part while
+    others are to come. ValueError for a user's mistake, ConnectionError when source or target stay away."""
     check_args(args)
     bound_waiting()
     folder = Folder(args.output_dir)
-    source = source_of(args, streaming=True)
+    source = replace(source_of(args, streaming=True), part=(args.part or 0, args.parts))
     if is_foreign(args.dataset_name):
         tokenizer = load_tokenizer(args.tokenizer_name)
         corpora, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
@@ -81,13 +88,23 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
         corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
         tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
         fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
-        settings = settings_of(args, corpora, tokenizer)
+        settings = settings_of(args, corpora, tokenizer) | ({"parts": args.parts} if args.parts > 1 else {})
     manifest = finished_manifest(folder, settings)
     if manifest:
         print(f"{folder.url} is finished: nothing to do")
     else:
-        with _only_run(folder):
-            manifest = write_shards(settings, corpora, tokenizer, folder)
+        with _only_run(folder, wait=-(args.parts > 1)):
+            with explained(folder.url, "written"):
+                folder.make(FIRST_CONTACT)
+                content = json.dumps(settings, indent=1).encode()
+                folder.write(f"{PROGRESS}/settings.json", content, FIRST_CONTACT)
+            if args.parts == 1:
+                records = write_shards(settings, corpora, tokenizer, Records(folder))
+                manifest = finish(settings, tokenizer, records)
+        if args.parts > 1:
+            manifest = prepare_part(args, settings, corpora, tokenizer, folder)
+    if not manifest:
+        return None
     folder.remove(PROGRESS)
     for split, account in manifest["accounting"].items():
         if account["read"] or account["rows"]:
@@ -144,44 +161,70 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     return manifest
 
 
-def write_shards(settings: dict[str, Any], corpora, tokenizer, folder: Folder) -> dict[str, Any]:
-    """Begins the preparation or goes on with it, to the end. Returns the manifest."""
-    with explained(folder.url, "written"):
-        folder.make(FIRST_CONTACT)
-        folder.write(f"{PROGRESS}/settings.json", json.dumps(settings, indent=1).encode(), FIRST_CONTACT)
-    records, rows = Records(folder), {}
+def prepare_part(args, settings: dict[str, Any], corpora, tokenizer, folder: Folder) -> dict[str, Any] | None:
+    """One part, as far as it gets; the manifest, where all are done."""
+    place = f"part-{args.part:05d}/"
+
+    def make_shards() -> bytes:
+        records = Records(folder, place, found_elsewhere(folder, args.part, args.parts))
+        return summary(write_shards(settings, corpora, tokenizer, records))
+
+    with _only_run(folder, place):
+        for done, kind, work in ("read", HASHES, partial(read_hashes, corpora)), ("made", MADE, make_shards):
+            if args.part in lacking(folder, kind, args.parts):
+                data = work()
+                finished_manifest(folder, settings)  # of two that began at once with others only one is right
+                folder.write(kind.format(args.part), data)
+            if left := lacking(folder, kind, args.parts):
+                if not (manifest := finished_manifest(folder, settings)):
+                    print(f"part {args.part} is {done}. The same command goes on when these are:", *left)
+                return manifest
+    with contextlib.suppress(FileNotFoundError), _only_run(folder, wait=-1):
+        return finish(settings, tokenizer, join_parts(folder, settings, token_dtype(tokenizer)))
+    return finished_manifest(folder, settings)  # another one has just written it
+
+
+def write_shards(settings: dict[str, Any], corpora, tokenizer, records: Records) -> Records:
+    """Begins with the shards or goes on with them, to the end."""
+    if tokenizer:
+        write = write_token_shards if "text_column" in settings else write_row_shards
+        write(corpora, tokenizer, records, settings)
+    else:
+        write_text_shards(corpora, records, settings)
+    return records
+
+
+def finish(settings: dict[str, Any], tokenizer, records: Records) -> dict[str, Any]:
+    """The manifest, written last. ValueError where there is nothing to train on."""
+    folder, shards, rows = records.folder, records.shards, {}
+    if not shards["train"]:
+        for name in {PROGRESS, *(shard["file"].split("/")[0] for shard in sum(shards.values(), []))}:
+            folder.remove(name)
+        nothing = f"{settings['dataset_name']} gives nothing to train on. Check keywords, or take more text."
+        raise ValueError(f"dataset_name: {nothing}\n{records.counts['train'].table()}")
     if tokenizer:
         with tempfile.TemporaryDirectory() as temporary:
             for file in sorted(tokenizer.save_pretrained(temporary)):
                 folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
         rows = {"block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
         rows |= {name: settings[name] for name in ("tokenizer", "whole") if name in settings}
-        write = write_token_shards if "text_column" in settings else write_row_shards
-        write(corpora, tokenizer, records, settings)
-    else:
-        write_text_shards(corpora, records, settings)
-    if not records.shards["train"]:
-        for name in (PROGRESS, "tokenizer", *(shard["file"] for shard in sum(records.shards.values(), []))):
-            folder.remove(name)
-        nothing = f"{corpora['train'].name} gives nothing to train on. Check keywords, or take more text."
-        raise ValueError(f"dataset_name: {nothing}\n{records.counts['train'].table()}")
     manifest = {"format": settings["format"], **rows, "settings": settings, "splits": {}, "accounting": {}}
     for split, account in records.accounts().items():
-        manifest["splits"][split] = {"rows": account.rows, "shards": records.shards[split]}
+        manifest["splits"][split] = {"rows": account.rows, "shards": shards[split]}
         manifest["accounting"][split] = asdict(account)
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
 
 
-def _only_run(folder: Folder):
+def _only_run(folder: Folder, part: str = "", wait: float = 0):
     """Two runs at once would write the same files. The lock ends with the process; local disks only."""
     if not folder.local:
         return contextlib.nullcontext()
-    progress = Path(folder.path(PROGRESS))
+    progress = Path(folder.path(f"{PROGRESS}/{part}"))
     with explained(folder.url, "written"):
         progress.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(progress / "lock").acquire(timeout=0)
+        return FileLock(progress / "lock").acquire(timeout=wait)
     except Timeout as error:
         raise ValueError(f"output_dir: another run is preparing {folder.url}. Wait for it.") from error
 

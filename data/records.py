@@ -1,5 +1,6 @@
 """Progress of a preparation: a record with every shard and every five minutes, of what is new since then."""
 
+import hashlib
 import io
 import json
 import time
@@ -24,19 +25,20 @@ class Records:
     After __init__, as of the last record: counts {split of the source: Accounting}, the last one's is being
     read; shards {split: [entry of the manifest]}; held {split: [documents, bytes, tokens]}; pending, arrays
     that wait for their shard; seen, evaluated: hashes of kept documents, of this split and of those before.
+    part: "" or the folder of a part; elsewhere: what found_elsewhere in data/parts.py has found for it.
     """
 
-    def __init__(self, folder: Folder):
-        self.folder, self.number = folder, 0
+    def __init__(self, folder: Folder, part: str = "", elsewhere: dict[str, np.ndarray] | None = None):
+        self.folder, self.part, self.elsewhere, self.number = folder, part, elsewhere or {}, 0
         self.seen, self.evaluated, self.fresh = SeenHashes(), (), array("Q")
         self.counts: dict[str, Accounting] = {}
         self.shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
         self.held = {split: [0, 0, 0] for split in SPLITS}
         self.schema: pa.Schema | None = None
         self.pending: dict[str, np.ndarray] = {}
-        for name in (name for name in folder.names(PROGRESS) if name.endswith(".npz")):
+        for name in (name for name in folder.names(f"{PROGRESS}/{part}") if name.endswith(".npz")):
             try:
-                with np.load(io.BytesIO(folder.read(f"{PROGRESS}/{name}"))) as record:
+                with np.load(io.BytesIO(folder.read(f"{PROGRESS}/{part}{name}"))) as record:
                     arrays = dict(record)
             except (BadZipFile, ValueError, EOFError):
                 break  # a file system without whole writes: as if it were not there
@@ -63,8 +65,16 @@ class Records:
         if split not in self.counts:
             self.schema = None
             if split == "train":
+                self._know("evaluated")
                 self.evaluated, self.seen = self.seen, SeenHashes()
-        return replace(self.counts.get(split, Accounting()))
+            self._know(split)
+        counts = replace(self.counts.get(split, Accounting()))
+        self.began = time.monotonic() - counts.seconds
+        return counts
+
+    def _know(self, name: str) -> None:
+        for number in self.elsewhere.get(name, np.empty(0)).tolist():
+            self.seen.add(number)
 
     def add(self, number: int) -> bool:
         """SeenHashes.add, and remembers what the next record must hold."""
@@ -72,21 +82,30 @@ class Records:
             self.fresh.append(number)
         return new
 
+    def write_shard(self, split: str, data: bytes, **counts: int) -> None:
+        """The next one of a split."""
+        name, digest = f"{self.part}{split}-{len(self.shards[split]):05d}.parquet", hashlib.sha256(data)
+        self.folder.write(name, data)
+        entry = {"file": name, **counts, "size": len(data), "sha256": digest.hexdigest()}
+        self.shards[split].append(entry)
+
     def due(self) -> bool:
         return time.monotonic() - self.last > SECONDS_BETWEEN_RECORDS
 
-    def write(self, split: str, counts: Accounting, pending: dict[str, np.ndarray]) -> None:
+    def write(self, split: str, counts: Accounting) -> None:
         """counts: of a split, as of its last document that is in a shard or in `pending`."""
         old = self.counts.get(split, Accounting())
         new = counts.different - old.different  # one hash each; more were read ahead
-        self.counts[split], self.number = replace(counts), self.number + 1
+        self.counts[split] = replace(counts, seconds=round(time.monotonic() - self.began, 3))
         shards = {split: shards[self.recorded[split] :] for split, shards in self.shards.items()}
         schema = self.schema.serialize().to_pybytes().hex() if self.schema else ""
         every = {split: asdict(counts) for split, counts in self.counts.items()}
         state = {"counts": every, "held": self.held, "shards": shards, "schema": schema}
         record = io.BytesIO()
-        np.savez(record, state=json.dumps(state), hashes=np.array(self.fresh[:new], np.uint64), **pending)
-        self.folder.write(f"{PROGRESS}/{self.number - 1:06d}.npz", record.getvalue())
+        hashes = np.array(self.fresh[:new], np.uint64)
+        np.savez(record, state=json.dumps(state), hashes=hashes, **self.pending)
+        self.folder.write(f"{PROGRESS}/{self.part}{self.number:06d}.npz", record.getvalue())
+        self.number += 1
         del self.fresh[:new]
         self._recorded()
 

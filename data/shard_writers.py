@@ -6,7 +6,6 @@ settings: those of the preparation, see data/prepare.py; shard_mb is the size of
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,7 +16,6 @@ from data.filters import Accounting, clean_documents, in_validation, show_progre
 from data.fim import fill_in_middle
 from data.packing import PackedRows, token_dtype, tokenize_documents
 from data.records import SPLITS, Records
-from data.shards import write_shard
 from data.sources.corpus import Corpus
 from data.sources.tables import rows_to_parquet, to_parquet
 
@@ -33,15 +31,8 @@ def clean_splits(corpora, records: Records) -> Iterator[tuple[str, Corpus, Accou
             print(f"{split}: going on after document {counts.read:,}", file=sys.stderr, flush=True)
         documents = clean_documents(corpus, counts, records, records.evaluated)
         documents = show_progress(documents, counts, f"preparing {corpus.name}, {split}")
-        yield split, corpus, counts, _timed(documents, counts)
-        records.write(split, counts, {})
-
-
-def _timed(documents: Iterator[dict], counts: Accounting) -> Iterator[dict]:
-    started = time.monotonic() - counts.seconds
-    for document in documents:
-        counts.seconds = round(time.monotonic() - started, 3)
-        yield document
+        yield split, corpus, counts, documents
+        records.write(split, counts)
 
 
 def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, settings: dict) -> None:
@@ -63,12 +54,11 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
 
     def write(split: str, unit: int) -> None:
         """The multiple of `unit` tokens that waits, as shards."""
-        stream, shards = np.concatenate(waiting[split]), records.shards[split]
+        stream = np.concatenate(waiting[split])
         last = len(stream) - len(stream) % unit
         for begin in range(0, last, full[split]):
             rows = stream[begin : min(begin + full[split], last)].reshape(-1, T)
-            shards.append(write_shard(records.folder, split, len(shards), rows_to_parquet(rows),
-                                      rows=len(rows), tokens=rows.size))
+            records.write_shard(split, rows_to_parquet(rows), rows=len(rows), tokens=rows.size)
         waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
 
     for name, corpus, counts, found in clean_splits(corpora, records):
@@ -81,12 +71,12 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
             if wrote := lengths[split] >= full[split]:
                 write(split, full[split])
             if wrote or records.due():
-                for parts in waiting.values():
-                    parts[:] = [np.concatenate(parts)]
-                records.write(name, so_far, {split: ids for split, [ids] in waiting.items()})
+                records.pending = {split: np.concatenate(ids) for split, ids in waiting.items()}
+                waiting |= {split: [ids] for split, ids in records.pending.items()}
+                records.write(name, so_far)
         for split in SPLITS:
             write(split, T)
-            waiting[split], lengths[split] = [np.empty(0, dtype)], 0
+        records.pending = {split: ids for split, [ids] in waiting.items()}  # what fills no row
 
 
 def write_row_shards(splits: dict[str, PackedRows], tokenizer, records: Records, settings: dict) -> None:
@@ -97,18 +87,15 @@ def write_row_shards(splits: dict[str, PackedRows], tokenizer, records: Records,
         records.counts[split], records.held[split] = Accounting(), [0, 0, len(rows) * T]
         for first in range(0, len(rows), full):
             part = rows.rows[np.arange(first, min(first + full, len(rows)))].astype(dtype)
-            shard = write_shard(records.folder, split, first // full, rows_to_parquet(part), rows=len(part),
-                                tokens=part.size)
-            records.shards[split].append(shard)
+            records.write_shard(split, rows_to_parquet(part), rows=len(part), tokens=part.size)
 
 
 def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: dict) -> None:
     """All text shards of the source: kept documents, all columns."""
 
     def write(split: str, documents: list[dict], columns: list[str]) -> None:
-        table, shards = documents_to_table(documents, columns, records.schema), records.shards[split]
-        data = to_parquet(table, TEXT_ROWS_PER_GROUP)
-        shards.append(write_shard(records.folder, split, len(shards), data, documents=len(documents)))
+        table = documents_to_table(documents, columns, records.schema)
+        records.write_shard(split, to_parquet(table, TEXT_ROWS_PER_GROUP), documents=len(documents))
         records.schema = table.schema
         documents.clear()
 
@@ -121,7 +108,7 @@ def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: di
             if size >= settings["shard_mb"] * 1e6:
                 write(split, documents, corpus.columns)
                 # Here alone: what waits is read again anyway, and no format keeps mixed types as they were.
-                records.write(split, counts, {})
+                records.write(split, counts)
                 size = 0
         if documents:
             write(split, documents, corpus.columns)

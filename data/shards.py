@@ -30,13 +30,6 @@ PROGRESS = "progress"  # folder of a preparation that is not finished
 FORMATS = "token-rows-1", "text-1"
 
 
-def write_shard(folder: Folder, split: str, number: int, data: bytes, **counts: int) -> dict[str, Any]:
-    """Writes shard `number` of a split; returns its entry in the manifest."""
-    name = f"{split}-{number:05d}.parquet"
-    folder.write(name, data)
-    return {"file": name, **counts, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
 def read_manifest(url: str) -> dict[str, Any] | None:
     """The manifest of the shards at `url`. None where there are none, or what is no URL or folder.
 

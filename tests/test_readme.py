@@ -85,7 +85,7 @@ TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --
 TINY_LEARNING = [*TINY_RUN, "--config_overrides", "n_layer=1,n_embd=32,n_head=2", "--max_train_steps", "4"]
 BENCHMARK = "python -m tests.benchmarks."
 SMALL = {
-    "python -m utils.generate runs/clm": [],
+    'python -m utils.generate runs/clm --prompt "import': [],
     "python -m utils.display.curves runs/clm runs/other": [],
     "python -m utils.display.plan": [],
     "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
@@ -116,6 +116,7 @@ NOT_HERE = {
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
     "python train_clm.py --dataset_name code.jsonl": "three data sets; test_mixture.py",
+    'python -m utils.generate runs/clm --prompt "<|fim': "wants a run with fim_rate; test_fim.py",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "python train_mlm.py --next_sentence": "an hour; with fewer words in test_train_mlm.py",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
@@ -130,6 +131,7 @@ NOT_HERE = {
     "torchrun --nproc_per_node 8": "8 GPUs; two CPU processes in test_preemption.py",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "part of a line; test_crash.py",
     "PJRT_DEVICE=CPU": "torch_xla wants an environment of its own",
+    "sbatch --array": "needs Slurm; the parts are run in test_parts.py",
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
     BENCHMARK + "learning --contenders": "the line above it, with fewer contenders",

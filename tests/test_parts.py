@@ -1,0 +1,270 @@
+"""data.prepare --parts: whatever the order of the parts, and killed anywhere, the same bytes; together they
+are the documents, the duplicates and the counts of one preparation.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from data import packing, prepare, records
+from data.shards import check_shards, open_shards
+from data.sources import files, installed, storage
+from data.sources.corpus import Source, load_corpus
+from data.streams import ShardSource
+from data.tokenizer import load_tokenizer
+from tests import forked
+from tests.runs import PROJECT
+from tests.shard_data import command, make_texts, run, save_tokenizer, write_jsonl
+
+PARTS = 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def write_source(folder: Path, evaluation: bool = True, n: int = 160) -> str:
+    """Four files for training, for evaluation one each: with texts that are twice in a file, in two files, in
+    files of several splits, and with what is no text."""
+    texts, quarter = make_texts(n), n // 4
+    splits = {f"train-{i}": [*texts[i * quarter : (i + 1) * quarter], *texts[i + 5 :: quarter // 3], "", None,
+                             "\ud800", *texts[:9]] for i in range(4)}
+    if evaluation:
+        splits["validation"] = texts[: n // 8] + texts[-4:] + make_texts(9, 1) * 2
+        splits["test"] = texts[n // 9 : n // 6] * 2 + make_texts(5, 1)
+    folder.mkdir()
+    for name, found in splits.items():
+        write_jsonl(folder / f"{name}.jsonl", found)
+    return str(folder)
+
+
+def in_parts(source, folder, tokenizer, order=range(PARTS), parts=PARTS, **settings) -> Path:
+    """Each part once to be read, and once to be prepared."""
+    for part in [*order] * 2:
+        assert run(source, folder, tokenizer, parts=parts, part=part, **settings) == 0
+    return folder
+
+
+def files_of(folder) -> dict[str, bytes]:
+    """All that lies there; of the manifest without the seconds, of the tokenizer without what transformers
+    notes of the environment."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del found["tokenizer/tokenizer_config.json"]
+    manifest = json.loads(found.pop("manifest.json"))
+    for account in manifest["accounting"].values():
+        del account["seconds"]
+    return found | {"manifest": manifest}
+
+
+def ended_documents(stream: np.ndarray, eos: int) -> list[tuple]:
+    ends = np.flatnonzero(stream == eos) + 1
+    return [tuple(document.tolist()) for document in np.split(stream, ends)[:-1]]
+
+
+@pytest.mark.parametrize("evaluation, settings", [
+    (True, {}), (False, {"fim_rate": 0.5}), (True, {"keep_duplicates": []}), (False, {"keywords": ["e s"]})])
+def test_the_parts_are_the_documents_and_the_counts_of_one_preparation(
+        tmp_path, tokenizer, monkeypatch, evaluation, settings):
+    source = write_source(tmp_path / "source", evaluation)
+    if "fim_rate" in settings:
+        own = load_tokenizer(tokenizer)
+        special = [f"<|fim_{name}|>" for name in ("prefix", "suffix", "middle")]
+        own.add_special_tokens({"additional_special_tokens": special})
+        tokenizer = str(tmp_path / "tokenizer")
+        own.save_pretrained(tokenizer)
+    eos = load_tokenizer(tokenizer).eos_token_id
+    assert run(source, tmp_path / "one", tokenizer, **settings) == 0
+    monkeypatch.setattr(storage.Folder, "remove", lambda folder, name: None)  # progress stays
+    parts = in_parts(source, tmp_path / "parts", tokenizer, **settings)
+    one, manifest = check_shards(str(tmp_path / "one")), check_shards(str(parts))
+    accounts = manifest["accounting"]
+    for account in [*one["accounting"].values(), *accounts.values()]:
+        del account["seconds"]
+    assert accounts == one["accounting"]  # of a remainder, too, there is but one
+    assert accounts["train"]["duplicate"] > 20 and accounts["train"]["unreadable"] >= 4
+    assert evaluation == (accounts["train"]["evaluated"] > 9) == (accounts["validation"]["duplicate"] > 9)
+    assert accounts["validation"]["rows"] > 0
+
+    made = [json.loads((parts / f"progress/part-{part:05d}.json").read_text()) for part in range(PARTS)]
+    assert sum(any(part["rest"].values()) for part in made) == PARTS
+    for split, entry in manifest["splits"].items():
+        rows = open_shards(str(parts), split, cache_dir=tmp_path / "cache").rows
+        assert len(rows) == entry["rows"] == one["splits"][split]["rows"]
+        windows = ShardSource(str(parts), split, shuffle_shards=0).windows(0, 0, ())
+        streamed = itertools.takewhile(lambda window: not window.epoch, windows)
+        assert np.array_equal(rows, np.concatenate([w.load(np.arange(len(w.row_ids))) for w in streamed]))
+        found, first = [], 0
+        for its in made:
+            last = first + sum(shard["rows"] for shard in its["shards"][split])
+            found += ended_documents(np.append(rows[first:last], its["rest"][split]), eos)
+            first = last
+        assert accounts[split]["tokens"] == sum(map(len, found)) and accounts[split]["kept"] == len(found)
+        names = [shard["file"] for shard in entry["shards"]]
+        assert names == sorted(names) and names[0].startswith("part-00000") and len(names) > PARTS
+        whole = open_shards(str(tmp_path / "one"), split, cache_dir=tmp_path / "cache").rows
+        assert not Counter(ended_documents(whole.reshape(-1), eos)) - Counter(found)
+
+
+def test_parts_that_end_at_any_write_leave_the_bytes_of_those_that_do_not(tmp_path, tokenizer, monkeypatch):
+    source = write_source(tmp_path / "source")
+    whole = files_of(in_parts(source, tmp_path / "whole", tokenizer))
+    monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)  # one after every document or two
+    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
+    writes, write, folder = itertools.count(1), storage.Folder.write, tmp_path / "parts"
+
+    class Killed(BaseException):
+        pass
+
+    def write_or_die(*arguments):
+        if next(writes) % 25 == 0:
+            raise Killed
+        write(*arguments)
+
+    monkeypatch.setattr(storage.Folder, "write", write_or_die)
+    for part in itertools.cycle([2, 0, 1]):
+        with contextlib.suppress(Killed):
+            assert run(source, folder, tokenizer, parts=PARTS, part=part) == 0
+        if (folder / "manifest.json").exists():
+            break
+    assert next(writes) > 250  # ten deaths
+    assert files_of(folder) == whole
+
+
+def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_path, tokenizer, capsys):
+    """As processes. Those that finish together do no harm, and once more is once too often."""
+    source, log, folder = write_source(tmp_path / "source", n=600), tmp_path / "log", tmp_path / "parts"
+    whole = files_of(in_parts(source, tmp_path / "whole", tokenizer, shard_mb=0.01))
+
+    def start(part):
+        words = command(source, folder, tokenizer, parts=PARTS, part=part, shard_mb=0.01)
+        return forked.start(PROJECT, "data.prepare", words, log)
+
+    for part in (2, 0):
+        assert run(source, folder, tokenizer, parts=PARTS, part=part, shard_mb=0.01) == 0
+    assert "is read. The same command goes on when these are: 1\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="not finished; the same `python -m data.prepare`"):
+        check_shards(str(folder))
+    process = start(1)  # the last one to be read goes on
+    while process.is_alive() and len([*(folder / "part-00001").glob("*.parquet")]) < 3:
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert process.exitcode == -9 and not (folder / "progress/part-00001.json").exists()
+    forked.finish([start(part) for part in (1, 2, 0)], log)
+    assert files_of(folder) == whole
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert run(source, folder, tokenizer, parts=PARTS, part=1, shard_mb=0.01) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+
+
+@pytest.mark.parametrize("other_first", [True, False])
+def test_two_that_find_all_done_at_once_write_one_manifest(tmp_path, tokenizer, monkeypatch, other_first):
+    """On a store without locks: the other one joins the parts just before this one does, or just after."""
+    source, url = write_source(tmp_path / "source"), f"memory://bucket/{other_first}"
+    join = prepare.join_parts
+    one = files_of(in_parts(source, tmp_path / "parts", tokenizer))
+    for part in (0, 1, 2, 0):
+        assert run(source, url, tokenizer, parts=PARTS, part=part) == 0
+
+    def join_beside_another(*arguments):
+        monkeypatch.setattr(prepare, "join_parts", join)
+        made = None if other_first else join(*arguments)
+        assert run(source, url, tokenizer, parts=PARTS, part=0) == 0
+        return made or join(*arguments)
+
+    monkeypatch.setattr(prepare, "join_parts", join_beside_another)
+    assert run(source, url, tokenizer, parts=PARTS, part=1) == 0
+    assert prepare.join_parts is join
+    folder = storage.Folder(url)
+    folder.fs.get(folder.root, str(tmp_path / "copy"), recursive=True)
+    assert files_of(tmp_path / "copy") == one and not folder.names("progress")
+
+
+def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monkeypatch):
+    source, folder = write_source(tmp_path / "source"), tmp_path / "parts"
+    assert run(source, folder, tokenizer, parts=3, part=0) == 0
+    for settings, message in [
+        (dict(parts=4, part=1), "parts 3, now 4"), (dict(parts=3, part=1, seed=1), "seed 0, now 1"),
+        ({}, "parts 3, now None"),
+        (dict(parts=3, part=3), "part: must be 0 to 2"), (dict(parts=3), "part: must be 0 to 2.*is None"),
+        (dict(part=1), "part: must be 0 to 0"), (dict(parts=0, part=0), "parts: must be 1 or greater"),
+        (dict(parts=3, part=1, text_only=[]), "parts: only where text becomes tokens"),
+    ]:
+        assert run(source, folder, tokenizer, **settings) == 2
+        error = capsys.readouterr().err
+        assert re.search(message, error) and error.count("error:") == 1 and "Traceback" not in error
+    (tmp_path / "train.bin").write_bytes(bytes(1000))
+    assert run(str(tmp_path / "train.bin"), folder, tokenizer, parts=3, part=1) == 2
+    assert "parts: only where text becomes tokens" in capsys.readouterr().err
+    # Of two that begin at the same moment the settings of one stay, and the other leaves nothing.
+    settings, check = folder / "progress/settings.json", prepare.finished_manifest
+    others = [settings.read_text()]
+
+    def check_late(*arguments):
+        if settings.read_text() in others:
+            return None  # as if it were not there yet
+        settings.write_text(others[0])
+        return check(*arguments)
+
+    monkeypatch.setattr(prepare, "finished_manifest", check_late)
+    assert run(source, folder, tokenizer, parts=3, part=1, seed=1) == 2
+    assert not (folder / "progress/hashes-00001").exists()
+
+
+def test_one_part_is_what_no_parts_are(tmp_path, tokenizer):
+    source = write_source(tmp_path / "source")
+    assert run(source, tmp_path / "a", tokenizer) == 0
+    assert run(source, tmp_path / "b", tokenizer, parts=1, part=0) == 0
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+def test_parts_that_give_nothing_to_train_on_are_told_at_the_end(tmp_path, tokenizer, capsys):
+    source = write_jsonl(tmp_path / "texts.jsonl", ["a", "b"])
+    for part in [0, 1, 2, 0]:
+        assert run(source, tmp_path / "parts", tokenizer, parts=3, part=part) == 0
+    assert run(source, tmp_path / "parts", tokenizer, parts=3, part=1) == 2
+    assert "gives nothing to train on" in capsys.readouterr().err
+    assert not [*(tmp_path / "parts").rglob("*.*")]
+
+
+@pytest.mark.parametrize("kind", [
+    "five files", "two files", "articles", "a part", "saved", "few saved", "installed-docs"])
+def test_the_parts_of_a_source_are_all_of_it(tmp_path, kind, monkeypatch):
+    """And of many files each part opens its own."""
+    texts, folder = make_texts(90), tmp_path / "source"
+    folder.mkdir()
+    lines = [line for text in texts for line in ("", " = Title = ", text)]
+    if "saved" in kind:
+        datasets.Dataset.from_dict({"text": texts[: 2 if kind == "few saved" else None]}).save_to_disk(folder)
+    for i in range({"five files": 5, "two files": 2, "articles": 4, "a part": 5}.get(kind, 0)):
+        found = lines[i * 70 : (i + 1) * 70] if kind == "articles" else texts[i::5]
+        write_jsonl(folder / f"{i}.jsonl", found)
+    few = lambda: ({"text": text} for text in texts)  # noqa: E731
+    monkeypatch.setitem(installed.INSTALLED, "installed-docs", few)
+    source = Source(kind if "installed" in kind else f"{folder}{':train[3:20]' * (kind == 'a part')}")
+    whole, opened, unpacked = load_corpus(source), [], files._unpacked
+    monkeypatch.setattr(files, "_unpacked", lambda url, file: opened.append(url) or unpacked(url, file))
+    parts, found = [load_corpus(replace(source, part=(part, PARTS))) for part in range(PARTS)], []
+    for part in parts:
+        opened.clear()
+        documents = [document[part.text_column] for document in part]
+        assert part.fingerprint == whole.fingerprint and [*part.documents(2)] == [*part][2:]
+        found += documents
+        if kind == "five files":
+            assert len({*opened}) in (1, 2) and len({*opened}) == len(documents) / 18
+    expected = [document[whole.text_column] for document in whole]
+    assert sorted(found) == sorted(expected) and len(expected) > 1
+    assert kind == "few saved" or all(0 < len([*part]) < len(expected) for part in parts)
