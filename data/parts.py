@@ -9,7 +9,7 @@ When all of these are there, whoever finds that writes the manifest, and what fi
 
 import io
 import json
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import asdict
 from typing import Any
 
@@ -42,30 +42,30 @@ def read_hashes(corpora) -> bytes:
     return data.getvalue()
 
 
-def found_elsewhere(folder: Folder, part: int, parts: int) -> dict[str, np.ndarray]:
+def found_elsewhere(folder: Folder, part: int, parts: int) -> dict[str, tuple[list, list]]:
     """Hashes of this part's documents that come in this split of an earlier part, or of any part in a split
-    before it: {split: those}, and "evaluated", training documents of the second kind."""
+    before it: {split: (those of training documents of the second kind, all others)}."""
 
     def hashes_of(part: int) -> dict[str, np.ndarray]:
         with np.load(io.BytesIO(folder.read(HASHES.format(part)))) as hashes:
             return dict(hashes)
 
-    own, found = hashes_of(part), defaultdict(list)
+    own = hashes_of(part)
+    found = {split: ([], []) for split in own}
     for other in range(parts):
         theirs = hashes_of(other)
         for i, split in enumerate(own):
             for name in [*own][: i + (other < part)]:
-                known_as = "evaluated" if name != split == "train" else split
-                found[known_as].append(np.intersect1d(own[split], theirs[name], assume_unique=True))
-    return {name: np.concatenate(hashes) for name, hashes in found.items()}
+                both = np.intersect1d(own[split], theirs[name], assume_unique=True)
+                found[split][name == split or split != "train"].extend(both.tolist())
+    return found
 
 
 def summary(records: Records) -> bytes:
     """MADE of a part."""
-    counts = {split: asdict(account) for split, account in records.counts.items()}
     rest = {split: ids.tolist() for split, ids in records.pending.items()}
-    made = {"counts": counts, "held": records.held, "shards": records.shards, "rest": rest}
-    return json.dumps(made).encode()
+    made = {"counts": records.counts, "held": records.held, "shards": records.shards, "rest": rest}
+    return json.dumps(made, default=asdict).encode()
 
 
 def join_parts(folder: Folder, settings: dict[str, Any], dtype) -> Records:

@@ -84,13 +84,14 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
         tokenizer = load_tokenizer(args.tokenizer_name)
         corpora, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
         settings |= {"shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer)}
+        write = write_row_shards
     else:
         corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
         tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
         fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
-        settings = settings_of(args, corpora, tokenizer) | ({"parts": args.parts} if args.parts > 1 else {})
-    manifest = finished_manifest(folder, settings)
-    if manifest:
+        settings = settings_of(args, corpora, tokenizer)
+        write = write_token_shards if tokenizer else write_text_shards
+    if manifest := finished_manifest(folder, settings):
         print(f"{folder.url} is finished: nothing to do")
     else:
         with _only_run(folder, wait=-(args.parts > 1)):
@@ -99,7 +100,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
                 content = json.dumps(settings, indent=1).encode()
                 folder.write(f"{PROGRESS}/settings.json", content, FIRST_CONTACT)
             if args.parts == 1:
-                records = write_shards(settings, corpora, tokenizer, Records(folder))
+                write(corpora, tokenizer, records := Records(folder), settings)
                 manifest = finish(settings, tokenizer, records)
         if args.parts > 1:
             manifest = prepare_part(args, settings, corpora, tokenizer, folder)
@@ -134,8 +135,8 @@ def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer)
     if tokenizer:
         settings["tokenizer"] = tokenizer_fingerprint(tokenizer)
         settings |= {name: getattr(args, name) for name in ("block_size", "validation_fraction", "seed")}
-        if args.fim_rate:
-            settings["fim_rate"] = args.fim_rate
+        more = {"fim_rate": args.fim_rate, "parts": args.parts - 1 and args.parts}
+        settings |= {name: value for name, value in more.items() if value}
     return settings
 
 
@@ -167,7 +168,8 @@ def prepare_part(args, settings: dict[str, Any], corpora, tokenizer, folder: Fol
 
     def make_shards() -> bytes:
         records = Records(folder, place, found_elsewhere(folder, args.part, args.parts))
-        return summary(write_shards(settings, corpora, tokenizer, records))
+        write_token_shards(corpora, tokenizer, records, settings)
+        return summary(records)
 
     with _only_run(folder, place):
         for done, kind, work in ("read", HASHES, partial(read_hashes, corpora)), ("made", MADE, make_shards):
@@ -182,16 +184,6 @@ def prepare_part(args, settings: dict[str, Any], corpora, tokenizer, folder: Fol
     with contextlib.suppress(FileNotFoundError), _only_run(folder, wait=-1):
         return finish(settings, tokenizer, join_parts(folder, settings, token_dtype(tokenizer)))
     return finished_manifest(folder, settings)  # another one has just written it
-
-
-def write_shards(settings: dict[str, Any], corpora, tokenizer, records: Records) -> Records:
-    """Begins with the shards or goes on with them, to the end."""
-    if tokenizer:
-        write = write_token_shards if "text_column" in settings else write_row_shards
-        write(corpora, tokenizer, records, settings)
-    else:
-        write_text_shards(corpora, records, settings)
-    return records
 
 
 def finish(settings: dict[str, Any], tokenizer, records: Records) -> dict[str, Any]:

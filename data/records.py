@@ -28,9 +28,9 @@ class Records:
     part: "" or the folder of a part; elsewhere: what found_elsewhere in data/parts.py has found for it.
     """
 
-    def __init__(self, folder: Folder, part: str = "", elsewhere: dict[str, np.ndarray] | None = None):
+    def __init__(self, folder: Folder, part: str = "", elsewhere: dict[str, tuple] | None = None):
         self.folder, self.part, self.elsewhere, self.number = folder, part, elsewhere or {}, 0
-        self.seen, self.evaluated, self.fresh = SeenHashes(), (), array("Q")
+        self.seen, self.evaluated, self.fresh = SeenHashes(), SeenHashes(), array("Q")
         self.counts: dict[str, Accounting] = {}
         self.shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
         self.held = {split: [0, 0, 0] for split in SPLITS}
@@ -65,16 +65,14 @@ class Records:
         if split not in self.counts:
             self.schema = None
             if split == "train":
-                self._know("evaluated")
                 self.evaluated, self.seen = self.seen, SeenHashes()
-            self._know(split)
+            hashes = self.evaluated, self.seen
+            for those, known in zip(self.elsewhere.get(split, ()), hashes, strict=False):
+                for number in those:
+                    known.add(number)
         counts = replace(self.counts.get(split, Accounting()))
         self.began = time.monotonic() - counts.seconds
         return counts
-
-    def _know(self, name: str) -> None:
-        for number in self.elsewhere.get(name, np.empty(0)).tolist():
-            self.seen.add(number)
 
     def add(self, number: int) -> bool:
         """SeenHashes.add, and remembers what the next record must hold."""

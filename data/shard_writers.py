@@ -90,7 +90,7 @@ def write_row_shards(splits: dict[str, PackedRows], tokenizer, records: Records,
             records.write_shard(split, rows_to_parquet(part), rows=len(part), tokens=part.size)
 
 
-def write_text_shards(corpora: dict[str, Corpus], records: Records, settings: dict) -> None:
+def write_text_shards(corpora: dict[str, Corpus], _, records: Records, settings: dict) -> None:
     """All text shards of the source: kept documents, all columns."""
 
     def write(split: str, documents: list[dict], columns: list[str]) -> None:
