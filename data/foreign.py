@@ -71,9 +71,7 @@ def open_foreign(name: str, split: str, block_size: int, cache_dir: str, max_row
     """Map-style rows of a split that has some, or the first max_rows."""
     folder, accounts = _read_once(name, cache_dir)
     if accounts[split]["block_size"]:
-        rows = PackedRows(folder / f"{split}.npy")
-        rows.rows = rows.rows[: max_rows or None]
-        return rows
+        return PackedRows(folder / f"{split}.npy", max_rows)
     rows = FlatRows(accounts[split]["files"], block_size, accounts[split]["xxh3"], max_rows)
     if os.environ.get("RANK", "0") == "0":
         rest = sum(tokens % block_size for *_, tokens in accounts[split]["files"])
@@ -105,9 +103,6 @@ class FlatRows(PackedRows):
         self.first = np.cumsum([0, *map(len, self.parts)])  # rows before each part
         self.shape = min(int(self.first[-1]), max_rows or int(self.first[-1])), block_size
         self.rows = self.parts[0][: max_rows or None] if len(self.parts) == 1 else self
-
-    def __reduce__(self):
-        return type(self), self.arguments
 
     @property
     def fingerprint(self) -> str:

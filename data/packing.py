@@ -108,16 +108,16 @@ def _batches(documents) -> Iterator[tuple[list[str], list[list]]]:
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of a .npy file [n, T], memory-mapped. It pickles as its path alone."""
+    """Rows of a .npy file [n, T], or the first `most`, memory-mapped. It pickles as its path."""
 
     bytes_per_token = 0.0  # UTF-8 bytes of the documents / their tokens, EOS included; where that is known
 
-    def __init__(self, path):
-        self.path = str(path)
-        self.rows = np.asarray(np.load(self.path, mmap_mode="r"))  # a memmap is slow to index
+    def __init__(self, path, most: int = 0):
+        self.path, self.arguments = str(path), (path, most)
+        self.rows = np.asarray(np.load(path, mmap_mode="r"))[: most or None]  # a memmap is slow to index
 
     def __reduce__(self):
-        return type(self), (self.path,)
+        return type(self), self.arguments
 
     @property
     def block_size(self) -> int:
@@ -129,8 +129,10 @@ class PackedRows(torch.utils.data.Dataset):
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the content of the rows, and with nothing else: the checksum that RowFile has kept."""
-        return Path(f"{self.path}.xxh3").read_text()
+        """Changes with the content of the rows, and with nothing else: the checksum that RowFile has kept, of
+        the first `most` with their number."""
+        kept = Path(f"{self.path}.xxh3").read_text()
+        return f"{kept}-{len(self)}" if self.arguments[-1] else kept
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -146,8 +146,8 @@ class PairBuilder:
 class PairRows(PackedRows):
     """Pairs of a .npy file [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label."""
 
-    def __init__(self, path):
-        super().__init__(path)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
 
     def take(self, row: np.ndarray) -> dict[str, np.ndarray]:

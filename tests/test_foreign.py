@@ -267,6 +267,7 @@ def test_of_either_kind_the_first_rows_may_do(folder, tmp_path):
         every, few = (open_shards(str(name), split, cache_dir=str(tmp_path), block_size=T, max_rows=most)
                       for most in (0, 5))  # fmt: skip
         assert len(few) == 5 < len(every)
+        assert len(pickle.loads(pickle.dumps(few))) == 5
         keys = [(row, 0, row) for row in range(5)]
         assert few.__getitems__(keys)["input_ids"].equal(every.__getitems__(keys)["input_ids"])
 
@@ -373,6 +374,15 @@ def test_a_mistake_in_them_ends_a_run_with_status_2_and_a_line(folder, tmp_path)
         "cache_dir": tmp_path / "cache"})
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"{bad}: truncated: 1,224 bytes, the header tells of 7 tokens." in done.stderr
+
+
+def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):
+    """Not with all of them, which the cache has."""
+    settings = {"tokenizer_name": str(folder / "masked"), "max_train_samples": 9}
+    first = data_of(folder, RECORDS, **settings)
+    first.tokenizer.save_pretrained(tmp_path)
+    again = data_of(folder, RECORDS, **settings, saved=first.fingerprints, output_dir=str(tmp_path))
+    assert len(again.train) == len(first.train) == 9 and again.fingerprints == first.fingerprints
 
 
 def test_streaming_them_is_reading_them_where_they_lie(folder):
