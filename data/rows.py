@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-import numpy as np
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, default_collate
 
-from data.cache import RowFile, build_once, is_whole
+from data.cache import is_whole
 from data.fim import fill_in_middle
 from data.foreign import is_foreign
 from data.mixture import MixedOrder, MixedRows, Mixture, share_problems
@@ -32,7 +31,7 @@ from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
 from data.sources.storage import printable
-from data.streams import MixedStreams, ShardSource, StreamingRows, TextSource
+from data.streams import MixedStreams, ShardSource, StreamingRows, TextSource, first_rows
 from data.tokenizer import load_tokenizer
 
 
@@ -103,54 +102,61 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     problems += (wrong := share_problems(recipe.mixture, recipe.dataset_name))
     if not wrong and (kept := _rows_of_run(recipe)):
         return kept
-    sources, tokenizer_name = Sources(recipe), recipe.tokenizer_name
+    attempt, sources, most = functools.partial(_attempt, problems), Sources(recipe), recipe.max_train_samples
+    load = load_pair_source if recipe.next_sentence else load_corpus
+
+    def opened(source: Source) -> Corpus | str | None:
+        """None where it cannot be. What names a part of something is no shards."""
+        made = with_split(source) == source and attempt(is_shards, source.dataset_name)
+        if made is not None:
+            return source.dataset_name if made else attempt(load, source)
+
     named, other = _named_sources(recipe, problems)
-    load, most = load_pair_source if recipe.next_sentence else load_corpus, recipe.max_train_samples
     for short, source in named.items():
-        made, text = _at_shards(source, problems), None
-        if made:
-            fetched = fetch_tokenizer, source.dataset_name, recipe.cache_dir
-            tokenizer_name = tokenizer_name or _attempt(problems, *fetched)
-        elif made is False:
-            text = _attempt(problems, load, replace(source, streaming=recipe.streaming or most > 0))
-        if found := source.dataset_name if made else text:
+        if found := opened(replace(source, streaming=recipe.streaming or most > 0)):
             sources.train[short] = found
     names = recipe.eval_dataset_name
     for name, short in zip(names, short_names(names), strict=True):
-        source = replace(other, dataset_name=name)
-        if found := name if _at_shards(source, problems) else _attempt(problems, load, source):
+        if found := opened(replace(other, dataset_name=name)):
             sources.evals[short] = found
     for short, found in () if names else sources.train.items():
         if isinstance(found, str):
             sources.evals[short] = found
-        elif (found.source.split.startswith("train")
-              and _attempt(problems, has_split, named[short], "validation")):
-            sources.evals[short] = _attempt(problems, load, replace(named[short], split="validation"))
-    corpora = [found for found in sources.train.values() if isinstance(found, Corpus)]
+        elif found.source.split.startswith("train") and attempt(has_split, named[short], "validation"):
+            sources.evals[short] = attempt(load, replace(named[short], split="validation"))
     made = [found for found in sources.train.values() if isinstance(found, str)]
+    brought = (attempt(fetch_tokenizer, url, recipe.cache_dir) for url in made)
+    tokenizer_name = recipe.tokenizer_name or next(filter(None, brought), None)
     if recipe.streaming and not tokenizer_name and not made:
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
     if recipe.streaming and len(named) > 1 and any(map(is_foreign, made)):
         problems.append("streaming: token files of other projects are mapped, and in a mixture all is "
                         "streamed or nothing: leave it out.")
     if tokenizer_name:
-        sources.tokenizer = _attempt(problems, load_tokenizer, tokenizer_name)
+        sources.tokenizer = attempt(load_tokenizer, tokenizer_name)
     if recipe.fim_rate and made:
         problems.append("fim_rate: rows of shards are as they were made; leave it out, and give it to "
                         "`python -m data.prepare`.")
     elif recipe.fim_rate and sources.tokenizer:
-        _attempt(problems, fill_in_middle, recipe.fim_rate, recipe.seed, sources.tokenizer)
+        attempt(fill_in_middle, recipe.fim_rate, recipe.seed, sources.tokenizer)
     if most and (recipe.next_sentence or len(named) > 1):
         problems.append("max_train_samples: not for sentence pairs or a mixture; name a part, "
                         f"{recipe.dataset_name[0]}:train[:{most}].")
     shards = dict.fromkeys(url for url in [*made, *sources.evals.values()] if isinstance(url, str))
-    for url in () if recipe.next_sentence else shards:
-        fits = recipe.row_size, sources.tokenizer, recipe.special, recipe.cache_dir
-        _attempt(problems, check_shards, url, *fits)
-    if recipe.next_sentence and shards:
-        problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
-    if recipe.next_sentence and any(map(holds_pairs, corpora)) and not sources.tokenizer:
-        problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
+    if recipe.next_sentence:
+        if shards:
+            problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
+        corpora = [found for found in sources.train.values() if isinstance(found, Corpus)]
+        if any(map(holds_pairs, corpora)) and not sources.tokenizer:
+            problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
+        return sources
+    fits = recipe.row_size, sources.tokenizer, recipe.special, recipe.cache_dir
+    manifests = {url: attempt(check_shards, url, *fits) for url in shards}
+    whole = {isinstance(found, str) and bool((manifests[found] or {}).get("whole"))
+             for found in sources.train.values()}
+    if recipe.special and len(whole) > 1:
+        problems.append("mixture: records have special tokens inside, other rows are shorter and get them "
+                        "added: mix records, or shards made of them, with their like.")
     return sources
 
 
@@ -174,11 +180,6 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
     column = recipe.text_column[0] if len(recipe.text_column) == 1 else None
     return named, replace(named[shorts[0]], dataset_name="", dataset_config_name=None, text_column=column,
                           keywords=tuple(words[""]))
-
-
-def _at_shards(source: Source, problems: list[str]) -> bool | None:
-    """Whether it names token shards, and not a part of something. None where that cannot be told."""
-    return with_split(source) == source and _attempt(problems, is_shards, source.dataset_name)
 
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:
@@ -248,12 +249,17 @@ def prepare(sources: Sources, accelerator) -> "Data":
                                       fim=recipe.fim_rate > 0,
                                       read_bytes=most and max(1_000_000, 4 * most * row_size))
     fim = fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer)
-    pairs = functools.partial(prepare_pairs, label_is_next=recipe.pair_label_is_next)
-    make = functools.partial(pairs if recipe.next_sentence else prepare_rows, tokenizer=tokenizer,
-                             block_size=row_size, seed=recipe.seed, cache_dir=cache_dir)
+    shape = {"tokenizer": tokenizer, "block_size": row_size}
+    stream = functools.partial(TextSource, **shape, validation_seed=recipe.seed)
+    shape |= {"seed": recipe.seed, "cache_dir": cache_dir}
+    if recipe.next_sentence:
+        make = functools.partial(prepare_pairs, **shape, label_is_next=recipe.pair_label_is_next)
+        train_on = make
+    else:
+        make = functools.partial(prepare_rows, **shape)
+        train_on = functools.partial(make, fim=fim, max_rows=most)
+    set_aside = functools.partial(first_rows, most=recipe.max_eval_samples, cache_dir=cache_dir)
     opened_shards = functools.partial(open_shards, cache_dir=cache_dir, block_size=row_size)
-    stream = functools.partial(TextSource, tokenizer=tokenizer, block_size=row_size,
-                               validation_seed=recipe.seed)
     texts = {name: found for name, found in sources.evals.items() if isinstance(found, Corpus)}
     for name, found in sources.train.items():
         if isinstance(found, str):
@@ -261,26 +267,26 @@ def prepare(sources: Sources, accelerator) -> "Data":
             train[name] = opened_shards(found, "train", max_rows=most) if mapped else ShardSource(found)
             continue
         hold_out = not named and name not in sources.evals
-        fraction = recipe.validation_fraction if hold_out else 0.0
-        own = (short for short, text in texts.items() if named and text.keywords == found.keywords)
-        first = next(own, name)  # prepared together with it
-        split_names = {"validation": first, "fim": f"{first}-fim".removeprefix("-")}  # every document cut
-        if recipe.streaming:
-            train[name] = stream(found, fim=fim, validation_fraction=fraction)
-            part = {"validation_fraction": fraction, "shuffle_rows": 0}
-            part["split"] = "validation" if hold_out else "train"
-            if hold_out:
-                evals[name] = _set_aside(recipe, stream(found, **part))
-            if fim and (text := found if hold_out else texts.get(first)):
-                cut = stream(text, fim=replace(fim, rate=1.0), **part)
-                evals[split_names["fim"]] = _set_aside(recipe, cut)
-        else:
+        fraction = recipe.validation_fraction if hold_out else None
+        own = (short for short, text in texts.items()
+               if (named or short == name) and text.keywords == found.keywords)
+        first = next(own, None)  # prepared together with it
+        held_out = name if first is None else first
+        split_names = {"validation": held_out, "fim": f"{held_out}-fim".removeprefix("-")}  # all of it cut
+        if not recipe.streaming:
             others = tuple(text for short, text in texts.items() if short != first)
-            made = make(found, eval_corpus=texts.get(first), also_evaluated=others,
-                        validation_fraction=fraction if hold_out else None,
-                        **({} if recipe.next_sentence else {"fim": fim, "max_rows": most}))
+            made = train_on(found, eval_corpus=texts.get(first), also_evaluated=others,
+                            validation_fraction=fraction)
             train[name] = made.train
             evals |= {split_names[split]: rows for split, rows in made.splits.items() if split != "train"}
+            continue
+        part = {"validation_fraction": fraction or 0.0}
+        train[name] = stream(found, fim=fim, **part)
+        part |= {"split": "validation" if hold_out else "train", "shuffle_rows": 0}
+        if hold_out:
+            evals[name] = set_aside(stream(found, **part))
+        if fim and (text := found if hold_out else texts.get(first)):
+            evals[split_names["fim"]] = set_aside(stream(text, fim=replace(fim, rate=1.0), **part))
     if named and (recipe.streaming or any(isinstance(found, str) for found in sources.train.values())):
         accelerator.print(f"data       {told} is trained on as it is, with what of "
                           "it is evaluated on, too; rows prepared from text leave such documents out")
@@ -291,7 +297,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
             split = "validation" if held_out or found in sources.train.values() else "train"
             evals[name] = opened_shards(found, split)
         elif recipe.streaming:
-            evals[name] = _set_aside(recipe, stream(found, shuffle_rows=0))
+            evals[name] = set_aside(stream(found, shuffle_rows=0))
         elif name not in evals:
             evals[name] = make(found, validation_fraction=None).train
     _await_all(accelerator.num_processes)
@@ -306,29 +312,6 @@ def _await_all(processes: int) -> None:
         arrived = store.add("prepared", 1)  # a multiple of `processes` when all have
         while store.add("prepared", 0) < arrived + -arrived % processes:
             time.sleep(0.1)
-
-
-def _set_aside(recipe: Recipe, source: TextSource) -> PackedRows:
-    """The first max_eval_samples rows of a stream, kept in the cache: of its first held-out documents, as a
-    draw from all of them would have to read all of it before the first step."""
-    most = recipe.max_eval_samples
-
-    def build(folder: Path) -> None:
-        blocks, rows = source.blocks(64), []
-        while sum(map(len, rows)) < most and (block := next(blocks, None)):
-            rows.append(block[0])
-        if not rows:
-            raise ValueError(f"dataset_name: no validation row in {source.corpus.name}; "
-                             "raise validation_fraction.")
-        file = RowFile(folder / "validation.npy", recipe.row_size, rows[0].dtype)
-        file.write(np.concatenate(rows)[:most])
-        file.close()
-
-    folder = build_once(recipe.cache_dir, "stream", [source.fingerprint, most], build)
-    rows = PackedRows(folder / "validation.npy")
-    texts = source.tokenizer.batch_decode(rows.rows.tolist(), clean_up_tokenization_spaces=False)
-    rows.bytes_per_token = sum(len(text.encode()) for text in texts) / rows.rows.size
-    return rows
 
 
 class Data:

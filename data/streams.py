@@ -22,16 +22,18 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from data.cache import RowFile, build_once
 from data.filters import Accounting, clean_documents, in_validation
 from data.mixture import MixedRows, Mixture
 from data.order import permuted
-from data.packing import tokenize_documents, tokenizer_fingerprint
+from data.packing import PackedRows, token_dtype, tokenize_documents, tokenizer_fingerprint
 from data.shards import check_shards, read_shard, split_entry
 from data.sources.storage import Folder
 
@@ -160,6 +162,27 @@ class TextSource:
         if arrived >= T:
             stream = np.concatenate([ids for _, _, ids in held])
             yield stream[: arrived - arrived % T].reshape(-1, T), 0, 0
+
+
+def first_rows(source: TextSource, most: int, cache_dir: str) -> PackedRows:
+    """The first rows of a stream, kept in the cache: of its first held-out documents, as a draw from all of
+    them would have to read all of it before the first step."""
+
+    def build(folder: Path) -> None:
+        file = RowFile(folder / "validation.npy", source.block_size, token_dtype(source.tokenizer))
+        for rows, _, _ in source.blocks(64):
+            file.write(rows[: most - file.rows])
+            if file.rows == most:
+                break
+        file.close()
+        if not file.rows:
+            raise ValueError(f"dataset_name: no validation row in {source.corpus.name}; "
+                             "raise validation_fraction.")
+
+    rows = PackedRows(build_once(cache_dir, "stream", [source.fingerprint, most], build) / "validation.npy")
+    texts = source.tokenizer.batch_decode(rows.rows.tolist(), clean_up_tokenization_spaces=False)
+    rows.bytes_per_token = sum(len(text.encode()) for text in texts) / rows.rows.size
+    return rows
 
 
 class StreamingRows(IterableDataset):

@@ -13,6 +13,7 @@ import shutil
 import struct
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -383,6 +384,18 @@ def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):
     first.tokenizer.save_pretrained(tmp_path)
     again = data_of(folder, RECORDS, **settings, saved=first.fingerprints, output_dir=str(tmp_path))
     assert len(again.train) == len(first.train) == 9 and again.fingerprints == first.fingerprints
+
+
+def test_whole_records_and_rows_that_get_special_tokens_are_not_mixed(folder, tmp_path):
+    problems, names = [], (str(folder / "train.bin"), str(RECORDS))
+    recipe = Recipe(names, (0.5, 0.5), tokenizer_name=str(folder / "masked"), block_size=T, special=2,
+                    eval_dataset_name=str(folder / "val.bin"), cache_dir=str(tmp_path))
+    open_sources(recipe, problems)
+    assert [line[:37] for line in problems] == ["mixture: records have special tokens "]
+    problems.clear()
+    open_sources(replace(recipe, dataset_name=names[:1] * 2), problems)
+    open_sources(replace(recipe, special=0), problems)
+    assert not problems
 
 
 def test_streaming_them_is_reading_them_where_they_lie(folder):

@@ -319,6 +319,15 @@ def test_text_columns_and_keywords_of_each_source(folder):
     assert data.train.sources["d"].path == alone.train.path
 
 
+def test_a_source_with_keywords_of_its_own_and_an_evaluation_set_of_its_name(folder, tmp_path):
+    for name in ("a", "b"):
+        shard_data.write_jsonl(tmp_path / f"{name}.jsonl", shard_data.make_texts(90)[60:])
+    evals = tuple(f"{tmp_path}/{name}.jsonl" for name in "ab")
+    data = opened(recipe(folder, "a.jsonl", "c.jsonl", mixture=(0.5, 0.5), keywords=("a=1",),
+                         eval_dataset_name=evals))
+    assert [*data.evals] == ["a", "b"] and data.evals["a"].fingerprint == data.evals["b"].fingerprint
+
+
 def test_a_tokenizer_is_trained_on_the_shares(folder, tmp_path):
     def vocabulary(*names, mixture):
         found = recipe(folder, *names, mixture=mixture, tokenizer_name=None, vocab_size=300)
