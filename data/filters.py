@@ -129,12 +129,12 @@ def in_validation(text: str, seed: int, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def show_progress(documents: Iterable[dict], counts: Accounting, what: str, enabled=True) -> Iterator[dict]:
+def show_progress(documents: Iterable[dict], counts: Accounting, what: str) -> Iterator[dict]:
     """The same documents, while stderr shows documents/s and the share kept: a bar, or lines in a file."""
     line = {} if sys.stderr.isatty() else {
         "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n",
         "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
-    with tqdm(desc=what, unit=" documents", initial=counts.read, disable=not enabled, **line) as bar:
+    with tqdm(desc=what, unit=" documents", initial=counts.read, **line) as bar:
         for document in documents:
             yield document
             kept = (counts.kept + counts.validation) / max(counts.read, 1)

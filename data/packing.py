@@ -176,8 +176,8 @@ class PreparedRows:
 
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
-                 eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                 progress=True, fim=None, max_rows: int = 0) -> PreparedRows:
+                 eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache", fim=None,
+                 max_rows: int = 0) -> PreparedRows:
     """Rows for training and evaluation, from the cache where the same were prepared before (`build_once`).
 
     Evaluation rows come from eval_corpus, or else from about validation_fraction of the documents; of few
@@ -200,10 +200,10 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
             splits["train"].most = max_rows or math.inf
             if eval_corpus is not None:
-                documents = split_documents(eval_corpus, splits["validation"], None, progress=progress)
+                documents = split_documents(eval_corpus, splits["validation"])
                 _pack(documents, tokenizer, splits, "validation", fim)
             documents = split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
-                                        progress, (eval_corpus, *also_evaluated))
+                                        (eval_corpus, *also_evaluated))
             _pack(documents, tokenizer, splits, "train", fim)
             if "fim" in splits:
                 counts = splits["validation"].counts
@@ -216,14 +216,13 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
             fraction = max(2 * fraction, 2 / train.kept)  # holds out what the smaller one did, and more
             print(f"validation_fraction {validation_fraction} of {train.kept} documents fills no row of "
                   f"{block_size} tokens: holding out {fraction:.2g}", flush=True)
-        if progress:
-            for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
-                print(split.counts.table(f"{source.name}, {name}"))
-            if corpus.keywords:
-                print(train.share_after_filtering(), flush=True)
-            if train.evaluated:
-                print(f"{train.evaluated:,} documents of {corpus.name} are in the evaluation data too: they "
-                      "are not trained on", flush=True)
+        for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
+            print(split.counts.table(f"{source.name}, {name}"))
+        if corpus.keywords:
+            print(train.share_after_filtering(), flush=True)
+        if train.evaluated:
+            print(f"{train.evaluated:,} documents of {corpus.name} are in the evaluation data too: they are "
+                  "not trained on", flush=True)
         _check_rows(splits, corpus, eval_corpus, block_size, validation_fraction)
         return {name: asdict(split.counts) for name, split in splits.items()}
 
@@ -284,7 +283,7 @@ class Split:
         self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.rest)
 
 
-def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0, progress=True,
+def split_documents(corpus, split, held_out=None, seed: int = 0, fraction: float = 0,
                     evaluated=()) -> Iterator[tuple]:
     """(text, split or held_out) of the documents to prepare, until `split` is full: `fraction` of them are
     held out, those of the corpora `evaluated` are left out, unless one is the very corpus."""
@@ -293,7 +292,7 @@ def split_documents(corpus, split, held_out, seed: int = 0, fraction: float = 0,
         if other is not None and other.fingerprint != corpus.fingerprint:
             deque(clean_documents(other, Accounting(), hashes), maxlen=0)
     documents = clean_documents(corpus, split.counts, evaluated=hashes)
-    for document in show_progress(documents, split.counts, f"preparing {corpus.name}", progress):
+    for document in show_progress(documents, split.counts, f"preparing {corpus.name}"):
         text = document[corpus.text_column]
         if fraction and in_validation(text, seed, fraction):
             split.counts.hold_out(held_out.counts, len(text.encode()))
@@ -342,21 +341,19 @@ def _check_rows(splits, corpus, eval_corpus, block_size, fraction):
 
 
 def trained_tokenizer(*corpora, shares=(1.0,), vocab_size: int, algorithm: str, model_type: str,
-                      max_bytes: int = TRAINING_BYTES, seed: int = 0, cache_dir="cache", progress=True,
-                      fim: bool = False, read_bytes: int = 0):
+                      cache_dir="cache", fim: bool = False, read_bytes: int = 0):
     """`train_tokenizer` on `sampled` texts of each corpus, its share of the bytes, or the same one from the
     cache."""
     used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
     content = [x for corpus, _ in used for x in (corpus.fingerprint, corpus.text_column, corpus.keywords)]
-    settings = [TOKENIZER_FORMAT, *content, vocab_size, algorithm, model_type, max_bytes, seed]
+    settings = [TOKENIZER_FORMAT, *content, vocab_size, algorithm, model_type, TRAINING_BYTES, 0]
     settings += [share for _, share in used] if len(used) > 1 else []
     settings += ["fim"] * fim + [read_bytes] * (read_bytes > 0)
 
     def build(folder):
         texts = []
         for corpus, share in used:
-            of = {"seed": seed, "progress": progress, "read_bytes": int(read_bytes * share)}
-            texts += sampled(corpus, int(max_bytes * share), **of)[0]
+            texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
         train_tokenizer(texts, algorithm, vocab_size, model_type, fim=fim).save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))

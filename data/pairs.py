@@ -183,7 +183,7 @@ def holds_pairs(corpus: Corpus) -> bool:
 
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                   eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                  progress=True, label_is_next: int = 0) -> PreparedRows:
+                  label_is_next: int = 0) -> PreparedRows:
     """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows.
 
     A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
@@ -203,21 +203,20 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
     def write(folder: Path) -> dict[str, dict]:
         splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed, label_is_next)
                   for name in names}
-        _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed, progress,
+        _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed,
               (eval_corpus, *also_evaluated))
         if eval_corpus is not None:
-            _read(eval_corpus, splits["validation"], None, 0, seed, progress)
+            _read(eval_corpus, splits["validation"])
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
             split.close()
-            if progress:
-                print(split.report(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
+            print(split.report(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
             split.check(f"the {name} split of {source.name}")
         return {name: asdict(split.counts) | split.extra() for name, split in splits.items()}
 
     return prepare_splits(cache_dir, "pairs", settings, write, PairRows)
 
 
-def _read(corpus, file, held_out, fraction, seed, progress, evaluated=()):
+def _read(corpus, file, held_out=None, fraction=0, seed=0, evaluated=()):
     """One pass over a source into `file`. A fraction of its documents goes to `held_out`; of prepared pairs
     the last ones, because neighbours share their documents."""
     started, counts = time.monotonic(), file.counts
@@ -226,11 +225,11 @@ def _read(corpus, file, held_out, fraction, seed, progress, evaluated=()):
             raise ValueError(f"dataset_name {corpus.name!r}: sentence pairs without the column "
                              f"{', '.join(missing)}. Prepared pairs need {', '.join(COLUMNS)}.")
         n = sum(1 for _ in corpus) if fraction else 0
-        for number, pair in enumerate(show_progress(corpus, counts, f"reading {corpus.name}", progress)):
+        for number, pair in enumerate(show_progress(corpus, counts, f"reading {corpus.name}")):
             into = held_out if fraction and number >= n - max(1, round(n * fraction)) else file
             into.add_prepared(pair, f"dataset_name {corpus.name!r}, pair {number}: ")
     else:
-        for text, into in split_documents(corpus, file, held_out, seed, fraction, progress, evaluated):
+        for text, into in split_documents(corpus, file, held_out, seed, fraction, evaluated):
             into.add(text)
     counts.seconds = round(time.monotonic() - started, 3)
 

@@ -196,14 +196,14 @@ def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, s
     return [text for _, _, text in sorted(held, reverse=True)]
 
 
-def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, progress=True, read_bytes=0):
+def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, read_bytes: int = 0):
     """(sample_texts of a corpus, or of its first read_bytes, the account of what was read). ValueError where
     there is no text."""
     counts = Accounting()
     documents = clean_documents(corpus, counts)
     if read_bytes:
         documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
-    documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer", progress)
+    documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer")
     texts = (document[corpus.text_column] for document in documents)
     texts = sample_texts(texts, max_bytes, max_documents, seed)
     if not texts:
@@ -246,14 +246,12 @@ def push(repo_id: str, folder: str, files: list[str], message: str) -> None:
     """These files of a folder in one commit; all else in the repository stays. Where they cannot arrive, says
     what uploads them later and raises SystemExit(1)."""
 
-    def commit():
-        additions = [CommitOperationAdd(name, os.path.join(folder, name)) for name in files]
-        HfApi().create_commit(repo_id, additions, commit_message=message)
-
     bound_waiting()
     try:
         with explained(repo_id, "published"):
-            with_retries(commit, f"publishing {repo_id}")
+            upload = partial(HfApi().upload_folder, repo_id=repo_id, folder_path=folder)
+            upload = partial(upload, allow_patterns=files, commit_message=message)
+            with_retries(upload, f"publishing {repo_id}")
     except Exception as error:  # whatever it is, the files are here
         included = [word for name in files for word in ("--include", name)]
         command = shlex.join(["hf", "upload", repo_id, folder, ".", *included, "--commit-message", message])

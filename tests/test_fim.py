@@ -118,7 +118,7 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     texts, folder = python_texts(150), tmp_path / "tokenizer"
     tokenizer.save_pretrained(folder)
     corpus, fim = made(texts), fill_in_middle(0.5, 3, tokenizer)
-    settings = {"block_size": T, "validation_fraction": 0.2, "seed": 3, "progress": False}
+    settings = {"block_size": T, "validation_fraction": 0.2, "seed": 3}
     plain, cut = (prepare_rows(corpus, tokenizer, cache_dir=tmp_path / "cache", fim=found, **settings)
                   for found in (None, fim))
     assert cut.folder != plain.folder
@@ -163,8 +163,7 @@ def test_without_it_rows_keys_and_trained_tokenizers_are_what_they_were(tmp_path
     by_bytes = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     texts = [f"document {i} 日本 🙂 <|endoftext|> " * (i % 7 + 1) for i in range(200)]
     corpus = made(texts + texts[:9])
-    rows = prepare_rows(corpus, by_bytes, block_size=T, validation_fraction=0.1, seed=3, cache_dir=tmp_path,
-                        progress=False)
+    rows = prepare_rows(corpus, by_bytes, block_size=T, validation_fraction=0.1, seed=3, cache_dir=tmp_path)
     assert rows.train.fingerprint == "0d25a9c2e0ccd473c3fd1dc6ebecb624"
     assert rows.eval.fingerprint == "b40792194e37da7651347733e2fda3b8"
     settings = {
@@ -177,8 +176,7 @@ def test_without_it_rows_keys_and_trained_tokenizers_are_what_they_were(tmp_path
     assert stream.fingerprint == hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     settings = [3, "content", "text", [], 600, "bpe", "gpt2", 100_000_000, 0]
-    trained_tokenizer(corpus, vocab_size=600, algorithm="bpe", model_type="gpt2", cache_dir=tmp_path,
-                      progress=False)
+    trained_tokenizer(corpus, vocab_size=600, algorithm="bpe", model_type="gpt2", cache_dir=tmp_path)
     kept = json.loads((tmp_path / f"tokenizer-{key_of(settings)}" / "tokenizer.json").read_text())
     assert [token["content"] for token in kept["added_tokens"]] == ["<|endoftext|>"]
 

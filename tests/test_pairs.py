@@ -62,7 +62,7 @@ def test_what_is_evaluated_on_is_not_trained_on(name, tokenizer, tmp_path):
     (tmp_path / "some.jsonl").write_text("".join(lines[:15]))
     corpus, some = load(tmp_path / "all.jsonl"), load(tmp_path / "some.jsonl")
     asked = {"eval_corpus": some} if name == "eval_corpus" else {"also_evaluated": (some,), "seed": 1}
-    made = prepare_pairs(corpus, tokenizer, block_size=64, cache_dir=str(tmp_path), progress=False, **asked,
+    made = prepare_pairs(corpus, tokenizer, block_size=64, cache_dir=str(tmp_path), **asked,
                          validation_fraction=0.2)
     train = made.accounting["train"]
     assert (train["evaluated"], train["kept"] + train["validation"]) == (15, 25)

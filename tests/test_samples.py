@@ -55,7 +55,7 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path, h
     changes = {"validation_fraction": 0.1}
     if "own" in held_out:
         changes = {"eval_corpus": load_corpus(Source(f"{folder}/splits/test.jsonl"))}
-    make = partial(prepare_rows, block_size=T, seed=3, cache_dir=tmp_path, progress=False, **changes)
+    make = partial(prepare_rows, block_size=T, seed=3, cache_dir=tmp_path, **changes)
     whole, counted = make(corpus, tokenizer), Counted(corpus)
     sample = make(counted.corpus, tokenizer, max_rows=100)
     assert len(sample.train) == 100 and len(whole.train) > 1000
@@ -74,7 +74,7 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path, h
 def test_a_tokenizer_is_trained_on_the_beginning_alone(folder, tmp_path):
     counted = Counted(load_corpus(Source(f"{folder}/a.jsonl")))
     make = partial(trained_tokenizer, counted.corpus, vocab_size=400, algorithm="bpe", model_type="gpt2",
-                   cache_dir=tmp_path, progress=False)
+                   cache_dir=tmp_path)
     make(read_bytes=50_000)
     assert 50_000 < sum(len(row["text"]) for row in list(counted.rows())[: counted.read]) < 60_000
 

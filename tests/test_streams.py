@@ -96,7 +96,7 @@ def test_unshuffled_row_k_is_the_map_style_row_k(made, kind):
 
 def test_shards_and_prepare_rows_make_the_same_rows(made):
     prepared = prepare_rows(made["corpus"], made["tokenizer"], block_size=T, validation_fraction=0.05, seed=0,
-                            cache_dir=made["cache"], progress=False)
+                            cache_dir=made["cache"])
     assert np.array_equal(prepared.train.rows, map_rows(made))
     held_out = open_shards(made["shards"], "validation", cache_dir=made["cache"])
     assert np.array_equal(prepared.eval.rows, held_out.rows)

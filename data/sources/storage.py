@@ -154,8 +154,8 @@ class Folder:
     def path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    def read(self, name: str, tries: int | None = None) -> bytes:
-        return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}", tries)
+    def read(self, name: str) -> bytes:
+        return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}")
 
     def write(self, name: str, data: bytes, tries: int | None = None) -> None:
         """The whole file or none of it: object stores do so, local files are renamed into place."""
