@@ -55,14 +55,14 @@ def shuffled(n: int, seed: int, epoch: int, window: int) -> np.ndarray:
 
 
 class ShardSource:
-    """Token shards at a URL. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones too.
+    """Token shards for training. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones too.
 
     shuffle_shards: 0 keeps the order of the files. A worker holds its share of two such groups and one shard.
     Raises ValueError like data.shards.check_shards."""
 
-    def __init__(self, url: str, split: str = "train", *, shuffle_shards: int = 4):
+    def __init__(self, url: str, shuffle_shards: int = 4):
         manifest = check_shards(url)
-        entry = split_entry(manifest, url, split)
+        entry = split_entry(manifest, url, "train")
         self.url, self.shuffle_shards, self.block_size = url, shuffle_shards, manifest["block_size"]
         self.shards, self.dtype, self.n_rows = entry["shards"], manifest["dtype"], entry["rows"]
         content = [shuffle_shards, *(shard["sha256"] for shard in self.shards)]
