@@ -177,7 +177,7 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
     for short, name, config, column in zip(shorts, recipe.dataset_name, *each.values(), strict=False):
         keywords = tuple(filter(None, words[short] or words[""]))
         named[short] = Source(name, config, "train", column, keywords, keep_duplicates=recipe.keep_duplicates)
-    column = recipe.text_column[0] if len(recipe.text_column) == 1 else None
+    column = each["text_column"][0] if len(recipe.text_column) == 1 else None
     return named, replace(named[shorts[0]], dataset_name="", dataset_config_name=None, text_column=column,
                           keywords=tuple(words[""]))
 

@@ -315,6 +315,8 @@ def test_text_columns_and_keywords_of_each_source(folder):
         assert data.train.sources[name[0]].path == alone.train.path
     columns = ("text", "body")
     data = opened(recipe(folder, *names, mixture=(0.5, 0.5), text_column=columns, keywords=("1", "d=")))
+    none = recipe(folder, "a.jsonl", mixture=(), text_column="none", eval_dataset_name=f"{folder}/c.jsonl")
+    assert opened(none).fingerprints == opened(replace(none, text_column=())).fingerprints
     alone = opened(recipe(folder, "d.jsonl", mixture=(), text_column=("body",)))
     assert data.train.sources["d"].path == alone.train.path
 
