@@ -100,9 +100,10 @@ def test_the_parts_are_the_documents_and_the_counts_of_one_preparation(
     for split, entry in manifest["splits"].items():
         rows = open_shards(str(parts), split, cache_dir=tmp_path / "cache").rows
         assert len(rows) == entry["rows"] == one["splits"][split]["rows"]
-        windows = ShardSource(str(parts), split, shuffle_shards=0).windows(0, 0, ())
-        streamed = itertools.takewhile(lambda window: not window.epoch, windows)
-        assert np.array_equal(rows, np.concatenate([w.load(np.arange(len(w.row_ids))) for w in streamed]))
+        if split == "train":
+            windows = ShardSource(str(parts), shuffle_shards=0).windows(0, 0, ())
+            streamed = itertools.takewhile(lambda window: not window.epoch, windows)
+            assert np.array_equal(rows, np.concatenate([w.load(np.arange(len(w.row_ids))) for w in streamed]))
         found, first = [], 0
         for its in made:
             last = first + sum(shard["rows"] for shard in its["shards"][split])
