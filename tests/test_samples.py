@@ -141,9 +141,10 @@ def test_parts_of_splits_are_those_of_the_datasets_library(folder, part, tmp_pat
 
 def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_path):
     corpus = load_corpus(Source(f"{folder}/a.jsonl:train[3:6]"))
-    [(found, start, stop)] = corpus.rows.args[0]
-    counted = Counted(replace(corpus, rows=found))
-    corpus = replace(corpus, rows=partial(corpus.rows.func, [(counted, start, stop)]))
+    parts = corpus.rows.args[0]
+    [(rows, start, stop)] = parts.args[0]
+    counted = Counted(replace(corpus, rows=rows))
+    corpus = replace(corpus, rows=partial(parts.func, [(counted, start, stop)]))
     assert len(list(corpus)) == 3 and counted.read == 6
     assert has_split(Source(f"{folder}/splits:train[:1%]"), "validation")
     with pytest.raises(ValueError, match=r"no split 'nothing\[:3\]'"):
