@@ -7,7 +7,6 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterator
-from functools import partial
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
@@ -24,7 +23,7 @@ def open_rows(source):
     rows = INSTALLED[source.dataset_name]
     files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
     code = Path(inspect.getfile(rows)).read_bytes()
-    return digest(source.dataset_name, code, files), partial(in_turn, rows)
+    return digest(source.dataset_name, code, files), functools.partial(in_turn, rows)
 
 
 @functools.cache
