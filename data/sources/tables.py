@@ -43,9 +43,8 @@ def table_documents(table) -> Iterable[dict]:
             except UnicodeDecodeError:
                 return None
 
-        columns = zip(table.column_names, table.columns, strict=True)
-        columns = {name: [read(value) for value in column] for name, column in columns}
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = zip(*(map(read, column) for column in table.columns), strict=True)
+        return [dict(zip(table.column_names, row, strict=True)) for row in rows]
 
 
 def to_parquet(table: pa.Table, rows_per_group: int) -> bytes:
