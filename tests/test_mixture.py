@@ -371,7 +371,7 @@ def test_a_run_of_before_with_one_name_goes_on(tmp_path):
     now = parse_args(train_clm.TrainArgs, train_clm.PRESETS, words)
     was = {"dataset_name": "x.jsonl", "dataset_config_name": None, "text_column": "body"}
     assert changed_settings(was, now) == []
-    line = "dataset_name: y.jsonl in the run, ['x.jsonl'] now"
+    line = "dataset_name: y.jsonl in the run, x.jsonl now"
     assert line in changed_settings(was | {"dataset_name": "y.jsonl"}, now)
 
 

@@ -236,7 +236,8 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
         was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
         was, is_now = without_secrets((was, is_now))  # as they were saved
         if as_list(was) != as_list(is_now):
-            lines.append(f"{name}: {was} in the run, {is_now} now")
+            shown = [" ".join(map(str, as_list(value))) or "none" for value in (was, is_now)]
+            lines.append(f"{name}: {shown[0]} in the run, {shown[1]} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
     return [first, *lines] if lines else []
 
