@@ -1,7 +1,6 @@
 """The cost model against what processes really take."""
 
 import json
-import statistics
 import sys
 
 import pytest
@@ -64,10 +63,10 @@ CASES = {  # shape, rows, block size, accumulation, bf16, optimizer, blocks comp
     "case", ["activations", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
 )
 def test_the_estimated_peak_is_the_measured_one(case):
-    """What glibc keeps of freed blocks differs from run to run: 15 percent here, hence the median and 20."""
+    """What glibc and Linux keep of freed blocks differs from run to run, and only adds: hence the least."""
     runs = [forked.run_code(MEASURE, [json.dumps(CASES[case])]) for _ in range(3)]
     assert [result.returncode for result in runs] == [0, 0, 0], runs[0].stderr[-2000:]
-    measured = statistics.median(int(result.stdout) for result in runs)
+    measured = min(int(result.stdout) for result in runs)
     shape, rows, block_size, accumulation, bf16, optimizer, again = CASES[case]
     config = AutoConfig.for_model("gpt2", **shape)
     plan = estimate(config, rows, block_size, accumulation=accumulation, bf16=bf16,

@@ -117,7 +117,6 @@ NOT_HERE = {
     "pip install torch==2.13.0": "needs the network",
     'python -m utils.generate runs/clm --prompt "<|fim': "a model that fills in; test_fim.py",
     "python train_clm.py --dataset_name code.jsonl": "three data sets; test_mixture.py",
-    'python -m utils.generate runs/clm --prompt "<|fim': "wants a run with fim_rate; test_fim.py",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "python train_mlm.py --next_sentence": "an hour; with fewer words in test_train_mlm.py",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
@@ -136,6 +135,7 @@ NOT_HERE = {
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
     BENCHMARK + "learning --contenders": "the line above it, with fewer contenders",
+    BENCHMARK + "learning --script": "the same of the other script",
     BENCHMARK + "throughput --batch_size": "the line below it, at another size",
     BENCHMARK + "throughput --vocab_size": "the line above it, at another size",
 }
