@@ -5,7 +5,10 @@ import os
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -64,6 +67,16 @@ def run(
         command(script, flags, processes), cwd=PROJECT, env=environment(processes, **env),
         capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
+
+
+def kill_family(pid: int) -> None:
+    """SIGKILL to a process and all below it (torchrun's workers are not in its process group); those below
+    are gone then, the process itself is for its owner to wait for."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for member in family:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(family[1:])
 
 
 def metrics(output_dir) -> list[dict]:

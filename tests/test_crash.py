@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import forked
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, environment, kill_family, metrics, write_corpus
 
 KILLS = int(os.environ.get("CRASH_KILLS", 0))
 
@@ -48,18 +48,6 @@ def status(process, seconds=0):
         process.join(seconds)
         return process.exitcode
     return process.wait(seconds) if seconds else process.poll()
-
-
-def kill_all(process):
-    """SIGKILL to the launcher and all below it; torchrun's workers are not in its process group."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(family[1:])
-    status(process, 60)
 
 
 def in_a_save(output_dir):
@@ -105,7 +93,8 @@ def run_with_interruptions(script, flags, processes, interruptions):
             os.kill(process.pid, signal.SIGTERM)
             assert status(process, 60) == (143 if processes == 1 else 1), log.read_text()[-4000:]
         else:
-            kill_all(process)
+            kill_family(process.pid)
+            status(process, 60)
             in_saves += (output_dir / "checkpoints").is_dir() and in_a_save(output_dir)
         process = None
 

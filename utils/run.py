@@ -222,9 +222,9 @@ class Run:
             export_model(accelerator, self.model, data.tokenizer, folder)
             if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
                 first = next(data.batches(self.steps, self.step))
-                update(first)  # which compiles and takes memory; the next ones are as they all will be
-                seconds, tokens = timed(update, first), self.steps.tokens_before
-                seconds = seconds if seconds > 1 else min(timed(update, first) for _ in range(3))
+                # The first compiles and takes memory. As many on all processes, which exchange gradients.
+                _, *seconds = (timed(update, first) for _ in range(3))
+                seconds, tokens = min(seconds), self.steps.tokens_before
                 left = duration(seconds * tokens(self.steps.last) / tokens(1))
                 accelerator.print(f"time       about {left} here, at {1000 * seconds:,.0f} ms a step; "
                                   "evaluations and saves come on top")

@@ -22,14 +22,16 @@ import time
 import warnings
 from pathlib import Path
 
-from tests.benchmarks.measure import PROJECT, interleaved, machine, peak_memory
+from tests.benchmarks.measure import interleaved, machine, peak_memory
+from tests.runs import PROJECT, arguments
 from utils.display.metrics import read_metrics
+from utils.display.throughput import timed
 
 STEPS = 24  # of the runs that are compared
 BASE = {  # small and without dropout, so that runs can be compared
     "vocab_size": 1024, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
-    "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "pandas sklearn",
+    "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": ["pandas", "sklearn"],
 }  # fmt: skip
 SMALL = {
     "clm": {"config_overrides": "n_layer=2,n_embd=64,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},
@@ -47,10 +49,6 @@ NAMED = {
     "clm": {"config_overrides": "vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},  # 124 M
     "mlm": {"keywords": "none", "config_overrides": "vocab_size=50368"},  # 149 M
 }
-
-
-def words(settings: dict) -> list[str]:
-    return [word for name, value in settings.items() for word in (f"--{name}", *str(value).split(" "))]
 
 
 def inside(script: str, argv: list[str]) -> None:
@@ -81,7 +79,7 @@ class Bench:
         settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache", "log_level": "warning"}
         with open(f"{out}.log", "w") as log:
             process = subprocess.Popen(
-                [*command, *words(settings)], cwd=PROJECT, env=os.environ | (env or {}), stdout=log,
+                [*command, *arguments(settings)], cwd=PROJECT, env=os.environ | (env or {}), stdout=log,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
             while kill_at and process.poll() is None:
@@ -90,7 +88,7 @@ class Bench:
                 time.sleep(0.02)
         status, text = process.wait(), Path(f"{out}.log").read_text()
         if status != (-signal.SIGKILL if kill_at else 0):
-            told = " ".join([*command, *words(settings)])
+            told = " ".join([*command, *arguments(settings)])
             raise SystemExit(f"{told}: exit status {status}\n{text[-3000:]}")
         said = {} if kill_at else json.loads(text.strip().splitlines()[-1])
         return said | {"lines": self.metrics(out)}
@@ -189,14 +187,7 @@ def matmul_flops(small: bool) -> float:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     size, dtype = (1024, torch.float32) if small else (8192, torch.bfloat16)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        a @ b
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
+    return 2 * size**3 / min(timed(torch.matmul, a, b) for _ in range(20))
 
 
 def beside_others(small: bool) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests import forked
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, environment, kill_family, metrics, write_corpus
 
 CLUSTERS = PROJECT / "accelerate_configs/clusters"
 NEEDED = "in an environment with tests/clusters/requirements.txt"
@@ -87,13 +87,7 @@ def start(kind, flags, log, port):
 
 
 def kill(launcher):
-    family = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(recursive=True)]
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            pass
-    psutil.wait_procs(family[1:])
+    kill_family(launcher.pid)
     launcher.wait(60)
 
 

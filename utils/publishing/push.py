@@ -240,7 +240,8 @@ class Pusher:
                 seconds = round(time.monotonic() - started, 2)
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
                 self.arrived[snapshot.lane] = snapshot.step
-                if snapshot.branch != BRANCH or self.store.repo_id:  # a bucket has no quota
+                bucket = snapshot.branch == BRANCH and not self.store.repo_id
+                if not bucket and revision != snapshot.lane:  # a tag that was there cost no commit
                     self.commit_times.append(time.monotonic())
             if snapshot.branch != MILESTONES:  # whose folders are no copies
                 shutil.rmtree(snapshot.folder, ignore_errors=True)
