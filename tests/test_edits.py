@@ -401,6 +401,22 @@ def test_an_optimizer_without_a_guard_is_named(workspace, tmp_path):
     assert told == [0, 1]
 
 
+def test_processes_of_which_one_is_slower_rehearse_alike(workspace, tmp_path):
+    """One falls behind in the update that is timed: each exchanges gradients as often as the other."""
+    apply(FOLDER / "z-loss.diff", tmp_path)
+    script = tmp_path / "train_clm.py"
+    end = "                    optimizer.zero_grad()\n"
+    once = "_calls.append(1) or len(_calls) == 2 and accelerator.process_index"
+    slow = f"{end}                    __import__('time').sleep(1.1 * ({once}))\n"
+    code = script.read_text().replace("\n@entry_point", "\n_calls = []\n\n\n@entry_point")
+    script.write_text(code.replace(end, slow))
+    settings = {"max_train_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 2, "save_steps": 2}
+    made = flags(workspace, Edit(), tmp_path / "run", **settings)
+    log = tmp_path / "log"
+    finish(start_all(tmp_path, script.name, made, log, processes=2), log, timeout=60)
+    assert log.read_text().count("ms a step") == 1
+
+
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
 def test_it_is_short_explained_and_tested(diff):
     text, mark, hunks = diff.read_text().partition("\n--- ")
