@@ -27,7 +27,7 @@ from utils.display.preview import show_rows
 from utils.display.trackers import check_trackers
 from utils.entry import entry_point
 from utils.learning.losses import MaskedLMLoss, trust_row_positions
-from utils.learning.model import build_model, model_problems
+from utils.learning.model import build_model, model_problems, packs_pairs
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
 from utils.settings import common_problems, evaluate_what_is_saved, parse_args, saved_data, stop_at
@@ -76,6 +76,7 @@ class TrainArgs:
     eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
     pair_label_is_next: int = 0  # of pairs prepared elsewhere: the label that means B follows A
+    pack_pairs: bool = field(default=True, metadata={"before": False})  # as many to a row as fit
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
@@ -194,10 +195,11 @@ def main(args: TrainArgs | None = None) -> None:
     evaluate_what_is_saved(args)
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
-    recipe = Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args))
-    sources = open_sources(recipe, problems)
     kind = "pretraining" if args.next_sentence else "masked"
     build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
+    pack = args.pack_pairs and packs_pairs(args.model_type, args.model_name_or_path, args.attn_implementation)
+    recipe = Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args), pack_pairs=pack)
+    sources = open_sources(recipe, problems)
     more = args.gradient_checkpointing, args.attn_implementation
     stop_at(problems + model_problems(*build, sources.tokenizer, *more))
 
@@ -248,16 +250,16 @@ def main(args: TrainArgs | None = None) -> None:
         """One step: the gradient of all micro-batches and processes, and what it changes."""
         accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
         processes = accelerator.num_processes
-        # Rows differ in predicted tokens: the mean over a step needs their number on all processes first.
-        predicted = sum((batch["slot_labels"] != -100).sum() for batch in micro_batches)
-        predicted = accelerator.reduce(predicted) if processes > 1 else predicted
-        rows = sum(len(batch["row"]) for batch in micro_batches) * processes
+        # Rows differ in what they predict: means over a step need its number on all processes first.
+        labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
+        counts = [sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels]
+        counts = accelerator.reduce(counts) if processes > 1 else counts
         for batch in micro_batches:
             with accelerator.accumulate(model):  # processes exchange gradients at the last one
                 sums = model(batch)
-                losses = [sums["mlm_loss_sum"] / predicted.clamp(min=1)]
+                losses = [sums["mlm_loss_sum"] / counts[0].clamp(min=1)]
                 if args.next_sentence:
-                    losses.append(sums["nsp_loss_sum"] / rows)
+                    losses.append(sums["nsp_loss_sum"] / counts[1])
                 accelerator.backward(sum(losses) * (len(micro_batches) * processes))  # it takes their mean
                 means.add(*(loss * processes for loss in losses))
                 if accelerator.sync_gradients:
@@ -276,7 +278,8 @@ def main(args: TrainArgs | None = None) -> None:
         totals = {"loss/mlm": (sums["mlm_row_losses"], tokens)}
         totals["accuracy"] = sums["mlm_correct"], sums["mlm_tokens"]
         if args.next_sentence:
-            totals["loss/nsp"] = sums["nsp_row_losses"], batch["next_sentence_label"] != -100
+            labels = batch["next_sentence_label"].view(len(tokens), -1)  # of one pair a row, or several
+            totals["loss/nsp"] = sums["nsp_row_losses"], (labels != -100).sum(1)
             totals["nsp_accuracy"] = sums["nsp_correct"], sums["nsp_rows"]
         return totals
 

@@ -60,7 +60,9 @@ class MaskTokens:
         eligible = (rows >= 0)[:, None] & ~self.is_special[ids]
         if "attention_mask" in batch:
             eligible &= batch["attention_mask"].numpy() > 0
-        ids, slots, labels = self.mask(ids, eligible, rows, epochs, self.rates(positions))
+        masked = self.mask_pairs if "pair" in batch else self.mask
+        key = batch if "pair" in batch else rows
+        ids, slots, labels = masked(ids, eligible, key, epochs, self.rates(positions))
         if "attention_mask" not in batch and ids.shape[1] != self.longest:
             ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.cls_id, self.sep_id)))
             slots = slots + 1
@@ -81,6 +83,25 @@ class MaskTokens:
         """ids [B, T], draws float64 [B, T] in [0, 1) -> the draws by which tokens are chosen, lowest first.
         A subclass may make some equal: those tokens are then chosen together, first to last."""
         return draws
+
+    def mask_pairs(self, ids, eligible, batch, epochs, rates):
+        """`mask` for rows of several pairs: each gets the masks of the row that it would be alone."""
+        pairs, starts, number = (batch[name].numpy() for name in ("pair", "pair_start", "attention_mask"))
+        (B, T), M = ids.shape, pairs.shape[1]
+        row, which = np.nonzero(pairs >= 0)  # of all pairs [n]
+        start, each = starts[row, which][:, None], row[:, None]
+        places = np.minimum(start + np.arange(T), T - 1)  # [n, T]
+        own = (start + np.arange(T) < T) & (number[each, places] == which[:, None] + 1)
+        own &= eligible[each, places]
+        alone, slots, labels = self.mask(ids[each, places], own, pairs[row, which], epochs[row], rates[row])
+        pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
+        row, place = row[pair], slots[pair, slot] + start[pair, 0]
+        masked, shape = ids.copy(), (B, math.ceil(self.most * T - 1e-9) + M)
+        all_slots, all_labels = np.zeros(shape, int), np.full(shape, -100)
+        nth = np.arange(len(row)) - np.searchsorted(row, row)
+        masked[row, place] = alone[pair, slots[pair, slot]]
+        all_slots[row, nth], all_labels[row, nth] = place, labels[pair, slot]
+        return masked, all_slots, all_labels
 
     def mask(self, ids, eligible, rows, epochs, rates):
         """ids, eligible [B, T]; rows, epochs, rates [B] -> masked ids [B, T], slots, slot labels [B, K]."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,14 +145,47 @@ class PairBuilder:
 
 
 class PairRows(PackedRows):
-    """Pairs of a .npy file [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label."""
+    """Pairs of a .npy file [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label.
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    pack: a row holds as many pairs as fit, M at most, instead of one and padding."""
+
+    def __init__(self, path, pack: bool = False):
+        super().__init__(path)
+        self.arguments, self.members = (path, pack), None
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
+        if pack:
+            self.members = best_fit(self.spans[:, 1], self.block_size, max(4, self.block_size // 16))
+
+    def __len__(self) -> int:
+        return len(self.rows if self.members is None else self.members)
+
+    @property
+    def padding(self) -> float:
+        """Share of the tokens."""
+        return 1 - self.spans[:, 1].sum() / len(self) / self.block_size
+
+    def take_packed(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        """input_ids, token_type_ids [B, T]; position_ids [B, T], from 0 on in each pair; attention_mask
+        [B, T], 1 in the first pair of a row, 2 in the second, ..., 0 in padding. And of each pair [B, M] its
+        number, pair (-1: none), where it begins, pair_start, and its next_sentence_label (-100: none)."""
+        pair, each, place = self.members[row], np.arange(len(row))[:, None], np.arange(self.block_size)
+        end_of_a, length, label = np.moveaxis(self.spans[pair].astype(np.int64), 2, 0)  # [B, M]
+        label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
+        ends = length.cumsum(1)
+        nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
+        real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
+        position = np.where(real, place - (ends - length)[each, nth], 0)
+        return {
+            "input_ids": np.where(real, self.rows[pair[each, nth], position], 0), "position_ids": position,
+            "token_type_ids": real & (position >= end_of_a[each, nth]),
+            "attention_mask": np.where(real, nth + 1, 0), "pair": pair,
+            "pair_start": np.where(pair < 0, 0, ends - length), "next_sentence_label": label,
+        }  # fmt: skip
 
     def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
         """As PackedRows, with token_type_ids and attention_mask [B, T], next_sentence_label [B]."""
+        if self.members is not None:
+            return self.take_packed(row)
         end_of_a, end, label = self.spans[row].astype(np.int64).T  # [B] each
         place = np.arange(self.block_size)
         real = place < end[:, None]  # [B, T]
@@ -163,6 +197,33 @@ class PairRows(PackedRows):
         super().blank(columns, padding)
         columns["token_type_ids"][padding], columns["attention_mask"][padding] = 0, 1
         columns["next_sentence_label"][padding] = -100
+        if self.members is not None:
+            columns["pair"][padding] = -1
+
+
+def best_fit(lengths: np.ndarray, room: int, most: int) -> np.ndarray:
+    """Which of n pairs share a row of `room` tokens: int32 [rows, most] of their numbers, -1 for none. Each,
+    in an order of no meaning, joins the row that it fills best."""
+    rows, waiting, has = [], [[] for _ in range(room)], 0  # by tokens left; a bit for each that is not empty
+    order = np.random.default_rng(0).permutation(len(lengths))
+    for pair, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fits = has >> length << length
+        if fits:
+            left = (fits & -fits).bit_length() - 1
+            row = waiting[left].pop()
+            has ^= 0 if waiting[left] else 1 << left
+        else:
+            left, row = room, []
+            rows.append(row)
+        row.append(pair)
+        left -= length
+        if left and len(row) < most:
+            waiting[left].append(row)
+            has |= 1 << left
+    members = np.full((len(rows), most), -1, np.int32)
+    for number, row in enumerate(rows):
+        members[number, : len(row)] = row
+    return members
 
 
 def load_pair_source(source: Source) -> Corpus:
@@ -183,8 +244,9 @@ def holds_pairs(corpus: Corpus) -> bool:
 
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                   eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                  label_is_next: int = 0) -> PreparedRows:
-    """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows.
+                  label_is_next: int = 0, pack: bool = False) -> PreparedRows:
+    """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows,
+    which `pack` makes of the same files.
 
     A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
     checked. label_is_next: their label that means that B follows A; it becomes 0. Raises ValueError where
@@ -213,7 +275,7 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
             split.check(f"the {name} split of {source.name}")
         return {name: asdict(split.counts) | split.extra() for name, split in splits.items()}
 
-    return prepare_splits(cache_dir, "pairs", settings, write, PairRows)
+    return prepare_splits(cache_dir, "pairs", settings, write, partial(PairRows, pack=pack))
 
 
 def _read(corpus, file, held_out=None, fraction=0, seed=0, evaluated=()):

@@ -56,6 +56,7 @@ class Recipe:
     special: int = 0  # tokens that collate adds to a row: rows hold so many fewer than block_size
     next_sentence: bool = False  # rows are sentence pairs
     pair_label_is_next: int = 0  # of prepared ones: the label that means B follows A
+    pack_pairs: bool = False  # as many to a row as fit
     streaming: bool = False
     cache_dir: str = "cache"
     output_dir: str = ""
@@ -186,7 +187,9 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
     """The rows and the tokenizer of the run to continue; None where the cache has not all of it."""
     if not recipe.saved or recipe.streaming:
         return None
-    kinds, rows = ("pairs-*", PairRows) if recipe.next_sentence else ("[rs][oh]*-*", PackedRows)
+    kinds, rows = "[rs][oh]*-*", PackedRows
+    if recipe.next_sentence:
+        kinds, rows = "pairs-*", functools.partial(PairRows, pack=recipe.pack_pairs)
     cached = {}
     for folder in filter(is_whole, Path(recipe.cache_dir).glob(kinds)):
         for kept in open_prepared(folder, rows).splits.values():
@@ -253,7 +256,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
     stream = functools.partial(TextSource, **shape, validation_seed=recipe.seed)
     shape |= {"seed": recipe.seed, "cache_dir": cache_dir}
     if recipe.next_sentence:
-        make = functools.partial(prepare_pairs, **shape, label_is_next=recipe.pair_label_is_next)
+        shape |= {"label_is_next": recipe.pair_label_is_next, "pack": recipe.pack_pairs}
+        make = functools.partial(prepare_pairs, **shape)
         train_on = make
     else:
         make = functools.partial(prepare_rows, **shape)
@@ -300,6 +304,9 @@ def prepare(sources: Sources, accelerator) -> "Data":
             evals[name] = set_aside(stream(found, shuffle_rows=0))
         elif name not in evals:
             evals[name] = make(found, validation_fraction=None).train
+    for rows in train.values() if recipe.pack_pairs else ():
+        accelerator.print(f"data       {len(rows.rows):,} sentence pairs in {len(rows):,} rows, "
+                          f"{rows.padding:.1%} of them padding")
     _await_all(accelerator.num_processes)
     evals = {name: evals[name] for name in [*(sources.evals if named else sources.train), *evals]}
     return Data(recipe, accelerator, tokenizer, _together(recipe, train), evals)

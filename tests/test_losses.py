@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from data.packing import PackedRows
+from data.pairs import PairRows
 from data.rows import Data
 from tests import forked
 from utils.learning.fused_head import chunk_rows, linear_cross_entropy
@@ -37,7 +38,7 @@ from utils.learning.losses import (
     keytoken_table,
     trust_row_positions,
 )
-from utils.learning.model import use_one_kernel_gelu
+from utils.learning.model import PACKS, use_one_kernel_gelu
 from utils.learning.optim import UpdateGuard, build_optimizer
 
 V, D, T = 211, 16, 24
@@ -559,6 +560,52 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     if nsp is not None:
         assert sums["nsp_rows"] == len(nsp)
         assert sums["nsp_correct"] == (out.seq_relationship_logits.argmax(1) == nsp).sum()
+
+
+@pytest.mark.parametrize(
+    "model_type, attention",
+    [("bert", "sdpa"), ("bert", "eager"), ("ernie", "sdpa"), ("ernie", "eager"), ("megatron-bert", "eager")],
+)
+def test_packed_pairs_are_what_they_would_be_alone(tmp_path, model_type, attention):
+    """Losses, what is found, and all gradients, of the same pairs with the same masks."""
+    rng, rows = np.random.default_rng(0), np.zeros((30, T + 3), np.uint16)
+    for row in rows:
+        length = rng.integers(6, T + 1)
+        row[:length] = rng.integers(6, V, length)
+        row[T:] = rng.integers(3, length - 1), length, rng.integers(2)
+    np.save(tmp_path / "pairs.npy", rows)
+    trust_row_positions()
+    assert model_type in PACKS
+    special = {"pad_token_id": 0, "type_vocab_size": 2, "attn_implementation": attention}
+    model = MaskedLMLoss(small_model(model_type, AutoModelForPreTraining, **SMALL | special).double())
+    assert model.splits_head
+    sums, found = [], []
+    for pack in (False, True):
+        source = PairRows(tmp_path / "pairs.npy", pack)
+        batch = source.__getitems__([(i, 0, i) for i in range(len(source))] + [(-1, 0, -1)])
+        batch |= slots_of_pairs(batch)
+        assert len(batch["row"]) < 31 if pack else "pair" not in batch
+        model.zero_grad()
+        with Operations() as seen:
+            sums.append(model(batch))
+            (sums[-1]["mlm_loss_sum"] + 3 * sums[-1]["nsp_loss_sum"]).backward()
+        waits = [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
+        assert not (pack and waits)
+        found.append(gradients(model.lm))
+    totals = [{name: value.sum() for name, value in part.items()} for part in sums]
+    assert totals[0]["nsp_rows"] == 30 and totals[0]["mlm_tokens"] > 60
+    torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
+    largest = max(grad.abs().max().item() for grad in found[0].values())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6 * largest)
+
+
+def slots_of_pairs(batch):
+    """Every fourth token of each pair is to be predicted, whatever row it is in."""
+    mask = batch["attention_mask"]
+    places = batch.get("position_ids", torch.arange(mask.shape[1]).expand_as(mask))
+    chosen = (places % 4 == 1) & (mask > 0) & (batch["row"] >= 0)[:, None]
+    slots = chosen.long().argsort(dim=1, descending=True, stable=True)
+    return {"slots": slots, "slot_labels": torch.where(chosen, batch["input_ids"], -100).gather(1, slots)}
 
 
 @pytest.mark.parametrize("name", MASKED)

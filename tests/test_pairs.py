@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+import math
+import pickle
 import random
 
 import datasets
@@ -13,7 +15,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
-from data.pairs import PairBuilder, load_pair_source, prepare_pairs, split_sentences
+from data.masking import MaskTokens
+from data.pairs import PairBuilder, PairRows, best_fit, load_pair_source, prepare_pairs, split_sentences
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import train_tokenizer
 
@@ -338,3 +341,102 @@ def test_prepared_pairs_longer_than_the_block_are_refused(tmp_path, tokenizer):
         prepare_pairs(
             load(tmp_path / "pairs"), tokenizer, block_size=16, cache_dir=tmp_path / "cache"
         )
+
+
+# ---- Several pairs to a row
+
+
+def write_pairs(path, lengths, T, ids=(10, 200), seed=0):
+    """A file of PairRows: [CLS] A [SEP] B [SEP] of random tokens, so many in all, and labels."""
+    rng, rows = np.random.default_rng(seed), np.zeros((len(lengths), T + 3), np.uint16)
+    for row, length in zip(rows, lengths, strict=True):
+        end_of_a = rng.integers(3, length - 1)
+        row[:length] = rng.integers(*ids, length)
+        row[[0, end_of_a - 1, length - 1]] = 2, 3, 3
+        row[T:] = end_of_a, length, rng.integers(2)
+    np.save(path, rows)
+    path.with_name(path.name + ".xxh3").write_text("content")
+    return path
+
+
+def all_rows(rows: PairRows, epoch=0) -> dict:
+    """And one of padding."""
+    return rows.__getitems__([(i, epoch, i) for i in range(len(rows))] + [(-1, epoch, -1)])
+
+
+def one_by_one(batch: dict) -> dict[int, dict[str, list]]:
+    """{number: the columns of that pair} of packed rows."""
+    found = {}
+    for row, pairs in enumerate(batch["pair"].tolist()):
+        for which, pair in enumerate(pairs):
+            if pair >= 0:
+                own = batch["attention_mask"][row] == which + 1
+                assert pair not in found and own.nonzero()[0] == batch["pair_start"][row, which]
+                columns = ("input_ids", "token_type_ids", "position_ids")
+                found[pair] = {name: batch[name][row][own].tolist() for name in columns}
+                found[pair]["label"] = batch["next_sentence_label"][row, which].item()
+    return found
+
+
+@pytest.mark.parametrize("T", [32, 128])
+def test_packed_rows_hold_every_pair_once_and_whole(tmp_path, T):
+    lengths = np.random.default_rng(1).integers(8, T + 1, 300)
+    file = write_pairs(tmp_path / "pairs.npy", lengths, T)
+    plain, packed = PairRows(file), PairRows(file, pack=True)
+    batch, alone = all_rows(packed), all_rows(plain)
+    assert {value.dtype for value in batch.values()} == {torch.int64} and packed.block_size == T
+    assert batch["input_ids"].shape == (len(packed) + 1, T) and batch["pair"].shape[1] == max(4, T // 16)
+    found = one_by_one(batch)
+    assert found.keys() == set(range(300))
+    for pair, columns in found.items():
+        n = lengths[pair]
+        assert columns["input_ids"] == alone["input_ids"][pair, :n].tolist()
+        assert columns["token_type_ids"] == alone["token_type_ids"][pair, :n].tolist()
+        assert columns["position_ids"] == list(range(n))
+        assert columns["label"] == alone["next_sentence_label"][pair]
+    padding = (batch["attention_mask"][:-1] == 0).float().mean().item()
+    assert packed.padding == pytest.approx(padding) and padding < plain.padding - 0.1
+    last = {name: value[-1] for name, value in batch.items()}
+    assert last["attention_mask"].all() and (last["pair"] < 0).all()
+    assert (last["next_sentence_label"] == -100).all()
+    assert packed.fingerprint != plain.fingerprint == "content"
+    again = pickle.loads(pickle.dumps(packed))
+    assert all(torch.equal(value, batch[name]) for name, value in all_rows(again).items())
+
+
+def test_rows_are_filled_as_well_as_can_be():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(48, 129, 20_000)  # 31 % of rows of 128 would be padding
+    members = best_fit(lengths, 512, 32)
+    assert sorted(members[members >= 0].tolist()) == list(range(20_000))
+    filled = np.where(members >= 0, lengths[members], 0).sum(1)
+    assert filled.max() <= 512 and filled.mean() > 0.96 * 512
+    assert (best_fit(np.full(7, 1), 512, 2) >= 0).sum(1).tolist() == [2, 2, 2, 1]  # no more than that
+
+
+def test_packed_pairs_have_the_masks_that_they_would_have_alone(tmp_path, tokenizer):
+    T = 64
+    lengths = np.random.default_rng(1).integers(8, 50, 200)
+    file = write_pairs(tmp_path / "pairs.npy", lengths, T)
+    for rate in (0.15, 0.9):
+        mask = MaskTokens(tokenizer, rate, seed=5)
+        alone = mask(all_rows(PairRows(file), epoch=3))
+        packed = mask(all_rows(PairRows(file, pack=True), epoch=3))
+        K = math.ceil(rate * T) + T // 16
+        assert packed["slots"].shape == packed["slot_labels"].shape == (len(packed["row"]), K)
+        assert (packed["slot_labels"][-1] == -100).all()
+        shown, seen = one_by_one(packed), 0
+        predicted = {}
+        for row, (slots, labels) in enumerate(zip(packed["slots"], packed["slot_labels"], strict=True)):
+            for slot, label in zip(slots.tolist(), labels.tolist(), strict=True):
+                if label != -100:
+                    which = packed["attention_mask"][row, slot] - 1
+                    pair, start = packed["pair"][row, which].item(), packed["pair_start"][row, which]
+                    predicted.setdefault(pair, set()).add((slot - start.item(), label))
+        for pair, n in enumerate(lengths):
+            slots, labels = alone["slots"][pair].tolist(), alone["slot_labels"][pair].tolist()
+            expected = {(s, label) for s, label in zip(slots, labels, strict=True) if label != -100}
+            assert predicted.get(pair, set()) == expected
+            assert shown[pair]["input_ids"] == alone["input_ids"][pair, :n].tolist()
+            seen += len(expected)
+        assert seen == (packed["slot_labels"] != -100).sum() > 0.9 * rate * (lengths - 3).sum()

@@ -40,6 +40,7 @@ def workspace(tmp_path_factory):
              for one in whole for at in range(0, 4000, 200)]  # fmt: skip
     (folder / "corpus.jsonl").write_text("\n".join(parts))  # most rows hold the end of a document
     write_english(folder / "english.jsonl")
+    write_english(folder / "notes.jsonl", part=120)  # several pairs to a row
     return folder
 
 
@@ -48,6 +49,8 @@ def settings(workspace, script, **changes):
     if script == "train_mlm.py":
         own = {"dataset_name": workspace / "english.jsonl", "config_overrides": SHAPE, "prompts": "none",
                **KINDS["mlm"]}  # fmt: skip
+    if changes.get("next_sentence"):
+        own["dataset_name"] = workspace / "notes.jsonl"
     return {**TINY, **own, "max_train_steps": 2, "eval_at_start": False, "cache_dir": workspace / "cache",
             "output_dir": workspace / "none", **changes}  # fmt: skip
 
@@ -114,7 +117,7 @@ def test_rows_are_those_of_the_first_steps_decoded(case):
         for slot, label in zip(row.get("slots", []), row.get("slot_labels", []), strict=True):
             if label != -100:
                 ids[slot] = label
-        real = sum(row.get("attention_mask", [1] * len(ids)))
+        real = sum(mask > 0 for mask in row.get("attention_mask", [1] * len(ids)))
         expected = case.tokenizer.decode(ids[:real], clean_up_tokenization_spaces=False)
         assert squeezed("".join(map(label_text, lines))) == squeezed(expected)
         assert f"{real} tokens" in facts and (f"{len(ids) - real} of padding" in facts) == (real < len(ids))
@@ -151,14 +154,18 @@ def test_masks_are_those_of_the_first_steps(case):
 def test_pairs_have_their_parts_and_their_label(case):
     if case.name != "pairs":
         pytest.skip("no pairs")
-    says = {0: "label 0: B follows A", 1: "label 1: B is from another document"}
+    assert "label 0: B follows A; 1: B is from another document" in case.text.split("step 1")[0]
+    all_labels = set()
     for (facts, margins, lines), row in zip(blocks(case.text), case.rows, strict=True):
-        assert facts.endswith(says[row["next_sentence_label"]])
-        assert re.fullmatch("A *B *", margins)
+        labels = [label for label in row["next_sentence_label"] if label != -100]
+        all_labels |= {*labels}
+        pairs = "1 pair" if len(labels) == 1 else f"{len(labels)} pairs"
+        assert facts.endswith(f"{pairs}, label {' '.join(map(str, labels))}")
+        assert re.fullmatch("(A *B *)" * len(labels), margins)
         second = [label for label, kind in zip(row["input_ids"], row["token_type_ids"], strict=True) if kind]
-        b = "".join(lines[margins.index("B") :])
-        assert b.count("[MASK]") == second.count(case.tokenizer.mask_token_id) and b.endswith("[SEP]")
-    assert {row["next_sentence_label"] for row in case.rows} == {0, 1}
+        given = "".join(line.split("→")[-1] for line, margin in zip(lines, margins, strict=True))
+        assert given.endswith("[SEP]") and second.count(case.tokenizer.sep_token_id) == len(labels)
+    assert all_labels == {0, 1} and any(" pairs, label " in facts for facts, *_ in blocks(case.text))
 
 
 def test_key_tokens_are_marked_and_rows_weigh_what_the_loss_takes(case):

@@ -6,11 +6,13 @@ tests/test_saved_models.py runs `python train_mlm.py`.
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from tests.runs import TINY, metrics, run
 
 KINDS = {
     "mlm": {"model_type": "roberta"},
-    "nsp": {"model_type": "bert", "next_sentence": True},
+    "nsp": {"model_type": "bert", "next_sentence": True, "block_size": 96},  # several pairs to a row
 }
 SHAPE = (
     "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0,"
@@ -34,11 +36,12 @@ SHAPE = (
 )
 
 
-def write_english(path):
-    """Python's own help topics: prose, some of it in short documents."""
+def write_english(path, part=6000):
+    """Python's own help topics: prose, some of it in short documents, of at most `part` characters."""
     with open(path, "w", encoding="utf-8") as out:
         for name, text in sorted(topics.items()):
-            out.write(json.dumps({"text": text[:6000], "topic": name}) + "\n")
+            for start in range(0, min(len(text), 6000), part):
+                out.write(json.dumps({"text": text[start : start + part], "topic": name}) + "\n")
     return str(path)
 
 
@@ -46,13 +49,15 @@ def write_english(path):
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mlm")
     write_english(folder / "english.jsonl")
+    write_english(folder / "notes.jsonl", part=120)  # whose pairs fill no row: several go into one
     return folder
 
 
 def flags(workspace, name, kind="mlm", **changes):
     return {
         **TINY, "save_steps": 1, "save_total_limit": 6, "config_overrides": SHAPE, "keywords": ["none"],
-        "dataset_name": str(workspace / "english.jsonl"), "cache_dir": str(workspace / "cache"),
+        "dataset_name": str(workspace / ("notes.jsonl" if kind == "nsp" else "english.jsonl")),
+        "cache_dir": str(workspace / "cache"),
         "output_dir": str(workspace / name),
         "prompts": ["The value of an object can [MASK].", "Classes [MASK] names."], **KINDS[kind], **changes,
     }  # fmt: skip
@@ -133,17 +138,24 @@ def test_evaluations_compare_whatever_the_rate_of_training(workspace, runs):
 
 
 def evaluation_batch(workspace, kind, n):
-    """The n rows of the validation split that the run saw."""
+    """What the run saw of the validation split, n rows or less: rows, or pairs one to a row; and of which row
+    of the run each is."""
     file = next((workspace / "cache").glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation.npy"))
-    rows = (PairRows if kind == "nsp" else PackedRows)(file)
-    return rows.__getitems__([(row, 0, row) for row in evaluation_rows(len(rows), n, seed=42)])
+    rows = PairRows(file, pack=True) if kind == "nsp" else PackedRows(file)
+    drawn = of = np.array(evaluation_rows(len(rows), n, seed=42))
+    if kind == "nsp":
+        drawn, of, rows = rows.members[drawn], np.repeat(drawn, rows.members.shape[1]), PairRows(file)
+        drawn, of = drawn[drawn >= 0], of[drawn.ravel() >= 0]
+        assert len(drawn) > 1.2 * len({*of})
+    return rows.__getitems__([(row, 0, row) for row in drawn]), of
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs, kind):
     folder = runs[f"{kind}-1"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    batch = MaskTokens(tokenizer, 0.15, seed=42)(evaluation_batch(workspace, kind, 50))
+    batch, of = evaluation_batch(workspace, kind, 50)
+    batch = MaskTokens(tokenizer, 0.15, seed=42)(batch)
     slots, slot_labels = batch.pop("slots"), batch.pop("slot_labels")
     labels = torch.full_like(batch["input_ids"], -100)
     for row, (places, targets) in enumerate(zip(slots, slot_labels, strict=True)):
@@ -167,7 +179,8 @@ def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs,
     if kind == "nsp":
         one = F.cross_entropy(out.seq_relationship_logits, batch["next_sentence_label"], reduction="none")
         pairs.append((one, torch.ones_like(one)))
-    moves = sum((n - n.sum() / d.sum() * d) / d.sum() for n, d in pairs)
+    moves = sum((n - n.sum() / d.sum() * d) / d.sum() for n, d in pairs).detach()
+    moves = torch.tensor([moves[of == row].sum() for row in {*of.tolist()}])  # of each row of the run
     error = (len(moves) / (len(moves) - 1) * moves.square().sum()).sqrt().item()
     assert line["loss/eval_stderr"] == pytest.approx(error, rel=1e-4)
     predicted = labels != -100
@@ -181,13 +194,14 @@ def test_configuration_and_tokenizer_agree(runs, kind):
                          AutoTokenizer.from_pretrained(runs[f"{kind}-1"]))  # fmt: skip
     assert config.vocab_size == len(tokenizer)
     assert config.pad_token_id == tokenizer.pad_token_id
-    assert tokenizer.model_max_length == TINY["block_size"]
+    block_size = KINDS[kind].get("block_size", TINY["block_size"])
+    assert tokenizer.model_max_length == block_size
     saved = json.loads((runs[f"{kind}-1"] / "tokenizer.json").read_text())
     assert saved["padding"] is None and saved["truncation"] is None  # the samples leave nothing in it
     if kind == "mlm":
-        assert config.max_position_embeddings == TINY["block_size"] + tokenizer.pad_token_id + 1
+        assert config.max_position_embeddings == block_size + tokenizer.pad_token_id + 1
     else:
-        assert config.type_vocab_size == 2 and config.max_position_embeddings == TINY["block_size"]
+        assert config.type_vocab_size == 2 and config.max_position_embeddings == block_size
 
 
 def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
@@ -218,6 +232,18 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
         assert on_two == pytest.approx(first, rel=1e-6)
 
 
+def test_evaluations_of_packed_and_of_padded_pairs_give_the_same_numbers(workspace, runs):
+    """Over the whole validation set: the same pairs, masks and losses, whatever rows they are in."""
+    both = [flags(workspace, "nsp-1", "nsp", eval_only=True, max_eval_samples=0, pack_pairs=pack)
+            for pack in (True, False)]  # fmt: skip
+    results = run_all(both)
+    packed, padded = (json.loads(out.splitlines()[-1]) for _, out, _ in results)
+    rows = [re.search(r"([\d,]+) sentence pairs in ([\d,]+) rows", out) for _, out, _ in results]
+    assert rows[1] is None and int(rows[0][1].replace(",", "")) > 1.2 * int(rows[0][2].replace(",", ""))
+    assert packed.pop("loss/eval_stderr") != padded.pop("loss/eval_stderr")  # by rows
+    assert packed == pytest.approx(padded, rel=1e-6) and packed["loss/nsp"] > 0
+
+
 def test_the_fill_mask_pipeline_loads_the_output_folder_in_a_fresh_process(runs):
     code = """
 import sys
@@ -242,10 +268,10 @@ def test_next_sentence_is_learned(workspace):
             text = " ".join("It " + " ".join(rng.choices(words, k=5)) + "." for _ in range(12))
             out.write(json.dumps({"text": text}) + "\n")
     settings = flags(
-        workspace, "subjects", "nsp", dataset_name=str(workspace / "subjects.jsonl"), vocab_size=100,
-        max_train_steps=200, num_warmup_steps=20, eval_steps=200, save_steps=200, learning_rate=2e-3,
-        per_device_train_batch_size=32, max_eval_samples=0, validation_fraction=0.2, adam_beta2=0.99,
-        optimizer_type="adamw", mlm_probability=0.15,
+        workspace, "subjects", "nsp", dataset_name=str(workspace / "subjects.jsonl"), block_size=32,
+        vocab_size=100, max_train_steps=300, num_warmup_steps=20, eval_steps=300, save_steps=300,
+        learning_rate=2e-3, per_device_train_batch_size=32, max_eval_samples=0, validation_fraction=0.2,
+        adam_beta2=0.99, optimizer_type="adamw", mlm_probability=0.15,
         config_overrides=SHAPE.replace("hidden_size=32", "hidden_size=64"),
     )  # fmt: skip
     [(status, _, err)] = run_all([settings])

@@ -14,7 +14,7 @@ MARKS = {  # kind of token -> colour, example, what it means
     "replaced": ("1;31", "«the→cat»", "to be predicted: it is given another token instead"),
     "kept": ("1;32", "«the→the»", "to be predicted: it is given the token itself"),
 }
-PAIR = "label 0: B follows A", "label 1: B is from another document"
+LABELS = "label 0: B follows A; 1: B is from another document"
 
 
 def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> None:
@@ -42,6 +42,8 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
     for colour, *texts in (MARKS[kind] for kind in MARKS if kind in seen):
         example, meaning = (text.format(**names) for text in texts)
         legend += f"\n  {paint(colour, example)}{' ' * (16 - len(example))}{meaning}"
+    if rows and "next_sentence_label" in rows[0]:
+        legend += f"\n  {LABELS}"
     text, encoding = "\n\n".join([legend, *blocks]), sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -61,15 +63,22 @@ def _rows(data, steps, keytokens, alpha):
 
 
 def _facts(row: dict, total: str | None) -> str:
-    size, real = len(row["input_ids"]), sum(row.get("attention_mask", [1] * len(row["input_ids"])))
+    size, real = len(row["input_ids"]), _real(row)
     facts = [counted(real, "token")] + ([f"{size - real} of padding"] if real < size else [])
     if "slots" in row:
         facts.append(f"{sum(label != -100 for label in row['slot_labels'])} to be predicted")
     if "weight" in row:
         facts.append(f"{counted(int(sum(row['key'])), 'key token')}, weight {row['weight']:g}")
     if "next_sentence_label" in row:
-        facts.append(PAIR[row["next_sentence_label"]])
+        labels = row["next_sentence_label"]
+        labels = [label for label in labels if label != -100] if isinstance(labels, list) else [labels]
+        facts.append(f"{counted(len(labels), 'pair')}, label {' '.join(map(str, labels))}")
     return f"step {row['step']}, row {row['row']:,}{f' of {total}' if total else ''}: {', '.join(facts)}"
+
+
+def _real(row: dict) -> int:
+    """Tokens before the padding."""
+    return sum(mask > 0 for mask in row.get("attention_mask", [1] * len(row["input_ids"])))
 
 
 def _spans(row: dict, tokenizer):
@@ -95,8 +104,8 @@ def _spans(row: dict, tokenizer):
             return "kept" if token == label else "masked" if token == tokenizer.mask_token_id else "replaced"
         return "special" if token in special else "key" if key and key[place] else ""
 
-    real, margin = sum(row.get("attention_mask", [1] * len(ids))), None  # padding comes last
-    for kind, places in groupby(range(real), kind_of):
+    margin = None
+    for kind, places in groupby(range(_real(row)), kind_of):  # padding comes last
         for run in [list(places)] if kind == "" else ([place] for place in places):
             if margin != (margin := f"\n{'AB'[pair[run[0]]] if pair else ' '} │ "):
                 yield "", margin
@@ -110,5 +119,5 @@ def _spans(row: dict, tokenizer):
                 given = word(ids[run[0]]).strip(" ") or " "
                 text = f"«{text}→{given}»" if run[0] in labels else f"«{text}»"
             yield kind, text
-            if text == end and not pair and run[0] < real - 1:
+            if text == end and not pair and run[0] < _real(row) - 1:
                 yield "", "\n  │ "

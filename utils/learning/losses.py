@@ -12,6 +12,7 @@ from torch import nn
 from transformers import masking_utils
 
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
+from utils.learning.local_attention import HIDDEN
 from utils.learning.model import ONLY_ON
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -61,8 +62,12 @@ class ModelLoss(nn.Module):
     def model_inputs(self, batch):
         """What the transformers model gets of a batch; all else in it is for others."""
         inputs = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
-        plain_sdpa = self.lm.config.model_type == "bert" and self.lm.config._attn_implementation == "sdpa"
-        if "attention_mask" in inputs and plain_sdpa:
+        sdpa = self.lm.config._attn_implementation == "sdpa"
+        if "pair" in batch:  # each sees itself alone, and padding sees padding
+            pair = inputs["attention_mask"][:, None, :]
+            seen = (pair == pair.mT)[:, None]  # [B, 1, T, T]
+            inputs["attention_mask"] = seen if sdpa else torch.where(seen, 0.0, HIDDEN)
+        elif "attention_mask" in inputs and sdpa and self.lm.config.model_type == "bert":
             # As [B, T] transformers waits for the device, to see whether it is all ones.
             inputs["attention_mask"] = inputs["attention_mask"][:, None, None, :].bool()
         return inputs
@@ -183,7 +188,8 @@ class MaskedLMLoss(ModelLoss):
     def forward(self, batch):
         """batch: input_ids int64 [B, T], and what else `model_inputs` takes; slots int64 [B, K], the
         positions to predict; slot_labels int64 [B, K], -100 for an empty slot; next_sentence_label int64 [B]
-        or not there, 0 = B follows A, 1 = random, -100 = not counted.
+        or not there, 0 = B follows A, 1 = random, -100 = not counted. [B, M] with several pairs to a row
+        (PairRows.take_packed), which begin at pair_start [B, M].
 
         Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training of token_loss, if there is one),
         mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
@@ -209,12 +215,18 @@ class MaskedLMLoss(ModelLoss):
             "mlm_row_losses": losses.detach().view(slots.shape).sum(1),
         }  # fmt: skip
         if (next_sentence_label := batch.get("next_sentence_label")) is not None:
-            whole = not self.splits_head
-            scores = out.seq_relationship_logits if whole else self.lm.cls.seq_relationship(out.pooler_output)
-            scores = scores.float()
+            if self.splits_head:
+                pooled = out.pooler_output
+                if "pair" in batch:  # of the first token of each pair, not of the row
+                    first = _gather_slots(out.last_hidden_state, batch["pair_start"])
+                    pooled = self.lm.base_model.pooler(first[:, None])
+                scores = self.lm.cls.seq_relationship(pooled).float()
+            else:
+                scores = out.seq_relationship_logits.float()
+            rows, next_sentence_label = len(next_sentence_label), next_sentence_label.flatten()
             counted = next_sentence_label != IGNORED
             losses = F.cross_entropy(scores, next_sentence_label, reduction="none")
-            sums["nsp_loss_sum"], sums["nsp_row_losses"] = losses.sum(), losses.detach()
+            sums["nsp_loss_sum"], sums["nsp_row_losses"] = losses.sum(), losses.detach().view(rows, -1).sum(1)
             sums["nsp_correct"] = ((scores.argmax(1) == next_sentence_label) & counted).sum()
             sums["nsp_rows"] = counted.sum()
         return sums

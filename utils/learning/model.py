@@ -26,6 +26,7 @@ MODEL_CLASSES = {
 ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
              "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa"}  # fmt: skip
 ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",)}  # which includes ROCm
+PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
 CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
 # (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
 LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
@@ -74,6 +75,14 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     if attn in ONLY_ON:  # not on the CPU, where the model still is
         model.set_attn_implementation(attn)
     return model
+
+
+def packs_pairs(model_type, model_name_or_path, attn) -> bool:
+    """Whether several sentence pairs in a row can be to this model what each would be alone."""
+    if model_name_or_path:
+        with contextlib.suppress(OSError, ValueError):  # model_problems tells
+            model_type = AutoConfig.from_pretrained(model_name_or_path).model_type
+    return model_type in PACKS and attn in ("auto", "sdpa", "eager")
 
 
 def setting(config, name):

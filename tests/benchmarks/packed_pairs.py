@@ -1,0 +1,110 @@
+"""Sentence pairs several to a row against one to a row and padding: forward, losses and backward of BERT.
+
+    python -m tests.benchmarks.packed_pairs                          # rows of 128, 30 % of them padding
+    python -m tests.benchmarks.packed_pairs --width 768 --rounds 1   # BERT base's width
+
+Both take the same pairs, masks and weights through this project's rows, masks and losses, as many tokens a
+step, each in a process of its own, in turn. The losses are the means over all pairs.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.benchmarks.measure import Clock, T, interleaved, print_table
+
+
+def pairs_file(folder: str, number: int, vocab_size: int) -> Path:
+    """Pairs of 50 to T tokens, all lengths alike: 30 % of rows of T would be padding."""
+    import numpy as np
+
+    rng, path = np.random.default_rng(0), Path(folder, "pairs.npy")
+    width = 4 * T  # one file for both: padded rows use the first T columns
+    rows = np.zeros((number, width + 3), np.uint16)
+    for row in rows:
+        length = rng.integers(50, T + 1)
+        row[:length] = rng.integers(5, vocab_size, length)
+        row[width:] = rng.integers(10, length - 10), length, rng.integers(2)
+    np.save(path, rows)
+    return path
+
+
+def contender(name: str, args) -> dict:
+    import torch
+    from transformers import BertTokenizerFast, set_seed
+
+    from data.masking import MaskTokens
+    from data.pairs import PairRows
+    from utils.learning.losses import MaskedLMLoss, trust_row_positions
+    from utils.learning.model import build_model
+
+    trust_row_positions()
+    set_seed(0)
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    words = {word: i for i, word in enumerate([*special, *map(str, range(args.vocab_size - 5))])}
+    tokenizer = BertTokenizerFast(vocab=words)
+    shape = f"num_hidden_layers={args.layers},hidden_size={args.width},num_attention_heads={args.width // 64}"
+    shape += f",intermediate_size={4 * args.width},hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = MaskedLMLoss(build_model("pretraining", "bert", shape, None, 4 * T, tokenizer)).to(device)
+    mask, totals = MaskTokens(tokenizer, 0.15), {}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = PairRows(pairs_file(folder, args.pairs, args.vocab_size), pack=name == "packed")
+        at_once = 2 if name == "packed" else 8  # rows of 4 T, or of T
+        clock = Clock()
+        for start in range(0, len(rows), at_once):
+            keys = [(i, 0, i) for i in range(start, min(start + at_once, len(rows)))]
+            batch = mask(rows.__getitems__(keys))
+            if name == "padded":
+                cut = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), T)
+                cut |= dict.fromkeys(("slots", "slot_labels"), math.ceil(0.15 * T))  # those of rows of T
+                batch |= {column: batch[column][:, :size].contiguous() for column, size in cut.items()}
+            if start == 4 * at_once:  # the first ones warm up
+                clock.start()
+            sums = model({column: value.to(device) for column, value in batch.items()})
+            (sums["mlm_loss_sum"] + sums["nsp_loss_sum"]).backward()
+            model.zero_grad()
+            if start >= 4 * at_once:
+                clock.step()
+            for key, value in sums.items():
+                totals[key] = totals.get(key, 0) + value.detach().double().sum().item()
+    steps = -(-len(rows) // at_once)
+    return clock.report(args.pairs / steps) | {
+        "padding": 100 * (1 - rows.spans[:, 1].sum() / len(rows) / T / (4 if name == "packed" else 1)),
+        "mlm": totals["mlm_loss_sum"] / totals["mlm_tokens"],
+        "nsp": totals["nsp_loss_sum"] / totals["nsp_rows"],
+    }  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape = {"vocab_size": 8192, "layers": 4, "width": 256, "pairs": 400}
+    for name, default in shape.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--append", help="a file that the table is appended to")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(contender(args.one, args)))
+        return
+    flags = [f"--{name}={getattr(args, name)}" for name in shape]
+    command = [sys.executable, "-m", "tests.benchmarks.packed_pairs", *flags, "--one"]
+    print_table(
+        f"BERT {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.pairs} pairs of 50 to {T} "
+        f"tokens, 8 x {T} tokens a step, medians of {args.rounds} runs in turn",
+        interleaved({name: [*command, name] for name in ("padded", "packed")}, args.rounds),
+        {"tokens_per_second": "pairs/s", "padding": "padding, %", "mlm": "masked loss",
+         "nsp": "next-sentence loss"},
+        {"tokens_per_second": "rate ratio", "cpu_per_step": "CPU per step ratio"},
+        args.append,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
