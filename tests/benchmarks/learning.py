@@ -33,7 +33,7 @@ BEFORE = {
     "mlm": "--optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.0334 --lr_scheduler_type cosine "
     "--min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 6000 --mlm_probability 0.15",
 }
-MUON = "--optimizer_type muon --muon_learning_rate 1e-2"
+MUON = "--optimizer_type muon --muon_learning_rate 5e-3 --learning_rate 1e-2"  # after a small sweep
 CONTENDERS = {
     "clm": {
         "before": BEFORE["clm"],
