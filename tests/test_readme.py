@@ -88,6 +88,7 @@ SMALL = {
     'python -m utils.generate runs/clm --prompt "import': [],
     "python -m utils.display.curves runs/clm runs/other": [],
     "python -m utils.display.plan": [],
+    "python -m docs.harness.documents": [],
     "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
     "ACCELERATE_USE_CPU=true accelerate launch": [*TINY_RUN, "--output_dir", "runs/two"],
     BENCHMARK + "unigram": [],
@@ -135,6 +136,10 @@ NOT_HERE = {
     "sbatch --array": "needs Slurm; the parts are run in test_parts.py",
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
+    "lm_eval run": "an environment of its own; tests/harness",
+    "python -m docs.harness.masked": "the same",
+    "python -m tests.harness.difference": "after the two above; tests/harness",
+    "python run_glue.py": "a script of transformers; its steps in test_saved_models.py",
     BENCHMARK + "learning --contenders": "the line above it, with fewer contenders",
     BENCHMARK + "learning --script": "the same of the other script",
     BENCHMARK + "throughput --batch_size": "the line below it, at another size",
