@@ -16,9 +16,21 @@ import sys
 from tests.benchmarks.measure import Clock, interleaved, peak_memory, print_table
 
 
+def modernbert(args, positions: int):
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    config = AutoConfig.for_model(
+        "modernbert", vocab_size=args.vocab_size, num_hidden_layers=args.layers, hidden_size=args.width,
+        num_attention_heads=args.width // 64, intermediate_size=args.width * 3 // 2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1, cls_token_id=1, sep_token_id=1,
+        max_position_embeddings=positions, local_attention=args.window,
+    )  # fmt: skip
+    return AutoModelForMaskedLM.from_config(config)
+
+
 def contender(name: str, args) -> dict:
     import torch
-    from transformers import AutoConfig, AutoModelForMaskedLM, set_seed
+    from transformers import set_seed
 
     from utils.learning import local_attention  # noqa: F401  registers it
 
@@ -29,14 +41,8 @@ def contender(name: str, args) -> dict:
 
     local_attention.AttentionInterface.register("bound", free)  # without a mask of its own none is made
     set_seed(0)
-    config = AutoConfig.for_model(
-        "modernbert", vocab_size=args.vocab_size, num_hidden_layers=args.layers, hidden_size=args.width,
-        num_attention_heads=args.width // 64, intermediate_size=args.width * 3 // 2, pad_token_id=0,
-        bos_token_id=1, eos_token_id=1, cls_token_id=1, sep_token_id=1,
-        max_position_embeddings=max(args.lengths), local_attention=args.window,
-    )  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lm = AutoModelForMaskedLM.from_config(config).to(device)
+    lm = modernbert(args, max(args.lengths)).to(device)
     lm.set_attn_implementation(name)
     (T,) = args.lengths
     ids = torch.randint(2, args.vocab_size, (args.batch_size, T), device=device)

@@ -106,7 +106,8 @@ def train_ours(lm, rows, args, bf16, clock):
             clock.step()
 
 
-def train_with_trainer(lm, rows, args, bf16, clock):
+def train_with_trainer(lm, rows, args, bf16, clock, **more):
+    """rows: what is read and predicted, or a dictionary of both. more: TrainingArguments."""
     import torch
     from datasets import Dataset
     from transformers import (
@@ -128,9 +129,10 @@ def train_with_trainer(lm, rows, args, bf16, clock):
             folder, per_device_train_batch_size=args.batch_size, max_steps=args.steps, learning_rate=1e-3,
             weight_decay=0.1, warmup_steps=2, lr_scheduler_type="linear", max_grad_norm=1.0, bf16=bf16,
             save_strategy="no", report_to="none", disable_tqdm=True,
-            use_cpu=not torch.accelerator.is_available(),
+            use_cpu=not torch.accelerator.is_available(), **more,
         )  # fmt: skip
-        data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+        columns = rows if isinstance(rows, dict) else {"input_ids": rows, "labels": rows}
+        data = Dataset.from_dict(columns)
         Trainer(
             lm, settings, train_dataset=data, data_collator=default_data_collator, callbacks=[Steps()]
         ).train()

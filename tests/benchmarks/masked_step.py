@@ -1,0 +1,101 @@
+"""A whole step of train_mlm.py against HF Trainer's: ModernBERT, the same weights, masked rows and AdamW.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.masked_step
+
+HF Trainer is at its defaults otherwise: the head on all positions, transformers' sdpa. Each runs in a process
+of its own, in turn. The loss is that of other rows after the last step, calculated by the same code.
+"""
+
+import argparse
+import json
+import sys
+
+from tests.benchmarks.attention import modernbert
+from tests.benchmarks.measure import Clock, interleaved, peak_memory, print_table
+from tests.benchmarks.throughput import train_with_trainer
+
+SHAPE = {"vocab_size": 8192, "layers": 6, "width": 128, "window": 128, "block_size": 1024, "batch_size": 2,
+         "steps": 8}  # fmt: skip
+
+
+def contender(kind: str, args) -> dict:
+    import numpy as np
+    import torch
+    from transformers import set_seed
+
+    set_seed(0)
+    lm, B, T, clock = modernbert(args, args.block_size), args.batch_size, args.block_size, Clock()
+    ids = 3 + np.random.default_rng(0).zipf(1.3, ((args.steps + 2) * B, T)) % (args.vocab_size - 3)
+    ids = torch.from_numpy(ids)
+    slots = torch.rand(ids.shape).argsort(1)[:, : int(0.3 * T)].sort(1).values  # [rows, K]
+    hidden = ids.gather(1, slots)
+    read, n = ids.scatter(1, slots, 2), args.steps * B  # 2 is the mask
+    labels = torch.full_like(ids, -100).scatter(1, slots, hidden)
+    if kind == "ours":
+        rows = {"input_ids": read[:n], "slots": slots[:n], "slot_labels": hidden[:n]}
+        train_ours(lm, rows, args, clock)
+    else:
+        rows = {"input_ids": read[:n].numpy(), "labels": labels[:n].numpy()}
+        train_with_trainer(lm, rows, args, False, clock, train_sampling_strategy="sequential")
+    report = clock.report(B * T) | {"mib": peak_memory() / 2**20}
+    lm.eval().set_attn_implementation("sdpa")
+    with torch.no_grad():
+        return report | {"loss": lm(read[n:].to(lm.device), labels=labels[n:].to(lm.device)).loss.item()}
+
+
+def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one micro-batch a step
+    from accelerate import Accelerator
+
+    from utils.learning.losses import MaskedLMLoss, trust_row_positions
+    from utils.learning.model import use_one_kernel_gelu
+    from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
+
+    accelerator = Accelerator()
+    trust_row_positions()
+    use_one_kernel_gelu(lm)
+    lm.set_attn_implementation("local")  # what attn_implementation auto takes for such rows
+    model = MaskedLMLoss(lm).to(accelerator.device)
+    lm.tie_weights()
+    optimizer = build_optimizer(model, 1e-3, 0.1)
+    schedule = build_schedule(optimizer, "linear", 2, args.steps)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train_mlm", total="train")
+    clock.start()
+    for start in range(0, len(rows["slots"]), args.batch_size):
+        part = slice(start, start + args.batch_size)
+        batch = {name: column[part].to(accelerator.device) for name, column in rows.items()}
+        with accelerator.accumulate(model):
+            loss = model(batch)["mlm_loss_sum"] / (batch["slot_labels"] != -100).sum()
+            accelerator.backward(loss)
+            means.add(loss)
+            means.close(guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        clock.step()
+
+
+def main():
+    show = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
+    for name, default in [*SHAPE.items(), ("rounds", 3)]:
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(contender(args.one, args)))
+        return
+    flags = [f"--{name}={getattr(args, name)}" for name in SHAPE]
+    command = [sys.executable, "-m", "tests.benchmarks.masked_step", *flags, "--one"]
+    print_table(
+        f"ModernBERT {args.layers} x {args.width}, window {args.window}, vocabulary {args.vocab_size}, "
+        f"{args.batch_size} rows of {args.block_size} tokens, medians of {args.rounds} runs in turn",
+        interleaved({name: [*command, name] for name in ("trainer", "ours")}, args.rounds),
+        {"tokens_per_second": "tokens/s", "cpu_per_step": "CPU s per step", "mib": "peak MiB",
+         "loss": "validation loss"},
+        {"tokens_per_second": "step rate ratio", "cpu_per_step": "CPU ratio", "mib": "memory ratio"},
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
