@@ -31,7 +31,7 @@ from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
 from data.sources.storage import printable
-from data.streams import MixedStreams, ShardSource, StreamingRows, TextSource, first_rows
+from data.streams import MappedSource, MixedStreams, ShardSource, StreamingRows, TextSource, first_rows
 from data.tokenizer import load_tokenizer
 
 
@@ -130,9 +130,6 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     tokenizer_name = recipe.tokenizer_name or next(filter(None, brought), None)
     if recipe.streaming and not tokenizer_name and not made:
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
-    if recipe.streaming and len(named) > 1 and any(map(is_foreign, made)):
-        problems.append("streaming: token files of other projects are mapped, and in a mixture all is "
-                        "streamed or nothing: leave it out.")
     if tokenizer_name:
         sources.tokenizer = attempt(load_tokenizer, tokenizer_name)
     if recipe.fim_rate and made:
@@ -269,6 +266,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
         if isinstance(found, str):
             mapped = not recipe.streaming or is_foreign(found)  # those are read where they lie anyway
             train[name] = opened_shards(found, "train", max_rows=most) if mapped else ShardSource(found)
+            if mapped and recipe.streaming and len(sources.train) > 1:
+                train[name] = MappedSource(train[name])
             continue
         hold_out = not named and name not in sources.evals
         fraction = recipe.validation_fraction if hold_out else None

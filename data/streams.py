@@ -32,7 +32,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from data.cache import RowFile, build_once
 from data.filters import Accounting, clean_documents, in_validation
 from data.mixture import MixedRows, Mixture
-from data.order import permuted
+from data.order import CHUNK, epochs_and_rows, permuted
 from data.packing import PackedRows, token_dtype, tokenize_documents, tokenizer_fingerprint
 from data.shards import check_shards, read_shard, split_entry
 from data.sources.storage import Folder
@@ -164,6 +164,24 @@ class TextSource:
             yield stream[: arrived - arrived % T].reshape(-1, T), 0, 0
 
 
+class MappedSource:
+    """Rows that lie on this disk among streams, in the order that they have by themselves."""
+
+    def __init__(self, rows: PackedRows):
+        self.rows, self.n_rows, self.fingerprint = rows, rows.n_rows, rows.fingerprint
+
+    def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
+        """Windows from the one that holds `position` on, endlessly."""
+        for first in itertools.count(position // CHUNK * CHUNK, CHUNK):
+            epochs, rows = epochs_and_rows(first, first + CHUNK, self.n_rows, seed)
+            for epoch in np.unique(epochs).tolist():
+                at = (epochs == epoch).nonzero()[0]
+                yield Window(first + int(at[0]), epoch, rows[at], partial(self._take, rows[at]))
+
+    def _take(self, row_ids, chosen) -> np.ndarray:
+        return self.rows.take(row_ids[chosen])["input_ids"]
+
+
 def first_rows(source: TextSource, most: int, cache_dir: str) -> PackedRows:
     """The first rows of a stream, kept in the cache: of its first held-out documents, as a draw from all of
     them would have to read all of it before the first step."""
@@ -191,7 +209,7 @@ class StreamingRows(IterableDataset):
     start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes. mixture,
     number: positions are those of a mixture of which this is a source; rows say its number as "source"."""
 
-    def __init__(self, source: ShardSource | TextSource, *, batch_size: int, seed: int,
+    def __init__(self, source: ShardSource | TextSource | MappedSource, *, batch_size: int, seed: int,
                  process_index: int = 0, num_processes: int = 1, start: int = 0, stop: float = math.inf,
                  mixture: Mixture | None = None, number: int = 0):
         self.source, self.seed, self.batch_size = source, seed, batch_size

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accelerate import Accelerator
+from transformers import PreTrainedTokenizerFast
 
 from data.masking import MaskTokens
 from data.mixture import Mixture
@@ -103,6 +104,8 @@ def folder(tmp_path_factory):
     train_tokenizer(texts[:20], "wordpiece", 300, "bert").save_pretrained(folder / "other-tokenizer")
     for name, tokenizer in {"shards": "tokenizer", "other-shards": "other-tokenizer"}.items():
         assert shard_data.run(str(folder / "b.jsonl"), folder / name, str(folder / tokenizer)) == 0
+    encode = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer").encode
+    np.concatenate([encode(text) for text in texts[110:]]).astype(np.uint16).tofile(folder / "flat.bin")
     sentences = [" ".join(text.split()[:9]).capitalize() for text in texts]
     for i, name in enumerate(("pairs", "more-pairs")):
         documents = [". ".join(sentences[j : j + 8]) + "." for j in range(i, 140, 3)]
@@ -153,16 +156,23 @@ def consumed(found: Recipe, end: int, kills: int) -> list[tuple]:
     return rows
 
 
+def flat_rows(path: str) -> list[list[int]]:
+    """Rows of T of a file as nanoGPT writes them."""
+    ids = np.fromfile(path, np.uint16)
+    return ids[: len(ids) // T * T].reshape(-1, T).tolist()
+
+
 def check_consumed(found: Recipe, end: int, kills: int = 20) -> Data:
     """Killed so often it is, row by row, what the specification says."""
     data, expected = opened(found), {}
-    for i, source in enumerate(data.train.sources.values()):
-        if found.streaming:  # position k of the stream of this source alone
+    for i, (name, source) in enumerate(data.train.sources.items()):
+        if found.streaming and name != "flat":  # position k of the stream of this source alone
             alone = StreamingRows(source, batch_size=1, seed=SEED)
             rows = itertools.islice(alone, int(end * SHARES[i]) + 2)
             expected[i] = [(row["epoch"], row["row"], row["input_ids"].tolist()) for row in rows]
         else:
-            ids, n = source.rows.tolist(), len(source.rows)
+            ids = source.rows.tolist() if name != "flat" else flat_rows(found.dataset_name[i])
+            n = len(ids)
             uses = [divmod(k, n) for k in range(int(end * SHARES[i]) + 2)]
             rows = [(epoch, permutation(n, SEED, epoch)[at]) for epoch, at in uses]
             expected[i] = [(epoch, row, ids[row]) for epoch, row in rows]
@@ -183,13 +193,18 @@ def test_100_000_positions_killed_20_times_on_1_2_and_4_processes_are_what_is_sp
     assert all(type(source) is PackedRows for source in data.train.sources.values())
 
 
-def test_streams_of_text_and_shards_killed_8_times_are_what_is_specified(folder):
-    check_consumed(recipe(folder, streaming=True), 6_000, kills=8)
+STREAMS = "a.jsonl", "shards", "flat.bin"  # streamed text, streamed shards, a mapped file
+
+
+def test_streams_of_text_and_shards_and_a_file_killed_8_times_are_what_is_specified(folder):
+    evaluated = (f"{folder}/c.jsonl",)
+    check_consumed(recipe(folder, *STREAMS, streaming=True, eval_dataset_name=evaluated), 6_000, kills=8)
 
 
 @pytest.mark.slow
 def test_100_000_positions_of_streams_killed_20_times_are_what_is_specified(folder):
-    check_consumed(recipe(folder, streaming=True), 100_000)
+    evaluated = (f"{folder}/c.jsonl",)
+    check_consumed(recipe(folder, *STREAMS, streaming=True, eval_dataset_name=evaluated), 100_000)
 
 
 def test_every_block_and_all_blocks_together_are_within_one_row_of_any_shares():
