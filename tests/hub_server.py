@@ -374,8 +374,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def refs(self, kind, repo_id):
         repo = self.open_repo(kind, repo_id)
-        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": o} for n, o in repo["refs"].items()]
-        self.answer({"branches": branches, "tags": [], "converts": [], "pullRequests": []})
+        branches, tags = (
+            [{"name": name, "ref": f"refs/{where}/{name}", "targetCommit": oid} for name, oid in refs.items()]
+            for where, refs in (("heads", repo["refs"]), ("tags", repo.get("tags", {})))
+        )
+        self.answer({"branches": branches, "tags": tags, "converts": [], "pullRequests": []})
 
     def branch(self, kind, repo_id, name):
         with self.hub.lock:

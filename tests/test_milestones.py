@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -166,19 +167,43 @@ def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next
         commits = len(hub.commits(REPO, "milestones"))
         finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
         assert len(hub.commits(REPO, "milestones")) == commits  # what is there is left alone
+        assert "of an earlier run" not in log.read_text()  # it is this one's
 
 
 def test_a_run_that_begins_anew_has_only_its_own(flags, tmp_path):
-    """Those of the old one stay, as replaced-*, and lend no revision: a tag is moved to the new one's."""
-    run, log = tmp_path / "tiny", tmp_path / "log"
+    """Those of the old one stay, as replaced-*, and lend no revision: a tag is moved to the new one's,
+    whatever the network does meanwhile. What stays on the Hub is named, with the command that deletes it."""
+    run, log, told = tmp_path / "tiny", tmp_path / "log", "revisions of an earlier run"
     flags = flags | {"output_dir": run, "milestones": "log", "push_to_hub": True}
+    faults = [
+        Fault(f"GET .*/{REPO}/refs", status=503), Fault(f"DELETE .*/{REPO}/tag/step-2", kind="lost"),
+        Fault(f"POST .*/{REPO}/tag/", status=503),
+    ]  # fmt: skip
     with HubServer(tmp_path / "server") as hub:
-        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
-        assert hub.tags(REPO).keys() == {"step-1", "step-2", "step-4"}
-        old = hub.tags(REPO)["step-2"]["model.safetensors"]["sha256"]
+        env = clients(hub, tmp_path)
+        finish([start(PROJECT, "train_clm.py", flags, log, env=env)], log)
+        old = hub.tags(REPO)
+        assert old.keys() == {"step-1", "step-2", "step-4"} and told not in log.read_text()
         anew = {"resume_from_checkpoint": "none", "learning_rate": 1e-4, "milestones": [2, 3]}
-        finish([start(PROJECT, "train_clm.py", flags | anew, log, env=clients(hub, tmp_path))], log)
-        new = hub.tags(REPO)["step-2"]["model.safetensors"]["sha256"]
+        hub.faults = faults
+        finish([start(PROJECT, "train_clm.py", flags | anew, log, env=env)], log)
+        line = f"{REPO} has {told}: step-1, step-2 (until this run makes it), step-4; `"
+        assert line in log.read_text() and not any(fault.times for fault in faults)
+        new = hub.tags(REPO)
+        assert new.keys() == {"step-1", "step-2", "step-3", "step-4"}
+        for tag, files in new.items():
+            made = run / "milestones" / (tag if tag in ("step-2", "step-3") else f"replaced-{tag}")
+            assert hub.read(files["manifest.json"]) == (made / "manifest.json").read_bytes()
+
+        branch = {"output_dir": tmp_path / "branch/tiny", "milestones": "none"}
+        branch["resume_from_checkpoint"] = run / "checkpoints/step-00000003"
+        finish([start(PROJECT, "train_clm.py", flags | anew | branch, log, env=env)], log)
+        assert f"{told}: step-1, step-2, step-3, step-4; `" in log.read_text()
+        words = log.read_text().split("`hf ")[-1].split("`")[0].replace("NAME", "step-4").split()
+        hf = Path(sys.executable).with_name("hf")
+        subprocess.run([hf, *words, "--yes"], env=hub.env(tmp_path / "home"), check=True)
+        assert hub.tags(REPO).keys() == {"step-1", "step-2", "step-3"}
+    old, new = (tags["step-2"]["model.safetensors"]["sha256"] for tags in (old, new))
     names = {"step-2", "step-3", "replaced-step-1", "replaced-step-2", "replaced-step-4"}
     assert set(os.listdir(run / "milestones")) == names
     read = {name: sha256((run / "milestones" / name / "model.safetensors").read_bytes()) for name in names}

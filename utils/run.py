@@ -25,7 +25,7 @@ from utils.learning.evaluation import sums_over_dataset
 from utils.learning.optim import UpdateGuard, skipped_updates, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.fetch import fetch_checkpoint, refuse_another
-from utils.publishing.hub_client import check_hub
+from utils.publishing.hub_client import check_hub, milestones_there
 from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
 from utils.publishing.push import NOT_THE_MODEL, Pusher
@@ -112,6 +112,8 @@ class Run:
             self.state = saved["state"] | ({"origin": origin} if origin else {})
             data.load_state_dict(saved["stream"])
         if is_main:
+            if self.repo_id and (origin or not saved):
+                self._tell_milestones(milestones_there(self.repo_id))
             outdate(list_milestones(args.output_dir), 0 if origin else self.step)
         if self.store:
             told = args.resume_from_checkpoint != "auto"  # where to start
@@ -196,6 +198,14 @@ class Run:
             attention=self.config._attn_implementation,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"
+
+    def _tell_milestones(self, there: list[int]) -> None:
+        """What the Hub has as this run begins is of another: ours to move, not to delete."""
+        moved = " (until this run makes it)"
+        names = ", ".join(f"step-{step}{moved if step in self.milestones else ''}" for step in there)
+        if there:
+            print(f"hub        {self.repo_id} has revisions of an earlier run: {names}; "
+                  f"`hf repos tag delete {self.repo_id} NAME` deletes one", flush=True)  # fmt: skip
 
     def _tell_changes(self, saved: dict | None) -> None:
         """What may differ from the run so far, and does."""

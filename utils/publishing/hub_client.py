@@ -56,6 +56,12 @@ def check_hub(hub_model_id: str, private: bool = False, setting: str = "push_to_
     return repo_id
 
 
+def milestones_there(repo_id: str) -> list[int]:
+    """The steps of the tags step-N. ValueError with the remedy."""
+    tags = ask(f"hub_model_id {repo_id}", HfApi().list_repo_refs, repo_id).tags
+    return sorted(int(tag.name[5:]) for tag in tags if re.fullmatch(r"step-\d+", tag.name, re.ASCII))
+
+
 def commit(repo_id: str, branch: str, additions: list, message: str, replaces: str) -> str:
     """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)
 
