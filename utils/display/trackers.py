@@ -30,13 +30,15 @@ def start_trackers(accelerator, project: str, output_dir, settings: dict, step: 
     plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in settings.items()}
     accelerator.init_trackers(
         project,
-        config=None if step else plain,
         init_kwargs={
             "wandb": {"id": run_id, "name": name, "resume": "allow"},
             "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
             "tensorboard": {"purge_step": 0 if step else None},  # hides what is told again, which is all
         },
     )
+    for tracker in accelerator.trackers:
+        if not step or tracker.name != "tensorboard":  # where each start would be one more run
+            tracker.store_init_configuration(plain)
     if not (step and accelerator.is_main_process):
         return {}
     lacks = {tracker.name: step + 1 for tracker in accelerator.trackers} | {"tensorboard": 0}
