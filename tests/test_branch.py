@@ -57,7 +57,7 @@ def test_curves_mark_where_a_branch_starts(runs, tmp_path, monkeypatch, x):
     drawn.clear()
     curves.draw([runs / name for name in "abc"], tmp_path / "abc.png", x)
     _, labels = drawn[0].get_legend_handles_labels()
-    assert labels == ["a", "b, from a at step 3", "c, from b at step 5"]
+    assert labels == ["a", "b, from a at step 3", "c, from b at step 5", "evaluation"]
 
 
 def test_the_name_of_a_run_shows_nothing_of_its_path_and_can_be_printed(tmp_path):

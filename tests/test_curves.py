@@ -170,6 +170,22 @@ def test_overlaid_runs_share_the_dashes_of_an_evaluation_set(tmp_path, drawn):
     assert {line.get_linestyle() for line in books} == {legend["evaluation, books"].get_linestyle()}
 
 
+@pytest.mark.parametrize("evaluations", [4, 10])
+def test_the_loss_before_any_training_flattens_no_long_curve(tmp_path, drawn, evaluations):
+    lines = [eval_line(0, 9.2)] + [train_line(s, 2 + 4 / s**0.3) for s in range(1, 1001)]
+    every = 1000 // evaluations
+    write_run(tmp_path, lines + [eval_line(s, 3.0) for s in range(every, 1001, every)])
+    draw([tmp_path], tmp_path / "curves.png")
+    assert (drawn[0].get_ylim()[1] > 9.2) == (evaluations == 4)
+
+
+def test_overlaid_runs_are_told_apart_by_their_paths_where_names_are_the_same(tmp_path, drawn):
+    runs = [write_run(tmp_path / name, [train_line(1), eval_line(1)]) for name in ("a/tiny", "b/tiny", "c")]
+    draw(runs, tmp_path / "both.png")
+    told = [text.get_text() for text in drawn[0].get_legend().get_texts()]
+    assert told == [str(runs[0]), str(runs[1]), "c", "evaluation"]
+
+
 def test_a_title_of_many_sets_is_cut(tmp_path, drawn):
     write_run(tmp_path, [sets_line(1, **{f"an-evaluation-set-{i}": 3.0 for i in range(20)})])
     draw([tmp_path], tmp_path / "curves.png")

@@ -50,9 +50,9 @@ def draw(runs: list, output: Path, x: str = "step"):
     grid = figure.add_gridspec(2, len(panels), height_ratios=[2, 1])
     loss = figure.add_subplot(grid[0, :])
     axes = {key: figure.add_subplot(grid[1, i]) for i, key in enumerate(panels)}
-    visible = []
+    visible, names = [], [run.resolve().name for run in histories]
     for i, (run, lines) in enumerate(histories.items()):
-        name = run.resolve().name
+        name = names[i] if names.count(names[i]) == 1 else str(run)
         if origin := read_run(run).get("origin"):  # a branch
             name += f", from {origin['run']} at step {origin['step']:,}"
             at = _positions(lines, [origin["step"]], x)
@@ -64,14 +64,14 @@ def draw(runs: list, output: Path, x: str = "step"):
     if alone:
         loss.set_title(_title(name, lines), fontsize=10, loc="left")
         _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
-    elif list(sets) != [""]:  # whose dashes are the same for all runs
+    else:  # the dashes of a set are the same for all runs
         for place, label in enumerate(sets.values()):
             loss.plot([], [], lw=1.5, label=label, **_style(place, -1))
     _label_loss(loss, visible, "exp(loss)" if by_set(logged, "loss/nsp") else "perplexity")
     loss.set_xlabel(x, fontsize=9)
     for axis in (loss, *axes.values()):
         axis.set_xlim(loss.get_xlim())
-        _tidy(axis, 8 if axis is loss else 3)
+        _tidy(axis, 8 if axis is loss else 4)
 
     temporary = output.with_name(f".{output.name}.{os.getpid()}")
     figure.savefig(temporary, format="png")
@@ -119,7 +119,8 @@ def _draw_loss(axis, run: str, lines: list[dict], sets: dict, number: int | None
         drawn.append(("loss/nsp", "evaluation, next sentence", style | {"ls": "-."}))
     for key, label, style in drawn:
         curve = _series(lines, key, x)
-        visible.append(_plot(axis, *curve, False, lw=1.5, ms=4, label=label if alone else "", **style))
+        values = _plot(axis, *curve, False, lw=1.5, ms=4, label=label if alone else "", **style)
+        visible.append(values[1:] if smooth and len(values) > 8 else values)  # the first: before any training
     return visible
 
 
