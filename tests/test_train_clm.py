@@ -191,6 +191,7 @@ def test_what_a_run_leaves(one_process):
     assert train[-1]["tokens"] == 6 * 8 * 32
     evaluations = [line for line in lines if "loss/eval" in line]
     assert [line["step"] for line in evaluations] == [0, 3, 6]
+    assert [line["tokens"] for line in evaluations] == [0, 3 * 8 * 32, 6 * 8 * 32]
     losses = [line["loss/eval"] for line in evaluations]
     assert losses[-1] < losses[0] == pytest.approx(math.log(512), rel=0.02)
 

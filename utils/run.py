@@ -311,7 +311,7 @@ class Run:
             if record is None:
                 return
             self.state["eval"] = record
-            self._log(record)
+            self._log({"tokens": self.steps.tokens_before(self.step), **record})  # for dashboards, as an axis
             if self.args.keep_best:
                 self._keep_best(record)
             prompts, tokenizer = self.args.prompts, self.data.tokenizer

@@ -62,6 +62,8 @@ def test_trackio(folder, monkeypatch):
     logged = SQLiteStorage.get_logs("train_clm", run)
     for metric, steps in ("loss/train", range(1, STEPS + 1)), ("loss/eval", range(0, STEPS + 1, 10)):
         assert [line["step"] for line in logged if metric in line] == list(steps), metric
+    on = {line["step"]: line["tokens"] for line in logged if "loss/eval" in line}  # another axis
+    assert on == {step: step * 8 * 32 for step in on}
     config = SQLiteStorage.get_run_config("train_clm", run)
     assert config["max_train_steps"] == STEPS and config["report_to"] == ",".join(PACKAGES)
 

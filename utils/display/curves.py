@@ -206,7 +206,7 @@ def _series(lines: list[dict], key: str, x: str) -> tuple[np.ndarray, np.ndarray
 
 
 def _positions(lines: list[dict], steps: list, x: str) -> np.ndarray:
-    """Steps in units of x. Evaluation lines have only a step: tokens and seconds come from training lines."""
+    """Steps in units of x. Evaluation lines have no seconds, old ones no tokens: from training lines."""
     if x == "step":
         return np.array(steps, float)
     known = [(line["step"], line[x]) for line in lines if line.get(x) is not None and "step" in line]
