@@ -1,5 +1,11 @@
 """Files in the order of their length: the longest begin, or two workers would not end together."""
 
+import shutil
+
+import pytest
+
+from tests.forked import free_port
+
 LONGEST = """test_edits test_readme test_train_clm test_train_mlm test_hub test_losses test_hub_run
     test_crash test_milestones test_saved_models test_fsdp test_model_types test_plan test_prepare
     test_bad_input""".split()
@@ -10,3 +16,23 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def hub_port():
+    """Of all Hub servers: the client reads the address when it is imported, so that each other one would need
+    a fork server of its own (tests/forked.py)."""
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def _home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture
+def hub_home(_home):
+    """HF_HOME of what runs against them, for the same reason one folder; empty at the start of a test."""
+    shutil.rmtree(_home)
+    _home.mkdir()
+    return _home

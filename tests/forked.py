@@ -11,6 +11,7 @@ which runs that people start do not. Without `picture` they draw no curves.png a
 where matplotlib fails: drawing takes three times what the rest of a small run takes.
 """
 
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -29,15 +31,28 @@ READ_AT_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XE
 
 context = multiprocessing.get_context("forkserver")
 _servers = {}  # one for each environment that the libraries were imported in
+_ports = itertools.count()
+
+
+def free_port() -> int:
+    """Below those that the system gives away by itself, so that it is still free when it is used later; each
+    process of tests has a hundred of its own."""
+    for _ in range(100):
+        port = 12_000 + 100 * (os.getpid() % 200) + next(_ports) % 100
+        with socket.socket() as found, suppress(OSError):
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
 
 
 def start(
     folder, what: str, flags: dict | list, log, processes: int = 1, rank: int = 0, port: int = 0,
-    *, env: dict | None = None, errors=None, cwd=None, picture: bool = False,
+    *, env: dict | None = None, errors=None, cwd=None, picture: bool = False, stdin=os.devnull,
 ):  # fmt: skip
     """The running process, number `rank` of several. what: a script of `folder`, or a module, as python -m.
     env: its whole environment, if not the usual one; errors: where its stderr goes, if not to the log; cwd:
-    where it runs, if not in `folder`."""
+    where it runs, if not in `folder`; stdin: a file or a FIFO."""
     env = environment(processes) if env is None else env
     if processes > 1:
         env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -45,10 +60,10 @@ def start(
         env |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     words = arguments(flags) if isinstance(flags, dict) else [str(word) for word in flags]
     Path(log).touch()
-    outputs = str(log), str(errors or log)
+    files = str(stdin), str(log), str(errors or log)
     places = str(folder), str(cwd or folder)
-    process = context.Process(target=_run, args=(places, what, words, outputs, env, picture))
-    early = {name: env[name] for name in READ_AT_IMPORT if name in env}
+    process = context.Process(target=_run, args=(places, what, words, files, env, picture))
+    early = {name: env[name] for name in READ_AT_IMPORT if env.get(name, "0") != "0"}
     server = _servers.setdefault(tuple(early.items()), forkserver.ForkServer())
     server.set_forkserver_preload(["tests.preloaded"])
     clean = {name: value for name, value in environment(PYTHONPATH=str(PROJECT)).items()
@@ -61,9 +76,7 @@ def start(
 
 def start_all(folder, what: str, flags: dict | list, log, processes: int, **settings) -> list:
     """All processes of one run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     return [start(folder, what, flags, log, processes, rank, port, **settings) for rank in range(processes)]
 
 
@@ -104,9 +117,11 @@ def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.
         return run(str(script), list(words), processes, **settings)
 
 
-def _run(places, what, words, outputs, env, picture):
+def _run(places, what, words, files, env, picture):
     """In the forked process."""
-    for descriptor, file in enumerate(outputs, 1):
+    os.dup2(os.open(files[0], os.O_RDONLY), 0)
+    sys.stdin = open(0)
+    for descriptor, file in enumerate(files[1:], 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     assert "tests.preloaded" in sys.modules, "the server could not import it"
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:

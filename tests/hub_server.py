@@ -67,8 +67,8 @@ class Refused(Exception):
 
 
 class HubServer:
-    def __init__(self, root, port=0, xet=False):
-        self.root, self.uses_xet = Path(root), xet
+    def __init__(self, root, port=0, xet=False, home=None):
+        self.root, self.uses_xet, self.home = Path(root), xet, home
         for name in ("blobs", "repos"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         self.tokens = {TOKEN: ADA}                                  # {token: user}; remove one to revoke it
@@ -102,10 +102,10 @@ class HubServer:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
-    def env(self, home, token=TOKEN):
-        """The environment of a client process: this server, a home of its own, a token (None: none)."""
+    def env(self, home=None, token=TOKEN):
+        """The environment of a client process: this server, its home, a token (None: none)."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        env.update(HF_ENDPOINT=self.url, HF_HOME=str(home), HF_HUB_DISABLE_TELEMETRY="1",
+        env.update(HF_ENDPOINT=self.url, HF_HOME=str(home or self.home), HF_HUB_DISABLE_TELEMETRY="1",
                    NO_PROXY="127.0.0.1",
                    HF_HUB_DISABLE_XET="0" if self.uses_xet else "1", HF_XET_XORB_COMPRESSION_POLICY="none")
         return env if token is None else {**env, "HF_TOKEN": token}

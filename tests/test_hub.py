@@ -1,13 +1,15 @@
 """Publishing on the Hub, against a Hub on loopback with the real client, over both of its transports.
 
-Programs run in processes of their own, as the client reads HF_ENDPOINT when it is imported. Whatever they
-print and leave is searched for the token.
+Programs run in processes of their own, forked (tests/forked.py). Whatever they print and leave is searched
+for the token.
 """
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from dataclasses import replace
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.hub_server import ADA, TOKEN, Fault, HubServer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -55,50 +58,77 @@ def wait(pusher, *states):
 
 
 @pytest.fixture(params=["lfs", "xet"])
-def both(request, tmp_path):
-    with HubServer(tmp_path / "server", xet=request.param == "xet") as hub:
+def both(request, tmp_path, hub_port, hub_home):
+    with HubServer(tmp_path / "server", hub_port, xet=request.param == "xet", home=hub_home) as hub:
         yield hub
 
 
 @pytest.fixture
-def hub(tmp_path):
-    with HubServer(tmp_path / "server") as hub:
+def hub(tmp_path, hub_port, hub_home):
+    with HubServer(tmp_path / "server", hub_port, home=hub_home) as hub:
         yield hub
 
 
 class Program:
-    """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`."""
+    """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`. fresh: no forked one,
+    so that it also ends as Python does."""
 
-    def __init__(self, hub, folder, code):
-        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code), str(folder / "run")]
-        self.folder, self.output = folder, ""
-        self.process = subprocess.Popen(
-            command, cwd=PROJECT, env=hub.env(folder / "home"), text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
+    def __init__(self, hub, folder, code, fresh=False):
+        self.hub, self.folder = hub, folder
+        place = Path(tempfile.mkdtemp(dir=folder))
+        script, stdin, self.log = place / "program.py", place / "stdin", place / "log"
+        script.write_text(PRELUDE + textwrap.dedent(code))
+        os.mkfifo(stdin)
+        self.stdin = os.open(stdin, os.O_RDWR)
+        env, words = hub.env(), [str(folder / "run")]
+        if not fresh:
+            self.process = forked.start(PROJECT, str(script), words, self.log, env=env, stdin=stdin)
+            return
+        with open(self.log, "w") as log, open(stdin) as read:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), *words], cwd=PROJECT, env=env | {"PYTHONPATH": str(PROJECT)},
+                stdin=read, stdout=log, stderr=log,
+            )
+
+    @property
+    def output(self):
+        return self.log.read_text()
+
+    @property
+    def status(self):
+        """None while it runs."""
+        return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
 
     def go(self):
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        os.write(self.stdin, b"\n")
 
     def told(self):
         """What it passes to `tell` next."""
-        line = "-"
-        while line and not line.startswith("> "):
-            self.output += (line := self.process.stdout.readline())
-        return line
+        while len(lines := re.findall(r"^> .*\n", self.output, re.M)) <= self.heard:
+            assert self.status is None or self.output.count("\n> ") > self.heard, self.output
+            time.sleep(0.02)
+        self.heard += 1
+        return lines[self.heard - 1]
 
-    def until(self, hub, request):
+    heard = 0
+
+    def until(self, request):
         """Wait until the server has seen a request that matches."""
-        while not any(re.search(request, entry["line"]) for entry in hub.log):
-            assert self.process.poll() is None, self.process.communicate()[0]
+        while not any(re.search(request, entry["line"]) for entry in self.hub.log):
+            assert self.status is None, self.output
             time.sleep(0.02)
 
     def end(self, status=0):
-        self.output += self.process.communicate(timeout=180)[0]
-        assert self.process.returncode == status, self.output
+        deadline = time.monotonic() + 180
+        while self.status is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.close(self.stdin)
+        ended = self.status
+        self.process.kill()
+        assert ended == status, self.output
         assert TOKEN not in self.output
-        kept = [p for p in self.folder.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
+        files = [path for place in (self.folder, self.hub.home) for path in place.rglob("*") if path.is_file()]
+        kept = [path for path in files if TOKEN.encode() in path.read_bytes()]
         assert not kept, f"the token is in {kept}"
         return self.output
 
@@ -121,11 +151,11 @@ def steps(hub, repo_id="ada/model"):
     return found
 
 
-def upload_by_hand(hub, folder, output):
+def upload_by_hand(hub, output):
     """Run the command that the program printed."""
     words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
     words[0] = str(Path(sys.executable).parent / "hf")
-    done = subprocess.run(words, env=hub.env(folder / "home"), capture_output=True, text=True, timeout=180)
+    done = subprocess.run(words, env=hub.env(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -306,7 +336,7 @@ def test_token_revoked_during_training(both, tmp_path):
     output = program.end(status=1)
     assert output.count("was not published") == 1 and "hf auth login" in output
     both.tokens = tokens
-    upload_by_hand(both, tmp_path, output)
+    upload_by_hand(both, output)
     assert steps(both) == [1, 4]
 
 
@@ -322,7 +352,7 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
     save(2)
     pusher.push(2)
     sys.exit(0 if pusher.finish(3) else 1)
-    """)
+    """, fresh=how == "silent")
     assert "'done'" in program.told()
     if how == "gone":
         both.stop()
@@ -332,9 +362,9 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
     assert "'Step 2' did not reach ada/model" in output
     assert not (tmp_path / "run/.hub").exists()
     both.stop()
-    with HubServer(tmp_path / "server", port=both.port, xet=both.uses_xet) as again:
+    with HubServer(tmp_path / "server", both.port, both.uses_xet, both.home) as again:
         assert steps(again) == [1]
-        upload_by_hand(again, tmp_path, output)
+        upload_by_hand(again, output)
         assert steps(again) == [1, 2]
 
 
@@ -353,7 +383,7 @@ def test_killed_during_a_push(both, tmp_path, when):
     match = UPLOAD if when == "upload" else "POST .*/commit/"
     both.faults.append(Fault(match, "hang", times=ALWAYS))
     program = Program(both, tmp_path, code)
-    program.until(both, match)
+    program.until(match)
     program.process.kill()
     program.end(status=-9)
     assert (tmp_path / "run/.hub").exists() and steps(both) == []
@@ -456,7 +486,7 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
     program.told()
     both.faults.append(Fault("GET .*/resolve/.*/0.pt", status=403, times=ALWAYS))
     program.go()
-    program.until(both, "GET .*/0.pt")
+    program.until("GET .*/0.pt")
     both.faults.clear()
     program.go()
     program.end()
