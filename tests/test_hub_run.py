@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -31,21 +30,13 @@ SECOND_COMMIT = {"match": f"POST .*/{REPO}/commit/main", "skip": 1, "times": ALW
 
 
 @pytest.fixture(scope="module")
-def port(tmp_path_factory):
-    """Of all servers here, or each of them would need a fork server of its own."""
-    with HubServer(tmp_path_factory.mktemp("port")) as first:
-        return first.port
-
-
-@pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
 
 
 @pytest.fixture
-def hub(tmp_path, port, corpus):
-    shutil.rmtree(corpus.parent / "home" / "xet", ignore_errors=True)  # what the server before had
-    with HubServer(tmp_path / "server", port, xet=True) as hub:  # as by default; both ways in test_hub.py
+def hub(tmp_path, hub_port, hub_home):
+    with HubServer(tmp_path / "server", hub_port, True, hub_home) as hub:  # Xet, as by default
         yield hub
 
 
@@ -55,15 +46,15 @@ def settings(corpus, folder, **changes):
             "output_dir": folder / "tiny", **changes}  # fmt: skip
 
 
-def environment(hub, corpus, token=TOKEN):
-    return hub.env(corpus.parent / "home", token) | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+def environment(hub, token=TOKEN):
+    return hub.env(token=token) | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 
 
 def start(hub, corpus, folder, token=TOKEN, processes=1, picture=False, **changes):
     """The processes of the script on the output folder folder/tiny, and where they write."""
     folder.mkdir(exist_ok=True)
     log = Path(tempfile.mkstemp(dir=folder, prefix="log-")[1])
-    flags, env = settings(corpus, folder, **changes), environment(hub, corpus, token)
+    flags, env = settings(corpus, folder, **changes), environment(hub, token)
     return forked.start_all(PROJECT, "train_clm.py", flags, log, processes, env=env, picture=picture), log
 
 
@@ -121,7 +112,7 @@ def published(hub, folder):
 def test_every_save_is_a_revision(hub, corpus, tmp_path):
     words = [sys.executable, "train_clm.py", *arguments(settings(corpus, tmp_path))]
     done = subprocess.run(
-        words, cwd=PROJECT, env=environment(hub, corpus), capture_output=True, text=True, timeout=200
+        words, cwd=PROJECT, env=environment(hub), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     without_token(done.stdout + done.stderr, tmp_path)
@@ -150,7 +141,7 @@ def test_the_last_push_fails(hub, corpus, tmp_path, why):
     hub.faults.clear()
     words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
     words[0] = str(Path(sys.executable).parent / "hf")
-    subprocess.run(words, env=hub.env(tmp_path / "home"), check=True, timeout=180)
+    subprocess.run(words, env=hub.env(), check=True, timeout=180)
     assert published(hub, tmp_path / "revisions") == [3, 6]
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 
@@ -160,7 +151,7 @@ def test_a_tokenizer_is_published_with_the_same_care(hub, corpus, tmp_path):
 
     def train(status, token=TOKEN, vocab_size="400"):
         flags = ["--dataset_name", corpus, "--vocab_size", vocab_size, "--output_dir", tmp_path / "words"]
-        done = forked.run("data.tokenizer", [*flags, "--push_to_hub"], env=environment(hub, corpus, token))
+        done = forked.run("data.tokenizer", [*flags, "--push_to_hub"], env=environment(hub, token))
         assert done.returncode == status, done.stderr
         assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
         return done.stdout + done.stderr
@@ -182,7 +173,7 @@ def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tm
 
     def tool(module, *flags):
         flags = ["--dataset_name", corpus, *flags]
-        done = forked.run(f"data.{module}", flags, env=environment(hub, corpus))
+        done = forked.run(f"data.{module}", flags, env=environment(hub))
         assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
         return done.stdout
 

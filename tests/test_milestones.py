@@ -3,6 +3,7 @@
     MILESTONE_KILLS=20 pytest tests/test_milestones.py -k under_kills     # the default is a few kills, for CI
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers import PreTrainedTokenizerFast as Fast
 
-from tests.forked import finish, start, start_all
+from tests.forked import finish, run_code, start, start_all
 from tests.hub_server import TOKEN, Fault, HubServer
 from tests.runs import PROJECT, TINY, environment, write_corpus
 from utils.learning.losses import CausalLMLoss
@@ -57,8 +58,13 @@ def assert_the_weights(lm, expected: dict):
     assert expected and all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def clients(hub, folder, processes=1) -> dict:
-    env = hub.env(folder / "home")
+@pytest.fixture
+def server(tmp_path, hub_port, hub_home):
+    return functools.partial(HubServer, tmp_path / "server", hub_port, home=hub_home)
+
+
+def clients(hub, processes=1) -> dict:
+    env = hub.env()
     env = {name: value for name, value in env.items() if name.startswith("HF_") or name == "NO_PROXY"}
     return environment(processes, **env | {"HF_HUB_OFFLINE": "0"})
 
@@ -74,7 +80,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, processes, tmp_path):
+def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, processes, server, tmp_path):
     """Each loads, here and from its revision, with the weights that an undisturbed run had at this step."""
     steps = [5 * (i + 1) for i in range(int(KILLS or 4 // processes))]
     flags = flags | {"max_train_steps": steps[-1] + 3, "per_device_train_batch_size": 8 // processes}
@@ -85,8 +91,8 @@ def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, proce
     run = tmp_path / "tiny"
     flags |= {"output_dir": run, "save_steps": 7, "milestones": steps, "push_to_hub": True}
     moments, inodes = random.Random(0), {}
-    with HubServer(tmp_path / "server", xet=processes == 2) as hub:
-        env = clients(hub, tmp_path, processes)
+    with server(xet=processes == 2) as hub:
+        env = clients(hub, processes)
         for i, step in enumerate(steps):
             hub.faults = [Fault(**vars(FAULTS[(2 * i + j) % len(FAULTS)])) for j in range(2)]
             running = start_all(PROJECT, "train_clm.py", flags, log, processes, env=env)
@@ -139,22 +145,24 @@ def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, proce
             f"    lm = AutoModelForCausalLM.from_pretrained('{REPO}', revision=f'step-{{step}}')\n"
             "    save_file({n: v.clone() for n, v in lm.state_dict().items()}, f'{sys.argv[1]}/{step}')\n"
         )
-        command = [sys.executable, "-c", code, str(tmp_path), *map(str, steps)]
-        subprocess.run(command, env=hub.env(tmp_path / "home"), check=True, timeout=300)
+        done = run_code(code, [tmp_path, *steps], env=env)
+        assert done.returncode == 0, done.stderr
         for step in steps:
             found = load_file(tmp_path / str(step))
             expected = weights_of_checkpoint(whole / f"checkpoints/step-{step:08d}")
             assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next_start(flags, tmp_path):
+def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next_start(
+    flags, server, tmp_path
+):
     """A revision that cannot be right is not there; training goes on to its end; the exit status is 1."""
     run, log = tmp_path / "tiny", tmp_path / "log"
     flags = flags | {"output_dir": run, "milestones": [2, 4], "push_to_hub": True, "hub_timeout": 2}
-    with HubServer(tmp_path / "server") as hub:
+    with server(xet=True) as hub:
         hub.put(REPO, {"model.safetensors": b"of another run"})
         hub.faults = [Fault(COMMIT, kind="wrong", times=float("inf"))]
-        ended = start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))
+        ended = start(PROJECT, "train_clm.py", flags, log, env=clients(hub))
         ended.join(120)
         assert ended.exitcode == 1 and hub.tags(REPO) == {}, log.read_text()[-2000:]
         for step in (2, 4):
@@ -162,15 +170,15 @@ def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next
             assert f"milestones/step-{step} . --revision step-{step}" in log.read_text()
         assert "arrived with another hash" in log.read_text() and "steps             6" in log.read_text()
         hub.faults = []
-        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
+        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub))], log)
         assert hub.tags(REPO).keys() == {"step-2", "step-4"}
         commits = len(hub.commits(REPO, "milestones"))
-        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub, tmp_path))], log)
+        finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub))], log)
         assert len(hub.commits(REPO, "milestones")) == commits  # what is there is left alone
         assert "of an earlier run" not in log.read_text()  # it is this one's
 
 
-def test_a_run_that_begins_anew_has_only_its_own(flags, tmp_path):
+def test_a_run_that_begins_anew_has_only_its_own(flags, server, tmp_path):
     """Those of the old one stay, as replaced-*, and lend no revision: a tag is moved to the new one's,
     whatever the network does meanwhile. What stays on the Hub is named, with the command that deletes it."""
     run, log, told = tmp_path / "tiny", tmp_path / "log", "revisions of an earlier run"
@@ -179,8 +187,8 @@ def test_a_run_that_begins_anew_has_only_its_own(flags, tmp_path):
         Fault(f"GET .*/{REPO}/refs", status=503), Fault(f"DELETE .*/{REPO}/tag/step-2", kind="lost"),
         Fault(f"POST .*/{REPO}/tag/", status=503),
     ]  # fmt: skip
-    with HubServer(tmp_path / "server") as hub:
-        env = clients(hub, tmp_path)
+    with server() as hub:
+        env = clients(hub)
         finish([start(PROJECT, "train_clm.py", flags, log, env=env)], log)
         old = hub.tags(REPO)
         assert old.keys() == {"step-1", "step-2", "step-4"} and told not in log.read_text()
@@ -201,7 +209,7 @@ def test_a_run_that_begins_anew_has_only_its_own(flags, tmp_path):
         assert f"{told}: step-1, step-2, step-3, step-4; `" in log.read_text()
         words = log.read_text().split("`hf ")[-1].split("`")[0].replace("NAME", "step-4").split()
         hf = Path(sys.executable).with_name("hf")
-        subprocess.run([hf, *words, "--yes"], env=hub.env(tmp_path / "home"), check=True)
+        subprocess.run([hf, *words, "--yes"], env=clients(hub), check=True)
         assert hub.tags(REPO).keys() == {"step-1", "step-2", "step-3"}
     old, new = (tags["step-2"]["model.safetensors"]["sha256"] for tags in (old, new))
     names = {"step-2", "step-3", "replaced-step-1", "replaced-step-2", "replaced-step-4"}

@@ -37,11 +37,10 @@ class Guarded(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory):
-    """The port and the home of both Hubs here: what the libraries were imported with."""
-    with HubServer(tmp_path_factory.mktemp("port")) as first:
-        return first.port, tmp_path_factory.mktemp("home")
+@pytest.fixture
+def hub(tmp_path, hub_port, hub_home):
+    with HubServer(tmp_path / "server", hub_port, True, hub_home) as hub:
+        yield hub
 
 
 @pytest.fixture
@@ -54,10 +53,10 @@ def server(tmp_path):
     http.shutdown()
 
 
-def run(server, hub, home, folder, what, words, status):
+def run(server, hub, folder, what, words, status):
     """stdout and stderr of a command that knows all the secrets and leaves none in `folder` and its home."""
     proxy = f"http://ada:{PROXY}@127.0.0.1:9"
-    env = hub.env(home) | {
+    env = hub.env() | {
         "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "https_proxy": proxy, "http_proxy": proxy,
         "AWS_ACCESS_KEY_ID": S3_ID, "AWS_SECRET_ACCESS_KEY": S3_KEY,
     }  # fmt: skip
@@ -66,13 +65,13 @@ def run(server, hub, home, folder, what, words, status):
     assert done.returncode == status, output
     for secret in (TOKEN, server.password, QUERY, S3_KEY, PROXY, OVERRIDE):
         assert secret not in output, (secret, output)
-        files = [path for place in (folder, home) for path in place.rglob("*") if path.is_file()]
+        files = [path for place in (folder, hub.home) for path in place.rglob("*") if path.is_file()]
         left = [path for path in files if secret.encode() in path.read_bytes()]
         assert not left, (secret, left)
     return output
 
 
-def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(server, known, tmp_path):
+def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(server, hub, tmp_path):
     """And the run goes on by the same command, also when the password has been changed meanwhile."""
     overrides = TINY["config_overrides"] + f",_name_or_path=s3://{S3_ID}:{S3_KEY}@bucket/model"
     overrides += f",summary_type=https://host/model?sig={QUERY},summary_activation={OVERRIDE}"
@@ -85,34 +84,30 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
         server.password = password
         url = f"http://ada:{password}@127.0.0.1:{server.server_port}"
         changed = flags | {"dataset_name": f"{url}/corpus.jsonl"} | changes
-        return run(server, hub, home, tmp_path, "train_clm.py", changed, status)
+        return run(server, hub, tmp_path, "train_clm.py", changed, status)
 
-    port, home = known
-    with HubServer(tmp_path / "server", port) as hub:
-        train("url-pass-4242")
-        before = metrics(tmp_path / "tiny")
-        assert "http://***@127.0.0.1" in (tmp_path / "tiny/README.md").read_text()
-        assert hub.commits("ada/tiny") and hub.commits("ada/tiny", "checkpoints")
-        shutil.rmtree(tmp_path / "tiny/checkpoints/step-00000006")
-        assert "3 are done" in train("another-pass-4242", push_checkpoints=False)
-        assert metrics(tmp_path / "tiny") == before
-        query = f"http://127.0.0.1:{server.server_port}/corpus.jsonl?sig={QUERY}"
-        told = train("third-pass-4242", 2, dataset_name=query)
-        assert "dataset_name: http://***@127.0.0.1" in told and "corpus.jsonl?*** now" in told
+    train("url-pass-4242")
+    before = metrics(tmp_path / "tiny")
+    assert "http://***@127.0.0.1" in (tmp_path / "tiny/README.md").read_text()
+    assert hub.commits("ada/tiny") and hub.commits("ada/tiny", "checkpoints")
+    shutil.rmtree(tmp_path / "tiny/checkpoints/step-00000006")
+    assert "3 are done" in train("another-pass-4242", push_checkpoints=False)
+    assert metrics(tmp_path / "tiny") == before
+    query = f"http://127.0.0.1:{server.server_port}/corpus.jsonl?sig={QUERY}"
+    told = train("third-pass-4242", 2, dataset_name=query)
+    assert "dataset_name: http://***@127.0.0.1" in told and "corpus.jsonl?*** now" in told
 
 
-def test_prepared_shards_do_not_hold_the_password_of_their_source(server, known, tmp_path):
+def test_prepared_shards_do_not_hold_the_password_of_their_source(server, hub, tmp_path):
     server.password = "url-pass-4242"
     url = f"http://ada:{server.password}@127.0.0.1:{server.server_port}/"
-    port, home = known
-    with HubServer(tmp_path / "server", port) as hub:
 
-        def prepare(name, status):
-            words = ["--text_only", "--output_dir", tmp_path / "shards", "--dataset_name", url + name]
-            return run(server, hub, home, tmp_path, "data.prepare", words, status)
+    def prepare(name, status):
+        words = ["--text_only", "--output_dir", tmp_path / "shards", "--dataset_name", url + name]
+        return run(server, hub, tmp_path, "data.prepare", words, status)
 
-        assert "http://***@127.0.0.1" in prepare("no.jsonl", 2)
-        prepare("corpus.jsonl", 0)
+    assert "http://***@127.0.0.1" in prepare("no.jsonl", 2)
+    prepare("corpus.jsonl", 0)
     assert "http://***@127.0.0.1" in (tmp_path / "shards/manifest.json").read_text()
 
 

@@ -22,6 +22,7 @@ from data.tokenizer import (
     split_text,
     train_tokenizer,
 )
+from tests import forked
 from tests.hub_server import TOKEN, Fault, HubServer
 from tests.runs import PROJECT
 from utils.learning.model import _positions_after_pad
@@ -180,31 +181,29 @@ def test_roberta_like_special_tokens_go_to_the_models_that_number_positions_afte
     assert not _positions_after_pad("masked", AutoConfig.for_model("bert"), {})
 
 
-def test_a_hub_that_falls_silent_ends_the_push_and_keeps_the_files(english, tmp_path):
+def test_a_hub_that_falls_silent_ends_the_push_and_keeps_the_files(english, hub_port, hub_home, tmp_path):
     """Nobody answers the commit: tried again, then status 1 and the command that uploads the files later."""
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english[:20]))
     code = ("import sys; from data import tokenizer; from data.sources import storage;"
             "storage.SILENCE, storage.DELAYS = 0.5, (0.1, 0.1); tokenizer.main(sys.argv[1:])")
     words = ["--dataset_name", source, "--vocab_size", 300, "--output_dir", tmp_path / "out", "--push_to_hub"]
-    with HubServer(tmp_path / "server") as hub:
+    with HubServer(tmp_path / "server", hub_port, home=hub_home) as hub:
         hub.faults.append(Fault("POST .*/ada/out/commit/main", kind="hang", times=float("inf")))
-        done = subprocess.run([sys.executable, "-c", code, *map(str, words)], cwd=PROJECT, timeout=60,
-                              capture_output=True, text=True, env=hub.env(tmp_path / "home"))
+        done = forked.run_code(code, words, env=hub.env())
         assert not [name for commit in hub.commits("ada/out") for name in commit["files"] if "json" in name]
         assert done.returncode == 1 and "failed 3 times" in done.stderr, done.stderr
         assert "Traceback" not in done.stderr and TOKEN not in done.stdout + done.stderr
         hub.faults.clear()
         command = shlex.split(re.search(r"^ *(hf upload .*)$", done.stderr, re.M)[1])
         command[0] = str(Path(sys.executable).parent / "hf")
-        subprocess.run(command, env=hub.env(tmp_path / "home"), check=True, timeout=60, capture_output=True)
+        subprocess.run(command, env=hub.env(), check=True, timeout=60, capture_output=True)
         files = hub.commits("ada/out")[-1]["files"]
         assert hub.read(files["tokenizer.json"]) == (tmp_path / "out/tokenizer.json").read_bytes()
 
 
 def command_line(*arguments):
-    return subprocess.run([sys.executable, "-m", "data.tokenizer", *map(str, arguments)], cwd=PROJECT,
-                          capture_output=True, text=True)
+    return forked.run("data.tokenizer", list(arguments))
 
 
 def test_the_command_trains_on_a_bounded_sample_and_names_mistakes(english, tmp_path):
