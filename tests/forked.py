@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -88,6 +89,21 @@ def finish(processes: list, log, timeout: float = 120) -> None:
     for process in processes:
         process.kill()
     assert statuses == [0] * len(processes), f"exit {statuses}: {Path(log).read_text()[-4000:]}"
+
+
+def start_code(code: str, words: list, folder: Path) -> tuple:
+    """As python -c, and the log of what it prints; both in `folder`."""
+    script = Path(tempfile.mkstemp(".py", dir=folder)[1])
+    script.write_text(code)
+    log = script.with_suffix(".log")
+    return start(PROJECT, str(script), words, log), log
+
+
+def wait_for(process, log: Path, text: str) -> None:
+    """Until it has printed that."""
+    while text not in log.read_text():
+        assert process.is_alive() or text in log.read_text(), log.read_text()
+        time.sleep(0.01)
 
 
 def run(

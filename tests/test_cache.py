@@ -1,9 +1,7 @@
 """The cache: one process of a machine fills it, damage and what a kill leaves are mended."""
 
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,7 +14,7 @@ import pytest
 
 from data.cache import build_once
 from data.shards import check_shards, open_shards
-from tests.runs import PROJECT
+from tests import forked
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
 
 COPY = """
@@ -61,35 +59,33 @@ def server(shards):
     server.shutdown()
 
 
-def start(url, cache) -> subprocess.Popen:
-    command = [sys.executable, "-c", COPY, url, str(cache)]
-    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_of_two_processes_one_copies_remote_shards_and_their_tokenizer(server, shards, tmp_path):
     server.stall = "tokenizer.json"
-    both = [start(server.url, tmp_path / "cache") for _ in range(2)]
-    assert [process.stdout.readline() for process in both] == ["here\n"] * 2
+    both = [forked.start_code(COPY, [server.url, tmp_path / "cache"], tmp_path) for _ in range(2)]
+    for process, log in both:
+        forked.wait_for(process, log, "here\n")
     time.sleep(1)  # both ask, or one does and the other waits for it
     server.go_on.set()
-    outputs = [process.communicate(timeout=120) for process in both]
-    assert all(process.returncode == 0 for process in both), outputs
-    assert outputs[0][0] == outputs[1][0]
+    for process, log in both:
+        forked.finish([process], log)
+    outputs = [log.read_text() for _, log in both]
+    assert outputs[0] == outputs[1]
     names = [shard["file"] for shard in check_shards(str(shards))["splits"]["train"]["shards"]]
     assert {name: server.asked[name] for name in [*names, "tokenizer.json"]} == dict.fromkeys(
         [*names, "tokenizer.json"], 1)
-    path = Path(outputs[0][0].split()[-1])
+    path = Path(outputs[0].split()[-1])
     assert np.array_equal(np.load(path), open_shards(str(shards), "train", cache_dir=tmp_path / "own").rows)
 
 
 def test_what_a_kill_while_copying_leaves_goes_with_the_next_build_of_anything(server, tmp_path):
     server.stall = "train-00003.parquet"
-    killed = start(server.url, tmp_path)
+    killed, _ = forked.start_code(COPY, [server.url, tmp_path / "cache"], tmp_path)
     until = time.monotonic() + 60
     while not server.asked[server.stall] and time.monotonic() < until:
         time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed.kill()
+    killed.join()
+    tmp_path /= "cache"
     left = {path for path in tmp_path.rglob("*") if path.suffix != ".lock" and path.is_dir()}
     assert any(path.name.startswith("shards-") for path in left)
     other = build_once(tmp_path, "other", 1, lambda folder: (folder / "x").touch())

@@ -70,7 +70,7 @@ def hub(tmp_path, hub_port, hub_home):
 
 
 class Program:
-    """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`. fresh: no forked one,
+    """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`. fresh: not forked,
     so that it also ends as Python does."""
 
     def __init__(self, hub, folder, code, fresh=False):
@@ -127,8 +127,8 @@ class Program:
         self.process.kill()
         assert ended == status, self.output
         assert TOKEN not in self.output
-        files = [path for place in (self.folder, self.hub.home) for path in place.rglob("*") if path.is_file()]
-        kept = [path for path in files if TOKEN.encode() in path.read_bytes()]
+        left = (path for place in (self.folder, self.hub.home) for path in place.rglob("*"))
+        kept = [path for path in left if path.is_file() and TOKEN.encode() in path.read_bytes()]
         assert not kept, f"the token is in {kept}"
         return self.output
 

@@ -1,8 +1,5 @@
 """What a user keeps beside the model comes back bit for bit; what update changes and nobody keeps is told."""
 
-import os
-import subprocess
-import sys
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from tests import forked
 from utils.state.checkpoint import Checkpoints, thing_bytes
 from utils.state.rehearsal import Watch, rehearsal
 from utils.state.training_state import digest, freeze
@@ -352,13 +350,8 @@ def test_state_that_differs_between_processes_is_kept_for_each(accelerator, tmp_
     """Tensors of other shapes on each process, too; a run of one process takes the first one's."""
     script = tmp_path / "job.py"
     script.write_text(TWO)
-    settings = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
     for part in ("save", "load"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        result = subprocess.run(
-            [*command, script, tmp_path / "run", part], env=os.environ | settings, capture_output=True,
-            text=True, timeout=200,
-        )  # fmt: skip
+        result = forked.run(str(script), [tmp_path / "run", part], processes=2)
         assert result.returncode == 0, result.stderr[-3000:]
     own = type("Own", (Mine,), {})()
     Checkpoints(accelerator, tmp_path / "run").load("auto", torch.nn.Linear(2, 2), {"own": own})

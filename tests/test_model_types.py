@@ -1,15 +1,13 @@
 """Architectures beside GPT-2 and BERT: trained as transformers trains them, or refused in a line."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from data.tokenizer import train_tokenizer
+from tests import forked
 from tests.benchmarks.model_types import T, compare, overrides
-from tests.runs import PROJECT, environment
 from tests.shard_data import make_texts
 from utils.learning.model import build_model, model_problems
 
@@ -76,8 +74,7 @@ def test_what_text_does_not_reach_is_not_waited_for(texts):
 
 def test_types_of_each_kind_go_through_the_scripts():
     """Three steps on one and two processes, killed and resumed: the whole table is made in the same way."""
-    command = [sys.executable, "-m", "tests.benchmarks.model_types", "--types", "mamba,fnet,bart"]
-    done = subprocess.run(command, cwd=PROJECT, env=environment(), capture_output=True, text=True)
+    done = forked.run("tests.benchmarks.model_types", ["--types", "mamba,fnet,bart"])
     assert done.stdout.splitlines()[-2:] == [
         "causal: 1 ok, 1 refused, 0 failed", "masked: 1 ok, 1 refused, 0 failed",
     ], done.stdout + done.stderr  # fmt: skip

@@ -5,9 +5,6 @@ import json
 import os
 import pickle
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +28,7 @@ from data.packing import (
 from data.rows import Recipe, open_sources
 from data.sources.corpus import Source, load_corpus
 from tests import forked
-from tests.runs import PROJECT, TINY, write_corpus
+from tests.runs import TINY, write_corpus
 
 T = 32
 
@@ -282,21 +279,22 @@ print(prepared.folder)
 
 def start(folder, tokenizer, cache, slow):
     tokenizer.save_pretrained(folder / "tokenizer")
-    command = [sys.executable, "-c", PREPARE, folder / "text.jsonl", folder / "tokenizer", cache, str(slow)]
-    return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    return forked.start_code(PREPARE, [folder / "text.jsonl", folder / "tokenizer", cache, slow], folder)
 
 
 def test_of_two_processes_one_prepares_and_a_killed_one_leaves_no_trace(corpus, tokenizer, folder, tmp_path):
-    killed = start(folder, tokenizer, tmp_path, 0.5)
-    killed.stdout.readline()
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
+    killed, log = start(folder, tokenizer, tmp_path, 0.5)
+    forked.wait_for(killed, log, "document-")
+    killed.kill()
+    killed.join()
     assert not any((path / cache.MANIFEST).exists() for path in tmp_path.iterdir())
     both = [start(folder, tokenizer, tmp_path, 0.02) for _ in range(2)]
-    outputs = [process.communicate(timeout=120)[0].split() for process in both]
+    for process, log in both:
+        forked.finish([process], log)
+    outputs = [log.read_text().split() for _, log in both]
     read = [sum(word.startswith("document-") for word in words) for words in outputs]
     assert sorted(read) == [0, 80], "the other read nothing"
-    assert outputs[0][-1] == outputs[1][-1] and all(process.returncode == 0 for process in both)
+    assert outputs[0][-1] == outputs[1][-1]
     assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
     assert (np.load(Path(outputs[0][-1], "train.npy")) ==
             all_rows(prepare(corpus, tokenizer, tmp_path / "own").train).numpy()).all()

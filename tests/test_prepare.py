@@ -8,8 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from data.shards import check_shards, open_shards
 from data.sources import storage
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
+from tests import forked
 from tests.shard_data import command, make_texts, run, save_tokenizer, shard_bytes, write_jsonl
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -150,28 +149,19 @@ def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp
     arguments = command(source, tmp_path / "killed", tokenizer, shard_mb=0.1)
     assert prepare.main(command(source, tmp_path / "whole", tokenizer, shard_mb=0.1)) == 0
     shards = len(shard_bytes(tmp_path / "whole"))
-    rng, environment = random.Random(time.time_ns()), {**os.environ, "OMP_NUM_THREADS": "1"}
-
-    def start():
-        words = [sys.executable, "-m", "data.prepare", *arguments]
-        return subprocess.Popen(words, cwd=PROJECT, env=environment, text=True, stdout=subprocess.DEVNULL,
-                                stderr=subprocess.PIPE)
-
+    rng, log = random.Random(time.time_ns()), tmp_path / "log"
     moments = []
     for i in range(KILLS):
         # The moment: so many shards are there, and a few milliseconds more: anywhere in the work.
         target = round(shards * (i + rng.random()) / KILLS * 0.95)
-        process = start()
-        while process.poll() is None and len(shard_bytes(tmp_path / "killed")) < target:
+        process = forked.start(PROJECT, "data.prepare", arguments, log)
+        while process.is_alive() and len(shard_bytes(tmp_path / "killed")) < target:
             time.sleep(0.005)
         time.sleep(rng.random() * 0.05)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stderr.close()
-        moments.append((target, process.returncode))
-    last = start()
-    errors = last.communicate()[1]
-    assert last.returncode == 0, errors
+        process.kill()
+        process.join()
+        moments.append((target, process.exitcode))
+    forked.finish([forked.start(PROJECT, "data.prepare", arguments, log)], log)
     assert any(code == -signal.SIGKILL for _, code in moments), moments
     assert shard_bytes(tmp_path / "killed") == shard_bytes(tmp_path / "whole"), moments
     assert check_shards(str(tmp_path / "killed"))["splits"] == check_shards(str(tmp_path / "whole"))["splits"]
