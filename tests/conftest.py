@@ -1,5 +1,6 @@
 """Files in the order of their length: the longest begin, or two workers would not end together."""
 
+import gc
 import shutil
 
 import pytest
@@ -9,6 +10,14 @@ from tests.forked import free_port
 LONGEST = """test_edits test_readme test_train_clm test_train_mlm test_hub test_losses test_hub_run
     test_crash test_milestones test_saved_models test_fsdp test_model_types test_plan test_prepare
     test_bad_input""".split()
+
+
+gc.disable()  # until all is imported: nothing of it is garbage
+
+
+def pytest_collection_finish():
+    gc.freeze()  # or each collection would go through a million objects again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

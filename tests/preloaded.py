@@ -1,5 +1,9 @@
 """What the process that tests/forked.py forks runs from has imported, and never runs: no thread, no state."""
 
+import gc
+
+gc.disable()  # until all is imported: nothing of it is garbage
+
 import io
 from pathlib import Path
 
@@ -24,6 +28,9 @@ torch.set_num_threads(1)
 conversion_mapping.get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand regular expressions
 matplotlib.pyplot.figure().savefig(io.BytesIO())  # finds the fonts
 matplotlib.pyplot.close()
+
+gc.freeze()  # or each run would go through half a million objects again and again
+gc.enable()
 
 threads = Path("/proc/self/task")
 assert not threads.exists() or len([*threads.iterdir()]) == 1, "a fork would not have the other threads"
