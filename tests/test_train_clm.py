@@ -1,8 +1,10 @@
-"""train_clm.py as users run it: through `accelerate launch`, on real text, at 1 and 2 processes.
+"""train_clm.py on real text, at 1 and 2 processes.
 
-What is compared with these launched runs is forked (tests/forked.py): the same script, without the launcher.
+The run of two processes is launched as users launch it; the others are forked (tests/forked.py): the same
+script, without the launcher, which starts one process in tests/test_readme.py.
 """
 
+import functools
 import json
 import math
 import subprocess
@@ -45,7 +47,7 @@ def trained(workspace, name, processes=1, start=forked.run, **changes):
 
 @pytest.fixture(scope="module")
 def one_process(workspace):
-    return trained(workspace, "one", start=run)
+    return trained(workspace, "one", start=functools.partial(forked.run, picture=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """train_mlm.py as users run it, masked LM alone and with next-sentence prediction, at 1 and 2 processes.
 
-Pairs on two processes are launched; what is compared with them is forked (tests/forked.py), and
-tests/test_saved_models.py runs `python train_mlm.py`.
+All are forked (tests/forked.py) but the slow one, launched; tests/test_saved_models.py runs `python
+train_mlm.py`.
 """
 
 import json
@@ -94,7 +94,7 @@ def runs(workspace):
         settings[name] = flags(
             workspace, name, kind, per_device_train_batch_size=4, per_device_eval_batch_size=7
         )
-        result = (run if kind == "nsp" else forked.run)("train_mlm.py", settings[name], processes=2)
+        result = forked.run("train_mlm.py", settings[name], processes=2)
         assert result.returncode == 0, result.stderr[-3000:]
     return {name: Path(one["output_dir"]) for name, one in settings.items()}
 
@@ -125,6 +125,15 @@ def test_two_processes_train_like_one(runs, kind):
         for key in a:
             rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
             assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
+
+
+@pytest.mark.slow
+def test_launched_on_two_processes_it_is_the_same_run(workspace, runs):
+    """By `accelerate launch`, as tests/test_train_clm.py does it with the other script."""
+    changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 7}
+    done = run("train_mlm.py", flags(workspace, "launched", "nsp", **changes), processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert metrics(workspace / "launched") == metrics(runs["nsp-2"])
 
 
 def test_evaluations_compare_whatever_the_rate_of_training(workspace, runs):
