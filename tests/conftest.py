@@ -1,17 +1,19 @@
-"""Files in the order of their length: the longest begin, or two workers would not end together."""
+"""Files in the order of their length: the longest begin, or the workers would not end together; and between
+those that compute one that mostly waits, for a Hub."""
 
 import gc
+import os
 import shutil
 
 import pytest
 
 from tests.forked import free_port
 
-LONGEST = """test_edits test_readme test_train_clm test_train_mlm test_hub test_losses test_hub_run
-    test_crash test_milestones test_saved_models test_fsdp test_model_types test_plan test_prepare
-    test_bad_input""".split()
+LONGEST = """test_edits test_hub test_readme test_train_clm test_hub_run test_train_mlm test_milestones
+    test_losses test_crash test_model_types test_plan test_fsdp test_saved_models test_preemption test_prepare
+    test_secrets test_bad_input""".split()
 
-
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the threads of all workers would wait for each other
 gc.disable()  # until all is imported: nothing of it is garbage
 
 
