@@ -142,6 +142,7 @@ def _run(places, what, words, files, env, picture):
     assert "tests.preloaded" in sys.modules, "the server could not import it"
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
+    sys.dont_write_bytecode = False  # whatever the environment says, or each run would compile them anew
     if not picture:
         sys.modules["matplotlib.figure"] = None  # importing it fails
     os.environ.clear()

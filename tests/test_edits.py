@@ -272,7 +272,8 @@ def flags(workspace, edit: Edit, output_dir: Path, **changes) -> dict:
 def apply(diff: Path, folder: Path) -> None:
     """To a copy of what the scripts need, with their compiled modules."""
     for part in ("data", "utils"):
-        shutil.copytree(PROJECT / part, folder / part)
+        half_written = shutil.ignore_patterns("*.pyc.*")  # by another worker
+        shutil.copytree(PROJECT / part, folder / part, ignore=half_written)
     for script in PROJECT.glob("train_*.py"):
         shutil.copy2(script, folder)
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # a folder outside any repository
