@@ -35,10 +35,7 @@ class Ftp:
     """The server's process, its folder, and the URL of a bucket there."""
 
     def __init__(self, folder):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder = folder
+        self.port, self.folder = forked.free_port(), folder
         folder.mkdir()
         self.url = f"ftp://ada:{PASSWORD}@127.0.0.1:{self.port}/bucket/run"
         self.start()

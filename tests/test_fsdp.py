@@ -1,6 +1,6 @@
 """FSDP2 through accelerate and fsdp.yaml, on two CPU processes (see fsdp_on_cpu.py), against one process.
 
-The first sharded run is launched, the others are forked (tests/forked.py) with what the launcher hands on.
+The runs are forked (tests/forked.py) with what the launcher hands on; a slow one is launched.
 """
 
 import shutil
@@ -59,7 +59,7 @@ def workspace(tmp_path_factory):
     write_corpus(folder / "corpus.jsonl")
     one = forked.run("train_clm.py", settings(folder, "whole"))
     assert one.returncode == 0, one.stderr[-3000:]
-    two = launched(settings(folder, "cut", per_device_train_batch_size=4, milestones=[4, 6]))
+    two = sharded(settings(folder, "cut", per_device_train_batch_size=4, milestones=[4, 6]))
     assert two.returncode == 0, two.stderr[-3000:]
     assert "FSDP, 2 processes" in two.stdout
     return folder
@@ -68,6 +68,14 @@ def workspace(tmp_path_factory):
 def test_trains_evaluates_and_clips_like_one_process(workspace):
     """Key-token weights, clipping by the norm over all shards, tied weights, evaluation, preflight."""
     assert_same_run(workspace / "whole", workspace / "cut")
+
+
+@pytest.mark.slow
+def test_launched_it_is_the_same_run(workspace):
+    done = launched(settings(workspace, "launched", per_device_train_batch_size=4))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "FSDP, 2 processes" in done.stdout
+    assert_same_run(workspace / "launched", workspace / "cut")
 
 
 def test_the_saved_model_is_complete_and_loads(workspace):
