@@ -35,7 +35,7 @@ LONGER = {"distillation": 25, "growing-sequence-length": 25}  # others: 15 chang
 FLAGS = {
     **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
     "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "max_eval_samples": 20,
-    "eval_at_start": False,
+    "eval_at_start": False, "prompts": "none",
 }  # fmt: skip
 MASKED = {
     "model_type": "roberta", "prompts": ["The [MASK] of a list."],
