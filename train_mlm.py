@@ -129,7 +129,6 @@ class TrainArgs:
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
     hub_private_repo: bool = False  # seen by its owner alone
     checkpoint_url: str | None = None  # keep checkpoints there, too: s3://..., hf://user/name; none: off
-    push_checkpoints: bool = False  # the same as checkpoint_url hf://hub_model_id
     hub_timeout: float = 600.0  # seconds to wait for the last push
 
 

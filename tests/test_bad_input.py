@@ -100,8 +100,7 @@ CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path,
 CLM | --model_name_or_path ../no                        | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
-CLM | --push_checkpoints true                           | push_checkpoints: needs push_to_hub
-CLM | --push_checkpoints true --push_to_hub true --checkpoint_url bucket/run | checkpoint_url: no URL && push_checkpoints: needs push_to_hub, and no checkpoint_url
+CLM | --checkpoint_url bucket/run                       | checkpoint_url: no URL
 CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | checkpoint_url nosuch://bucket/x: ValueError: Protocol not known
 CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | checkpoint_url s3://***@bucket/it: && credentials are no part
 CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no: && check the address

@@ -231,12 +231,12 @@ def test_killed_during_a_push(hub, corpus, tmp_path):
 
 
 def test_a_run_goes_on_on_another_machine(hub, corpus, tmp_path):
-    """A machine dies; the same command on an empty folder ends bit-identical to an undisturbed run; a URL
-    without pushes of the model is the same place as push_checkpoints."""
+    """A machine dies; the same command on an empty folder ends bit-identical to an undisturbed run;
+    with pushes of the model or without, the URL is one place."""
     longer = {"max_train_steps": 120, "save_steps": 20, "eval_steps": 40, "logging_steps": 10}
     hub.faults.append(Fault(f"POST .*/{REPO}/commit/checkpoints", kind="hang", skip=1, times=ALWAYS))
     whole = start(hub, corpus, tmp_path / "whole", push_to_hub=False, **longer)
-    dies = start(hub, corpus, tmp_path / "dies", push_checkpoints=True, **longer)
+    dies = start(hub, corpus, tmp_path / "dies", checkpoint_url=f"hf://{REPO}", **longer)
     while not hub.commits(REPO, "checkpoints"):
         assert running(dies)
         time.sleep(0.02)
@@ -266,7 +266,7 @@ class Bomb:
 
 def test_a_training_state_on_the_hub_runs_no_code_and_evaluation_makes_no_repository(hub, corpus, tmp_path):
     """Whoever may write there may plant pickles, with a manifest that fits: the run reads its tensors."""
-    end(start(hub, corpus, tmp_path / "one", push_checkpoints=True), 0)
+    end(start(hub, corpus, tmp_path / "one", checkpoint_url=f"hf://{REPO}"), 0)
     marker = tmp_path / "marker"
     pickle.loads(pickle.dumps(Bomb(marker)))
     marker.unlink()
@@ -284,7 +284,7 @@ def test_a_training_state_on_the_hub_runs_no_code_and_evaluation_makes_no_reposi
     changes = [(name.replace("manifest.json", plant), content) for plant, content in planted.items()]
     hub.commit(REPO, "models", "checkpoints", "planted", changes)
     there = tmp_path / "two/tiny"
-    output = end(start(hub, corpus, there.parent, push_checkpoints=True), 0)
+    output = end(start(hub, corpus, there.parent, checkpoint_url=f"hf://{REPO}"), 0)
     assert "this run is finished" in output and not marker.exists()
     assert (there / name).with_name("optimizer.pt").read_bytes() == bomb  # it was there to be read
 

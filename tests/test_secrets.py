@@ -77,7 +77,7 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
     overrides += f",summary_type=https://host/model?sig={QUERY},summary_activation={OVERRIDE}"
     flags = TINY | {
         "config_overrides": overrides, "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "tiny",
-        "push_to_hub": True, "push_checkpoints": True,
+        "push_to_hub": True, "checkpoint_url": "hf://ada/tiny",
     }  # fmt: skip
 
     def train(password, status=0, **changes):
@@ -91,7 +91,7 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
     assert "http://***@127.0.0.1" in (tmp_path / "tiny/README.md").read_text()
     assert hub.commits("ada/tiny") and hub.commits("ada/tiny", "checkpoints")
     shutil.rmtree(tmp_path / "tiny/checkpoints/step-00000006")
-    assert "3 are done" in train("another-pass-4242", push_checkpoints=False)
+    assert "3 are done" in train("another-pass-4242", checkpoint_url=None)
     assert metrics(tmp_path / "tiny") == before
     query = f"http://127.0.0.1:{server.server_port}/corpus.jsonl?sig={QUERY}"
     told = train("third-pass-4242", 2, dataset_name=query)

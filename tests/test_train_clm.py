@@ -216,7 +216,6 @@ def mistakes(workspace):
         ({"tokenizer_name": "no/such-tokenizer"}, ["no/such-tokenizer"]),
         ({"model_name_or_path": "no/where", "tokenizer_name": one, "config_overrides": ""}, ["no/where"]),
         ({"output_dir": str(workspace / "file" / "below")}, ["output_dir"]),
-        ({"push_checkpoints": True}, ["push_checkpoints"]),
         # another experiment in the folder of a run, seen before anything is prepared for it
         ({"output_dir": one, "seed": 7, "vocab_size": 300, "cache_dir": str(workspace / "unused")},
          ["holds a run with other settings", "seed: 42 in the run, 7 now", "vocab_size: 512"]),

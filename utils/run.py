@@ -55,8 +55,8 @@ class Run:
         if self.is_main and not args.eval_only and not args.show:
             if args.push_to_hub:
                 self.repo_id = check_hub(self.name, args.hub_private_repo)
-            if url := args.checkpoint_url or args.push_checkpoints and f"hf://{self.repo_id}":
-                self.store = open_store(url, args.hub_private_repo, args.save_total_limit)
+            if args.checkpoint_url:
+                self.store = open_store(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
             model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
             steps, epochs = args.max_train_steps, args.num_train_epochs
             length = counted(steps, "step") if steps else counted(epochs, "epoch")

@@ -63,7 +63,7 @@ class _Parser(HfArgumentParser):
 MAY_CHANGE = set(
     "preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps "
     "eval_at_start keep_best save_steps save_total_limit background_save prompts report_to log_level "
-    "push_to_hub hub_model_id hub_private_repo push_checkpoints checkpoint_url hub_timeout "
+    "push_to_hub hub_model_id hub_private_repo checkpoint_url hub_timeout "
     "max_skipped_updates max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
     "gradient_checkpointing gradient_accumulation_steps milestones stable attn_implementation".split()
 )
@@ -105,6 +105,7 @@ ELSEWHERE = {name: there for names, there in {
     "validation_file": "--eval_dataset_name takes files and folders, too.",
     "dataloader_num_workers preprocessing_num_workers": "leave it out: rows are ready, all cores tokenize.",
     "optim": "--optimizer_type adamw or muon; build_optimizer in the script's main makes it.",
+    "push_checkpoints": "--checkpoint_url hf://user/name.",
     "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
 }.items() for name in names.split()}  # fmt: skip
 
@@ -191,8 +192,6 @@ def common_problems(args: Any) -> list[str]:
             not endless or not args.max_train_samples,
         "model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.":
             args.tokenizer_name or not args.model_name_or_path,
-        "push_checkpoints: needs push_to_hub, and no checkpoint_url.":
-            not args.push_checkpoints or args.push_to_hub and not args.checkpoint_url,
         "checkpoint_url: no URL, give s3://bucket/run, hf://user/name, file:///mnt/disk/run or the like.":
             "://" in (args.checkpoint_url or "://"),
     }  # fmt: skip
