@@ -303,6 +303,15 @@ def test_another_class_under_the_same_name_is_refused(accelerator, tmp_path):
         Checkpoints(accelerator, tmp_path).save(2, model, {"mine": [1]}, {})
 
 
+def test_an_optimizer_with_other_groups_is_refused_by_its_name_and_their_sizes(accelerator, tmp_path):
+    model = torch.nn.Linear(6, 4)
+    one = torch.optim.AdamW(model.parameters())
+    two = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
+    Checkpoints(accelerator, tmp_path).save(1, model, {"o": one}, {}, final=True)
+    with pytest.raises(ValueError, match="o has other groups of parameters: 2 in .*, 1 [+] 1 now; keep it"):
+        Checkpoints(accelerator, tmp_path).load("auto", model, {"o": two})
+
+
 def test_what_stays_as_it_is_is_not_named(accelerator):
     model, keep = build(accelerator)
     teacher, table = torch.nn.Linear(6, 4), torch.ones(4)

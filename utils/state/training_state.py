@@ -96,8 +96,10 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     optimizer.state.clear()
     names = _parameter_names(optimizer, model)
     here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if here != [group["params"] for group in tree["groups"]]:
-        raise ValueError(f"{folder} fits an optimizer with other parameter groups than {name}")
+    if here != (there := [group["params"] for group in tree["groups"]]):
+        was, now = (" + ".join(str(len(group)) for group in groups) for groups in (there, here))
+        told = f"keep: {name} has other groups of parameters: {was} in {folder}, {now} now"
+        raise ValueError(f"{told}; {ANOTHER}")
     state = _read(folder, name, tree["state"], {name: parameter for parameter, name in names.items()})
     groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
     numbers = {}
