@@ -336,6 +336,12 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
+def test_rows_of_text_are_made_for_a_model_that_could_share_rows_among_pairs(folder):
+    """BERT without next-sentence prediction."""
+    data = opened(recipe(folder, pack_pairs=True))
+    assert "pair" not in next(data.batches(Growing(1), 0))[0]
+
+
 def test_a_recipe_takes_its_settings_by_name(folder):
     class Args:
         def __init__(self, **settings):
