@@ -96,7 +96,7 @@ class MaskTokens:
         alone, slots, labels = self.mask(ids[each, places], own, pairs[row, which], epochs[row], rates[row])
         pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
         row, place = row[pair], slots[pair, slot] + start[pair, 0]
-        masked, shape = ids.copy(), (B, math.ceil(self.most * T - 1e-9) + M)
+        masked, shape = ids.copy(), (B, math.ceil(self.most * T - 1e-9) + M)  # each rounded by itself
         all_slots, all_labels = np.zeros(shape, int), np.full(shape, -100)
         nth = np.arange(len(row)) - np.searchsorted(row, row)
         masked[row, place] = alone[pair, slots[pair, slot]]

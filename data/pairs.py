@@ -16,7 +16,7 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -147,14 +147,14 @@ class PairBuilder:
 class PairRows(PackedRows):
     """Pairs of a .npy file [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label.
 
-    pack: a row holds as many pairs as fit, M at most, instead of one and padding."""
+    pack: a row holds as many pairs as fit, M at most, instead of one and padding; M as in the fullest row."""
 
     def __init__(self, path, pack: bool = False):
         super().__init__(path)
         self.arguments, self.members = (path, pack), None
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
         if pack:
-            self.members = best_fit(self.spans[:, 1], self.block_size, max(4, self.block_size // 16))
+            self.members = best_fit(self.spans[:, 1], self.block_size)
 
     def __len__(self) -> int:
         return len(self.rows if self.members is None else self.members)
@@ -163,6 +163,14 @@ class PairRows(PackedRows):
     def padding(self) -> float:
         """Share of the tokens."""
         return 1 - self.spans[:, 1].sum() / len(self) / self.block_size
+
+    @staticmethod
+    def align(sources: Iterable["PairRows"]) -> None:
+        """One M for all of them."""
+        most = max(rows.members.shape[1] for rows in sources)
+        for rows in sources:
+            missing = most - rows.members.shape[1]
+            rows.members = np.pad(rows.members, ((0, 0), (0, missing)), constant_values=-1)
 
     def take_packed(self, row: np.ndarray) -> dict[str, np.ndarray]:
         """input_ids, token_type_ids [B, T]; position_ids [B, T], from 0 on in each pair; attention_mask
@@ -201,11 +209,12 @@ class PairRows(PackedRows):
             columns["pair"][padding] = -1
 
 
-def best_fit(lengths: np.ndarray, room: int, most: int) -> np.ndarray:
-    """Which of n pairs share a row of `room` tokens: int32 [rows, most] of their numbers, -1 for none. Each,
-    in an order of no meaning, joins the row that it fills best."""
+def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
+    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none. Each, the
+    longest first, joins the row that it fills best."""
     rows, waiting, has = [], [[] for _ in range(room)], 0  # by tokens left; a bit for each that is not empty
-    order = np.random.default_rng(0).permutation(len(lengths))
+    order = np.random.default_rng(0).permutation(len(lengths))  # pairs of one length, from anywhere
+    order = order[np.argsort(lengths[order], kind="stable")[::-1]]
     for pair, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fits = has >> length << length
         if fits:
@@ -217,10 +226,10 @@ def best_fit(lengths: np.ndarray, room: int, most: int) -> np.ndarray:
             rows.append(row)
         row.append(pair)
         left -= length
-        if left and len(row) < most:
+        if left:
             waiting[left].append(row)
             has |= 1 << left
-    members = np.full((len(rows), most), -1, np.int32)
+    members = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
     for number, row in enumerate(rows):
         members[number, : len(row)] = row
     return members

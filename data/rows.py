@@ -205,6 +205,8 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
 
 def _together(recipe: Recipe, train: dict):
     """The rows of one source as they are, or of several in their shares."""
+    if recipe.pack_pairs and len(train) > 1:
+        PairRows.align(train.values())
     return MixedRows(Mixture(recipe.mixture, recipe.seed), train) if len(train) > 1 else train.popitem()[1]
 
 

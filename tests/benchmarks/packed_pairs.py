@@ -1,6 +1,6 @@
 """Sentence pairs several to a row against one to a row and padding: forward, losses and backward of BERT.
 
-    python -m tests.benchmarks.packed_pairs                          # rows of 128, 30 % of them padding
+    python -m tests.benchmarks.packed_pairs                          # rows of 128, 32 % of them padding
     python -m tests.benchmarks.packed_pairs --width 768 --rounds 1   # BERT base's width
 
 Both take the same pairs, masks and weights through this project's rows, masks and losses, as many tokens a
@@ -17,12 +17,11 @@ from pathlib import Path
 from tests.benchmarks.measure import Clock, T, interleaved, print_table
 
 
-def pairs_file(folder: str, number: int, vocab_size: int) -> Path:
-    """Pairs of 50 to T tokens, all lengths alike: 30 % of rows of T would be padding."""
+def pairs_file(folder: str, number: int, vocab_size: int, width: int) -> Path:
+    """Pairs of 50 to T tokens in rows of `width`, of which padded ones use the first T."""
     import numpy as np
 
     rng, path = np.random.default_rng(0), Path(folder, "pairs.npy")
-    width = 4 * T  # one file for both: padded rows use the first T columns
     rows = np.zeros((number, width + 3), np.uint16)
     for row in rows:
         length = rng.integers(50, T + 1)
@@ -48,12 +47,13 @@ def contender(name: str, args) -> dict:
     tokenizer = BertTokenizerFast(vocab=words)
     shape = f"num_hidden_layers={args.layers},hidden_size={args.width},num_attention_heads={args.width // 64}"
     shape += f",intermediate_size={4 * args.width},hidden_dropout_prob=0,attention_probs_dropout_prob=0"
+    width = args.longer * T
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = MaskedLMLoss(build_model("pretraining", "bert", shape, None, 4 * T, tokenizer)).to(device)
+    model = MaskedLMLoss(build_model("pretraining", "bert", shape, None, width, tokenizer)).to(device)
     mask, totals = MaskTokens(tokenizer, 0.15), {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = PairRows(pairs_file(folder, args.pairs, args.vocab_size), pack=name == "packed")
-        at_once = 2 if name == "packed" else 8  # rows of 4 T, or of T
+        rows = PairRows(pairs_file(folder, args.pairs, args.vocab_size, width), pack=name == "packed")
+        at_once = 8 // args.longer if name == "packed" else 8  # rows of so many tokens
         clock = Clock()
         for start in range(0, len(rows), at_once):
             keys = [(i, 0, i) for i in range(start, min(start + at_once, len(rows)))]
@@ -73,7 +73,7 @@ def contender(name: str, args) -> dict:
                 totals[key] = totals.get(key, 0) + value.detach().double().sum().item()
     steps = -(-len(rows) // at_once)
     return clock.report(args.pairs / steps) | {
-        "padding": 100 * (1 - rows.spans[:, 1].sum() / len(rows) / T / (4 if name == "packed" else 1)),
+        "padding": 100 * (1 - rows.spans[:, 1].sum() / len(rows) / (width if name == "packed" else T)),
         "mlm": totals["mlm_loss_sum"] / totals["mlm_tokens"],
         "nsp": totals["nsp_loss_sum"] / totals["nsp_rows"],
     }  # fmt: skip
@@ -83,7 +83,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shape = {"vocab_size": 8192, "layers": 4, "width": 256, "pairs": 400}
+    shape = {"vocab_size": 8192, "layers": 4, "width": 256, "pairs": 400, "longer": 2}
     for name, default in shape.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rounds", type=int, default=3)
@@ -97,7 +97,8 @@ def main():
     command = [sys.executable, "-m", "tests.benchmarks.packed_pairs", *flags, "--one"]
     print_table(
         f"BERT {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.pairs} pairs of 50 to {T} "
-        f"tokens, 8 x {T} tokens a step, medians of {args.rounds} runs in turn",
+        f"tokens, 8 rows of {T} or {8 // args.longer} of {args.longer * T} a step, medians of {args.rounds} "
+        "runs in turn",
         interleaved({name: [*command, name] for name in ("padded", "packed")}, args.rounds),
         {"tokens_per_second": "pairs/s", "padding": "padding, %", "mlm": "masked loss",
          "nsp": "next-sentence loss"},
