@@ -80,7 +80,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
-    config_overrides: str = SMALL  # of the model's configuration
+    config_overrides: str = SMALL  # of the model's configuration; yours replace all of these
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
     attn_implementation: str = "auto"  # sdpa, local, eager, flex_attention, flash_attention_2
 

@@ -57,6 +57,7 @@ CLM | --dataset_name '' --model_type ' '                | dataset_name, model_ty
 CLM | --eval_dataset_name ../corpus.jsonl ''            | eval_dataset_name: holds a blank text
 CLM | --max_train_steps 10000000000000000000000         | max_train_steps: must be less than 9,223,372
 CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, codeparrot
+CLM | --eval_only true                                  | eval_only: no model in output_dir
 CLM | --fp16 true                                       | mixed_precision in accelerate_configs
 CLM | --report_to wandbb                                | report_to is 'wandbb'
 CLM | --log_level loud                                  | log_level is 'loud'
@@ -64,6 +65,7 @@ CLM | --push_to_hub maybe                               | Truthy value expected:
 CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
 # data
 CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
+CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder
 CLM | --dataset_name ../image.png                       | holds no file of the types
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
