@@ -207,7 +207,8 @@ def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, read_
     texts = (document[corpus.text_column] for document in documents)
     texts = sample_texts(texts, max_bytes, max_documents, seed)
     if not texts:
-        words = f" with any of the keywords {' '.join(corpus.keywords)}; name others, or none to keep everything"
+        keywords = " ".join(corpus.keywords)
+        words = f" with any of the keywords {keywords}; name others, or none to keep everything"
         raise ValueError(f"dataset_name {corpus.name}: no tokenizer can be trained, none of "
                          f"{counts.read:,} documents is text{words if corpus.keywords else ''}")
     return texts, counts

@@ -271,7 +271,7 @@ def evaluate_what_is_saved(args: Any) -> None:
     """With eval_only and no model named: the one in output_dir, as it was saved."""
     if args.eval_only and not args.model_name_or_path:
         if not Path(args.output_dir, "config.json").exists():
-            stop_at([f"eval_only: no model in output_dir {args.output_dir}; give another, or --model_name_or_path"])
+            stop_at([f"eval_only: no model in output_dir, {args.output_dir}; name one, or another folder."])
         args.model_name_or_path = args.tokenizer_name = args.output_dir
         args.config_overrides = ""
 
