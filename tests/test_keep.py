@@ -1,5 +1,6 @@
 """What a user keeps beside the model comes back bit for bit; what update changes and nobody keeps is told."""
 
+import itertools
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,13 +175,14 @@ class Counter:
 @pytest.mark.parametrize(
     "what",
     ["average", "muon", "tensor", "closure", "namespace", "counter", "helper", "queue", "array", "dict",
-     "generator"],
+     "generator", "numbers", "attribute"],
 )
 def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
     model, keep = build(accelerator)
     forgotten = {name: keep.pop(name) for name in ("average", "muon")}
     average, muon, tensor, number, counter = *forgotten.values(), torch.zeros(2), 0, Counter()
     queue, array, found, generator = deque([1]), np.zeros(2), {}, torch.Generator()
+    numbers = itertools.count()
     constant, table = torch.ones(3), {"a": torch.ones(2)}  # never changed: nobody has to keep them
 
     def helper():
@@ -213,11 +215,17 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
             found["new"] = 1
         elif what == "generator":
             torch.rand(1, generator=generator)
+        elif what == "numbers":
+            next(numbers)
+        elif what == "attribute":
+            update.calls += 1
         model.zero_grad()
+
+    update.calls = 0
 
     everything = {**keep, **forgotten}
     known = {"tensor": "tensor", "closure": "number", "namespace": "calls.count", "helper": "tensor",
-             "counter": "counter.seen", "dict": "found"}  # fmt: skip
+             "counter": "counter.seen", "dict": "found", "attribute": "update.calls"}  # fmt: skip
     watch = Watch(update, model, keep)
     update()
     with pytest.raises(ValueError, match=f"update changes {known.get(what, what)},"):
@@ -225,6 +233,23 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
     if what in forgotten:
         watch = Watch(update, model, everything)
         update()
+        watch.check()
+
+
+@pytest.mark.parametrize("what", ["head", "scale"])
+def test_weights_of_no_optimizer_are_named_wherever_they_are(accelerator, what):
+    """They would never learn, and what they gather is lost in a resume."""
+    model, keep = build(accelerator)
+    head, scale = torch.nn.Linear(4, 2), torch.nn.Parameter(torch.ones(()))
+
+    def update():
+        found = model(torch.ones(2, 6))
+        (head(found) if what == "head" else scale * found).square().sum().backward()
+        model.zero_grad()
+
+    watch = Watch(update, model, keep)
+    update()
+    with pytest.raises(ValueError, match=f"leaves gradients of {what}.*in one, or need no gradient"):
         watch.check()
 
 

@@ -4,6 +4,7 @@ A run that fails at its last line, over a missing folder or a typo, has cost day
 """
 
 import contextlib
+import itertools
 import random
 import shutil
 import sys
@@ -20,7 +21,7 @@ from utils.state.training_state import bare_optimizer, digest, freeze, reshard
 
 # What differs when a value of these types has changed.
 CONTENT = (
-    ((int, float, str, bool, type(None)), repr),
+    ((int, float, str, bool, type(None), itertools.count), repr),
     (np.ndarray, lambda array: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).view(np.uint8).data)),
     (torch.Generator, lambda generator: generator.get_state().tolist()),
     (random.Random, lambda generator: generator.getstate()),
@@ -98,10 +99,15 @@ class Watch:
 
     def check(self) -> None:
         """ValueError of `changed`, and where an update leaves gradients, which no checkpoint holds."""
-        gradients = ((name, weight.grad) for name, weight in self.kept["model"].named_parameters())
-        if left := [name for name, gradient in gradients if gradient is not None and gradient.any()]:
+        weights = {}  # by any name; the model's own first
+        for name, thing in {"": self.kept["model"], **closed_over(self.function)}.items():
+            parts = thing.named_parameters(name) if isinstance(thing, torch.nn.Module) else [(name, thing)]
+            weights |= {weight: path for path, weight in parts if isinstance(weight, torch.nn.Parameter)
+                        and weight not in weights}
+        if left := [name for weight, name in weights.items() if weight.grad is not None and weight.grad.any()]:
             raise ValueError(f"{self.function.__name__} leaves gradients of {_listed(left)}, which a resumed "
-                             "run would not have: end it with zero_grad() of every optimizer.")
+                             "run would not have: end it with zero_grad() of every optimizer, and let each "
+                             "of these weights be in one, or need no gradient.")
         if told := self.changed():
             raise ValueError(told)
 
@@ -191,6 +197,7 @@ def closed_over(function, seen=None) -> dict:
         with contextlib.suppress(ValueError):  # not yet bound
             values[name] = cell.cell_contents
     values |= {name: found[name] for name in code.co_names if name in found}
+    values |= {f"{function.__name__}.{name}": value for name, value in vars(function).items()}
     for value in list(values.values()):
         ours = isinstance(value, types.FunctionType) and value.__module__ == function.__module__
         if ours and value not in seen:
