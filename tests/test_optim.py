@@ -293,6 +293,12 @@ def test_a_skipped_nan_leaves_no_trace_and_means_of_no_step_are_none():
     assert list(read) == ["loss/train", "loss/train_mlm", "loss/train_nsp"]
 
 
+def test_one_loss_is_not_told_under_two_names():
+    means = Means(Accelerator(cpu=True), "train", "train_plain")
+    with pytest.raises(ValueError, match="1 losses for loss/train, loss/train_plain"):
+        means.add(torch.tensor(1.0))
+
+
 def test_means_do_not_wait_for_the_device_before_they_are_read():
     means = Means(Accelerator(cpu=True), "train")
     with Host() as seen:

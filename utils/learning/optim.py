@@ -185,7 +185,9 @@ class Means:
         self._sums = torch.zeros(len(self.names) + 1).to(self.accelerator.device)  # losses, steps
 
     def add(self, *losses):
-        """One 0-d tensor per name, of a micro-batch."""
+        """One 0-d tensor per name, of a micro-batch. ValueError for another number of them."""
+        if len(losses) != len(self.names):  # one alone would be broadcast, and told under every name
+            raise ValueError(f"means: {len(losses)} losses for {', '.join(self.names)}")
         self._step += torch.stack([loss.detach().float() for loss in losses])
 
     def close(self, skipped, micro_batches=1):
