@@ -27,6 +27,7 @@ import numpy as np
 
 from data.cache import RowFile
 from data.filters import Accounting, show_progress
+from data.order import drawn_order
 from data.packing import (
     SPLITS,
     PackedRows,
@@ -213,8 +214,8 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none. Each, the
     longest first, joins the row that it fills best."""
     rows, waiting, has = [], [[] for _ in range(room)], 0  # by tokens left; a bit for each that is not empty
-    order = np.random.default_rng(0).permutation(len(lengths))  # pairs of one length, from anywhere
-    order = order[np.argsort(lengths[order], kind="stable")[::-1]]
+    order = drawn_order(len(lengths), 0, 0)  # the same with every numpy: a run goes on with these rows
+    order = order[lengths[order].argsort(kind="stable")[::-1]]
     for pair, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         fits = has >> length << length
         if fits:
