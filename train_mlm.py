@@ -192,6 +192,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Settings and sources: every mistake at once, before any work
     args = args or parse_args(TrainArgs, PRESETS)
     evaluate_what_is_saved(args)
+    args.pack_pairs &= args.next_sentence  # without pairs as a run from before there was such a setting
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
     kind = "pretraining" if args.next_sentence else "masked"

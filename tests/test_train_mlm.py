@@ -241,6 +241,13 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
         assert on_two == pytest.approx(first, rel=1e-6)
 
 
+def test_a_run_without_pairs_packs_none(runs):
+    """As those did that know no such setting yet, and count as pack_pairs false: they go on."""
+    for kind in KINDS:
+        settings = json.loads((runs[f"{kind}-1"] / "args.json").read_text())["settings"]
+        assert settings["pack_pairs"] == (kind == "nsp")
+
+
 def test_evaluations_of_packed_and_of_padded_pairs_give_the_same_numbers(workspace, runs):
     """Over the whole validation set: the same pairs, masks and losses, whatever rows they are in."""
     both = [flags(workspace, "nsp-1", "nsp", eval_only=True, max_eval_samples=0, pack_pairs=pack)
