@@ -175,7 +175,8 @@ class Counter:
 @pytest.mark.parametrize(
     "what",
     ["average", "muon", "tensor", "closure", "namespace", "counter", "helper", "queue", "array", "dict",
-     "generator", "numbers", "attribute"],
+     "generator", "numbers", "attribute", "default",
+     "keyword"],
 )
 def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
     model, keep = build(accelerator)
@@ -188,7 +189,7 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
     def helper():
         tensor.add_(1)
 
-    def update():
+    def update(default=[0], *, keyword=[0]):  # noqa: B006
         nonlocal number
         assert constant.sum() == 3 and table["a"].sum() == 2
         model(torch.ones(2, 6)).square().sum().backward()
@@ -219,6 +220,10 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
             next(numbers)
         elif what == "attribute":
             update.calls += 1
+        elif what == "default":
+            default[0] += 1
+        elif what == "keyword":
+            keyword[0] += 1
         model.zero_grad()
 
     update.calls = 0
@@ -271,6 +276,8 @@ class Lion(torch.optim.Optimizer):
 
 
 class Bank(torch.nn.Module):
+    calls = 0
+
     def __init__(self, persistent):
         super().__init__()
         self.layer = torch.nn.Linear(6, 4)
@@ -283,9 +290,11 @@ class Bank(torch.nn.Module):
 
 @pytest.mark.parametrize("case, named", [
     ("complete", ""), ("buffer", "model.queue"), ("counter", "optimizer.count"), ("attribute", "mine.epoch"),
+    ("class", "model.calls"),
 ])  # fmt: skip
 def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, named):
-    """A counter beside the state of an optimizer, a buffer that is not saved, an attribute left out."""
+    """A counter beside the state of an optimizer, a buffer that is not saved, an attribute left out, or one
+    that the class begins with."""
     model, mine = Bank(persistent=case != "buffer"), Mine()
     optimizer, mine.epoch = Lion(model.parameters()), 0
     keep = {"optimizer": optimizer, "mine": mine}
@@ -297,6 +306,8 @@ def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, nam
         if case != "counter":
             optimizer.count = 0
         mine.epoch += case == "attribute"
+        if case == "class":
+            model.calls += 1
 
     def rehearse():
         watch = Watch(update, model, keep)

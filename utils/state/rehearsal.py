@@ -132,7 +132,7 @@ class Watch:
             module = isinstance(thing, torch.nn.Module)
             parts = thing.modules() if module else [bare_optimizer(thing) or thing]
             for part in (part for part in parts if not _of_a_library(part)):
-                values = dict(getattr(part, "__dict__", {}))
+                values = {**vars(type(part)), **getattr(part, "__dict__", {})}  # a counter may begin there
                 stored = values.pop("_non_persistent_buffers_set", set())
                 values |= {key: values.get("_buffers", {}).get(key) for key in stored}
                 for key, value in values.items():
@@ -197,6 +197,8 @@ def closed_over(function, seen=None) -> dict:
         with contextlib.suppress(ValueError):  # not yet bound
             values[name] = cell.cell_contents
     values |= {name: found[name] for name in code.co_names if name in found}
+    arguments, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
+    values |= dict(zip(arguments[::-1], defaults[::-1], strict=False)) | (function.__kwdefaults__ or {})
     values |= {f"{function.__name__}.{name}": value for name, value in vars(function).items()}
     for value in list(values.values()):
         ours = isinstance(value, types.FunctionType) and value.__module__ == function.__module__
