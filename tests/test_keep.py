@@ -315,7 +315,7 @@ def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, nam
             update()
 
     if named:
-        with pytest.raises(ValueError, match=f"update changes {named}, and load_state_dict does not"):
+        with pytest.raises(ValueError, match=f"update changes {named}, and load_state_dict does not.* for the moment"):
             rehearse()
         return
     rehearse()

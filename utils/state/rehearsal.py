@@ -117,7 +117,8 @@ class Watch:
         if names := _roots(name for name in self.inside if self.inside[name] != now.get(name)):
             raise ValueError(f"keep: {self.function.__name__} changes {_listed(names)}, and load_state_dict "
                              "does not put it back: let state_dict hold it (of a module: as a persistent "
-                             "buffer), or a resume differs.")  # fmt: skip
+                             "buffer), or a resume differs; what is only for the moment, leave as it was "
+                             "found, also after evaluations.")  # fmt: skip
 
     def _look(self) -> dict:
         found = {}
