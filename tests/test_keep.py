@@ -315,7 +315,8 @@ def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, nam
             update()
 
     if named:
-        with pytest.raises(ValueError, match=f"update changes {named}, and load_state_dict does not.* for the moment"):
+        told = f"update changes {named}, and load_state_dict does not.* for the moment"
+        with pytest.raises(ValueError, match=told):
             rehearse()
         return
     rehearse()

@@ -104,7 +104,8 @@ class Watch:
             parts = thing.named_parameters(name) if isinstance(thing, torch.nn.Module) else [(name, thing)]
             weights |= {weight: path for path, weight in parts if isinstance(weight, torch.nn.Parameter)
                         and weight not in weights}
-        if left := [name for weight, name in weights.items() if weight.grad is not None and weight.grad.any()]:
+        left = [name for weight, name in weights.items() if weight.grad is not None and weight.grad.any()]
+        if left:
             raise ValueError(f"{self.function.__name__} leaves gradients of {_listed(left)}, which a resumed "
                              "run would not have: end it with zero_grad() of every optimizer, and let each "
                              "of these weights be in one, or need no gradient.")
