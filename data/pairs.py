@@ -155,7 +155,7 @@ class PairRows(PackedRows):
         self.arguments, self.members = (path, pack), None
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
         if pack:
-            self.members = best_fit(self.spans[:, 1], self.block_size)
+            self.members = shared_rows(self.spans[:, 1], self.block_size)
 
     def __len__(self) -> int:
         return len(self.rows if self.members is None else self.members)
@@ -210,26 +210,25 @@ class PairRows(PackedRows):
             columns["pair"][padding] = -1
 
 
-def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none. Each, the
-    longest first, joins the row that it fills best."""
-    rows, waiting, has = [], [[] for _ in range(room)], 0  # by tokens left; a bit for each that is not empty
-    order = drawn_order(len(lengths), 0, 0)  # the same with every numpy: a run goes on with these rows
-    order = order[lengths[order].argsort(kind="stable")[::-1]]
-    for pair, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        fits = has >> length << length
-        if fits:
-            left = (fits & -fits).bit_length() - 1
-            row = waiting[left].pop()
-            has ^= 0 if waiting[left] else 1 << left
-        else:
-            left, row = room, []
-            rows.append(row)
-        row.append(pair)
-        left -= length
-        if left:
-            waiting[left].append(row)
-            has |= 1 << left
+def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
+    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none. Row after
+    row takes the longest pair that leaves no room, or what another one fills, or else the longest that fits."""
+    waiting, rows = [[] for _ in range(room + 1)], []
+    for pair in drawn_order(len(lengths), 0, 0).tolist():  # not numpy's: a run goes on with these rows
+        waiting[lengths[pair]].append(pair)
+    there = sum(1 << length for length, pairs in enumerate(waiting) if pairs)  # a bit for each length
+    filled_by = sum(1 << room - length for length, pairs in enumerate(waiting) if pairs or not length)
+    while there:
+        rows.append([])
+        left = room
+        while fits := there & ((2 << left) - 1):
+            exact = fits & (filled_by >> room - left)
+            length = (exact or fits).bit_length() - 1
+            rows[-1].append(waiting[length].pop())
+            left -= length
+            if not waiting[length]:
+                there ^= 1 << length
+                filled_by ^= 1 << room - length
     members = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
     for number, row in enumerate(rows):
         members[number, : len(row)] = row
