@@ -211,8 +211,10 @@ class PairRows(PackedRows):
 
 
 def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none. Row after
-    row takes the longest pair that leaves no room, or what another one fills, or else the longest that fits."""
+    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none.
+
+    Row after row takes the longest pair that leaves no room or what another one fills, or else the longest
+    that fits."""
     waiting, rows = [[] for _ in range(room + 1)], []
     for pair in drawn_order(len(lengths), 0, 0).tolist():  # not numpy's: a run goes on with these rows
         waiting[lengths[pair]].append(pair)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
 from data.masking import MaskTokens
-from data.pairs import PairBuilder, PairRows, shared_rows, load_pair_source, prepare_pairs, split_sentences
+from data.pairs import PairBuilder, PairRows, load_pair_source, prepare_pairs, shared_rows, split_sentences
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import train_tokenizer
 
