@@ -87,6 +87,7 @@ def workers(namespace) -> dict[int, str]:
     return {pid: line for pid, line in lines.items() if "train_clm.py" in line and "launch" not in line}
 
 
+@pytest.mark.slow
 def test_two_machines_train_like_one_process(machines, workspace):
     flags = settings(workspace, "two")
     for rank, process in enumerate(start(machines, flags)):

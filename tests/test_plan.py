@@ -58,10 +58,9 @@ CASES = {  # shape, rows, block size, accumulation, bf16, optimizer, blocks comp
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    "case", ["activations", *(pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:])]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_the_estimated_peak_is_the_measured_one(case):
     """What glibc and Linux keep of freed blocks differs from run to run, and only adds: hence the least."""
     runs = [forked.run_code(MEASURE, [json.dumps(CASES[case])]) for _ in range(3)]

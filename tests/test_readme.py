@@ -116,6 +116,7 @@ NOT_HERE = {
     "BUCKET_KILLS=20 pytest tests/test_bucket.py": "two minutes; CI kills a few times",
     "hf jobs run": "needs an account; checked and run in tests/clusters",
     "pytest tests -m slow": "CI runs it, too",
+    "OMP_NUM_THREADS=1 python -m tests.benchmarks.learning": "two hours; without the variable it is above",
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
     'python -m utils.generate runs/clm --prompt "<|fim': "a model that fills in; test_fim.py",
