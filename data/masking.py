@@ -60,9 +60,11 @@ class MaskTokens:
         eligible = (rows >= 0)[:, None] & ~self.is_special[ids]
         if "attention_mask" in batch:
             eligible &= batch["attention_mask"].numpy() > 0
-        masked = self.mask_pairs if "pair" in batch else self.mask
-        key = batch if "pair" in batch else rows
-        ids, slots, labels = masked(ids, eligible, key, epochs, self.rates(positions))
+        rates = self.rates(positions)
+        if "pair" in batch:
+            ids, slots, labels = self.mask_pairs(ids, eligible, batch, epochs, rates)
+        else:
+            ids, slots, labels = self.mask(ids, eligible, rows, epochs, rates)
         if "attention_mask" not in batch and ids.shape[1] != self.longest:
             ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.cls_id, self.sep_id)))
             slots = slots + 1
@@ -90,9 +92,9 @@ class MaskTokens:
         (B, T), M = ids.shape, pairs.shape[1]
         row, which = np.nonzero(pairs >= 0)  # of all pairs [n]
         start, each = starts[row, which][:, None], row[:, None]
-        places = np.minimum(start + np.arange(T), T - 1)  # [n, T]
-        own = (start + np.arange(T) < T) & (number[each, places] == which[:, None] + 1)
-        own &= eligible[each, places]
+        beyond = start + np.arange(T) >= T  # [n, T], as if each pair had a whole row behind it
+        places = np.where(beyond, T - 1, start + np.arange(T))
+        own = ~beyond & (number[each, places] == which[:, None] + 1) & eligible[each, places]
         alone, slots, labels = self.mask(ids[each, places], own, pairs[row, which], epochs[row], rates[row])
         pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
         row, place = row[pair], slots[pair, slot] + start[pair, 0]
