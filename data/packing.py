@@ -113,7 +113,7 @@ class PackedRows(torch.utils.data.Dataset):
     bytes_per_token = 0.0  # UTF-8 bytes of the documents / their tokens, EOS included; where that is known
 
     def __init__(self, path, most: int = 0):
-        self.path, self.arguments = str(path), (path, most)
+        self.path, self.most, self.arguments = str(path), most, (path, most)
         self.rows = np.asarray(np.load(path, mmap_mode="r"))[: most or None]  # a memmap is slow to index
 
     def __reduce__(self):
@@ -132,7 +132,7 @@ class PackedRows(torch.utils.data.Dataset):
         """Changes with the content of the rows, and with nothing else: the checksum that RowFile has kept, of
         the first `most` with their number."""
         kept = Path(f"{self.path}.xxh3").read_text()
-        return f"{kept}-{len(self)}" if self.arguments[-1] else kept
+        return f"{kept}-{len(self)}" if self.most else kept
 
     def __len__(self) -> int:
         return len(self.rows)

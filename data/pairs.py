@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +43,7 @@ from data.sources.corpus import Corpus, Source, load_corpus
 from data.tokenizer import id_count
 
 FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
+PACKING = 1  # part of the fingerprint of packed rows: raise it when shared_rows gives others
 BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
 COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of prepared pairs
 
@@ -152,13 +153,21 @@ class PairRows(PackedRows):
 
     def __init__(self, path, pack: bool = False):
         super().__init__(path)
-        self.arguments, self.members = (path, pack), None
+        self.pack, self.arguments = pack, (path, pack)
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
-        if pack:
-            self.members = shared_rows(self.spans[:, 1], self.block_size)
+
+    @cached_property
+    def members(self) -> np.ndarray:
+        """The pairs of each packed row, -1 for none [rows, M]: made when asked for, as many files are only
+        opened to see whether they are those of a run."""
+        return shared_rows(self.spans[:, 1], self.block_size)
 
     def __len__(self) -> int:
-        return len(self.rows if self.members is None else self.members)
+        return len(self.members if self.pack else self.rows)
+
+    @property
+    def fingerprint(self) -> str:
+        return super().fingerprint + f"-packed-{PACKING}" * self.pack
 
     @property
     def padding(self) -> float:
@@ -193,7 +202,7 @@ class PairRows(PackedRows):
 
     def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
         """As PackedRows, with token_type_ids and attention_mask [B, T], next_sentence_label [B]."""
-        if self.members is not None:
+        if self.pack:
             return self.take_packed(row)
         end_of_a, end, label = self.spans[row].astype(np.int64).T  # [B] each
         place = np.arange(self.block_size)
@@ -206,7 +215,7 @@ class PairRows(PackedRows):
         super().blank(columns, padding)
         columns["token_type_ids"][padding], columns["attention_mask"][padding] = 0, 1
         columns["next_sentence_label"][padding] = -100
-        if self.members is not None:
+        if self.pack:
             columns["pair"][padding] = -1
 
 

@@ -104,8 +104,8 @@ def _spans(row: dict, tokenizer):
             return "kept" if token == label else "masked" if token == tokenizer.mask_token_id else "replaced"
         return "special" if token in special else "key" if key and key[place] else ""
 
-    margin = None
-    for kind, places in groupby(range(_real(row)), kind_of):  # padding comes last
+    real, margin = _real(row), None
+    for kind, places in groupby(range(real), kind_of):  # padding comes last
         for run in [list(places)] if kind == "" else ([place] for place in places):
             if margin != (margin := f"\n{'AB'[pair[run[0]]] if pair else ' '} │ "):
                 yield "", margin
@@ -119,5 +119,5 @@ def _spans(row: dict, tokenizer):
                 given = word(ids[run[0]]).strip(" ") or " "
                 text = f"«{text}→{given}»" if run[0] in labels else f"«{text}»"
             yield kind, text
-            if text == end and not pair and run[0] < _real(row) - 1:
+            if text == end and not pair and run[0] < real - 1:
                 yield "", "\n  │ "
