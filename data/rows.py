@@ -68,11 +68,12 @@ class Recipe:
     per_device_eval_batch_size: int = 32
 
     def __post_init__(self):
-        """Lists become tuples, and what may be several becomes one of those."""
+        """Lists become tuples, what may be several becomes one of those; without pairs none are packed."""
         for name in ("dataset_name", "mixture", "dataset_config_name", "eval_dataset_name", "text_column",
                      "keywords"):  # fmt: skip
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "pack_pairs", self.pack_pairs and self.next_sentence)
 
     @classmethod
     def of(cls, args, **more) -> "Recipe":
@@ -305,7 +306,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
             evals[name] = set_aside(stream(found, shuffle_rows=0))
         elif name not in evals:
             evals[name] = make(found, validation_fraction=None).train
-    for rows in train.values() if recipe.next_sentence and recipe.pack_pairs else ():
+    for rows in train.values() if recipe.pack_pairs else ():
         accelerator.print(f"data       {len(rows.rows):,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
     _await_all(accelerator.num_processes)

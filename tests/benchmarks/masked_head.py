@@ -6,11 +6,9 @@
 Both take the same masked rows and the same AdamW; each runs in a process of its own, in turn.
 """
 
-import argparse
-import json
-import sys
+from tests.benchmarks.measure import Clock, compared, peak_memory, print_table
 
-from tests.benchmarks.measure import Clock, interleaved, peak_memory, print_table
+SHAPE = {"vocab_size": 50265, "layers": 4, "width": 256, "block_size": 512, "batch_size": 4, "steps": 6}
 
 
 def contender(kind: str, args) -> dict:
@@ -39,7 +37,7 @@ def contender(kind: str, args) -> dict:
         input_ids = torch.randint(5, args.vocab_size, shape).to(device)
         positions = torch.rand(shape).argsort(1)[:, :slots].sort(1).values.to(device)  # [B, K]
         labels = input_ids.gather(1, positions)
-        if kind == "sparse":
+        if kind == "sparse head":
             sums = model({"input_ids": input_ids, "slots": positions, "slot_labels": labels})
             loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
         else:
@@ -54,43 +52,16 @@ def contender(kind: str, args) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    shape = {
-        "vocab_size": 50265,
-        "layers": 4,
-        "width": 256,
-        "block_size": 512,
-        "batch_size": 4,
-        "steps": 6,
-    }
-    for name, default in shape.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(contender(args.one, args)))
-        return
-    flags = [f"--{name}={getattr(args, name)}" for name in shape]
-    command = [sys.executable, "-m", "tests.benchmarks.masked_head", *flags, "--one"]
+    args, lines = compared(__doc__, contender, ("full head", "sparse head"), SHAPE, rounds=5)
     print_table(
         f"RoBERTa {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.batch_size} rows of "
         f"{args.block_size} tokens, medians of {args.rounds} runs in turn",
-        interleaved(
-            {"full head": [*command, "full"], "sparse head": [*command, "sparse"]}, args.rounds
-        ),
-        {
-            "tokens_per_second": "tokens/s",
-            "cpu_per_step": "CPU s per step",
-            "mib": "peak MiB",
-            "loss": "last loss",
-        },
+        lines,
+        {"tokens_per_second": "tokens/s", "cpu_per_step": "CPU s per step", "mib": "peak MiB",
+         "loss": "last loss"},
         {"tokens_per_second": "step rate ratio", "cpu_per_step": "CPU ratio", "mib": "memory ratio"},
         args.append,
-    )
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,12 +6,8 @@ HF Trainer is at its defaults otherwise: the head on all positions, transformers
 of its own, in turn. The loss is that of other rows after the last step, calculated by the same code.
 """
 
-import argparse
-import json
-import sys
-
 from tests.benchmarks.attention import modernbert
-from tests.benchmarks.measure import Clock, interleaved, peak_memory, print_table
+from tests.benchmarks.measure import Clock, compared, peak_memory, print_table
 from tests.benchmarks.throughput import train_with_trainer
 
 SHAPE = {"vocab_size": 8192, "layers": 6, "width": 128, "window": 128, "block_size": 1024, "batch_size": 2,
@@ -76,24 +72,15 @@ def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one mi
 
 
 def main():
-    show = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
-    for name, default in [*SHAPE.items(), ("rounds", 3)]:
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(contender(args.one, args)))
-        return
-    flags = [f"--{name}={getattr(args, name)}" for name in SHAPE]
-    command = [sys.executable, "-m", "tests.benchmarks.masked_step", *flags, "--one"]
+    args, lines = compared(__doc__, contender, ("trainer", "ours"), SHAPE, rounds=3)
     print_table(
         f"ModernBERT {args.layers} x {args.width}, window {args.window}, vocabulary {args.vocab_size}, "
         f"{args.batch_size} rows of {args.block_size} tokens, medians of {args.rounds} runs in turn",
-        interleaved({name: [*command, name] for name in ("trainer", "ours")}, args.rounds),
+        lines,
         {"tokens_per_second": "tokens/s", "cpu_per_step": "CPU s per step", "mib": "peak MiB",
          "loss": "validation loss"},
         {"tokens_per_second": "step rate ratio", "cpu_per_step": "CPU ratio", "mib": "memory ratio"},
+        args.append,
     )  # fmt: skip
 
 

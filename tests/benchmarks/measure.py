@@ -1,5 +1,6 @@
 """What the benchmarks share: processes timed in turn, steps timed within them, one table for each."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,23 @@ def interleaved(commands: dict[str, list[str]], rounds: int) -> dict[str, dict]:
         name: {key: statistics.median(r[key] for r in found) for key in found[0]}
         for name, found in runs.items()
     }
+
+
+def compared(doc: str, contender: Callable, names: Sequence[str], shape: dict[str, int], rounds: int):
+    """(arguments, {name: medians}) of contenders of one `shape`, each in a process of its own: the benchmark
+    with --one, which prints what contender(name, arguments) finds, and ends."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (shape | {"rounds": rounds}).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(contender(args.one, args)))
+        sys.exit()
+    flags = [f"--{name}={getattr(args, name)}" for name in shape]
+    command = [sys.executable, "-m", f"tests.benchmarks.{Path(sys.argv[0]).stem}", *flags, "--one"]
+    return args, interleaved({name: [*command, name] for name in names}, args.rounds)
 
 
 def print_table(

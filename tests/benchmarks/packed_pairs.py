@@ -4,17 +4,17 @@
     python -m tests.benchmarks.packed_pairs --width 768 --rounds 1   # BERT base's width
 
 Both take the same pairs, masks and weights through this project's rows, masks and losses, as many tokens a
-step, each in a process of its own, in turn. The losses are the means over all pairs.
+step, each in a process of its own, in turn; packed rows are --longer times as long. The losses are the means
+over all pairs.
 """
 
-import argparse
-import json
 import math
-import sys
 import tempfile
 from pathlib import Path
 
-from tests.benchmarks.measure import Clock, T, interleaved, print_table
+from tests.benchmarks.measure import Clock, T, compared, print_table
+
+SHAPE = {"vocab_size": 8192, "layers": 4, "width": 256, "pairs": 400, "longer": 2}
 
 
 def pairs_file(folder: str, number: int, vocab_size: int, width: int) -> Path:
@@ -80,26 +80,12 @@ def contender(name: str, args) -> dict:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    shape = {"vocab_size": 8192, "layers": 4, "width": 256, "pairs": 400, "longer": 2}
-    for name, default in shape.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--append", help="a file that the table is appended to")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(contender(args.one, args)))
-        return
-    flags = [f"--{name}={getattr(args, name)}" for name in shape]
-    command = [sys.executable, "-m", "tests.benchmarks.packed_pairs", *flags, "--one"]
+    args, lines = compared(__doc__, contender, ("padded", "packed"), SHAPE, rounds=3)
     print_table(
         f"BERT {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.pairs} pairs of 50 to {T} "
         f"tokens, 8 rows of {T} or {8 // args.longer} of {args.longer * T} a step, medians of {args.rounds} "
         "runs in turn",
-        interleaved({name: [*command, name] for name in ("padded", "packed")}, args.rounds),
+        lines,
         {"tokens_per_second": "pairs/s", "padding": "padding, %", "mlm": "masked loss",
          "nsp": "next-sentence loss"},
         {"tokens_per_second": "rate ratio", "cpu_per_step": "CPU per step ratio"},
