@@ -75,7 +75,6 @@ class TrainArgs:
     mlm_probability: float = 0.30  # share of the tokens that are predicted in training
     eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
-    pair_label_is_next: int = 0  # of pairs prepared elsewhere: the label that means B follows A
     pack_pairs: bool = field(default=True, metadata={"before": False})  # as many to a row as fit
 
     # Model
@@ -180,8 +179,6 @@ def check_args(args: TrainArgs) -> list[str]:
     special = 3 if args.next_sentence else 2  # [CLS] A [SEP] B [SEP], or <s> row </s>
     if args.block_size <= special:
         problems.append(f"block_size: {special} are special tokens, must be more than {args.block_size}.")
-    if args.pair_label_is_next not in (0, 1):
-        problems.append(f"pair_label_is_next: must be 0 or 1, is {args.pair_label_is_next}.")
     if args.streaming and args.next_sentence:
         problems.append("streaming: sentence pairs are prepared first, set only one of it and next_sentence.")
     return problems

@@ -17,8 +17,7 @@ import random
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.cache import RowFile
-from data.filters import Accounting, show_progress
+from data.filters import Accounting
 from data.order import drawn_order
 from data.packing import (
     SPLITS,
@@ -39,13 +38,10 @@ from data.packing import (
     tokenize_documents,
     tokenizer_fingerprint,
 )
-from data.sources.corpus import Corpus, Source, load_corpus
-from data.tokenizer import id_count
 
 FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
 PACKING = 1  # part of the fingerprint of packed rows: raise it when shared_rows gives others
 BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
-COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of prepared pairs
 
 # A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
 # initial ("H. Smith") nor these abbreviations. A space before the closing quote is WikiText's spelling.
@@ -246,31 +242,11 @@ def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
     return members
 
 
-def load_pair_source(source: Source) -> Corpus:
-    """load_corpus for text, or for pairs prepared elsewhere, which have no column of text."""
-    try:
-        return load_corpus(source)
-    except ValueError:
-        for column in COLUMNS if source.text_column is None else ():
-            with suppress(ValueError):
-                return load_corpus(replace(source, text_column=column))
-        raise
-
-
-def holds_pairs(corpus: Corpus) -> bool:
-    """Whether a source has pairs that were prepared elsewhere, complete or not."""
-    return any(column in corpus.columns for column in COLUMNS)
-
-
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                   eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                  label_is_next: int = 0, pack: bool = False) -> PreparedRows:
+                  pack: bool = False) -> PreparedRows:
     """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows,
-    which `pack` makes of the same files.
-
-    A source with columns of COLUMNS holds pairs prepared elsewhere: they are taken as they are, every row
-    checked. label_is_next: their label that means that B follows A; it becomes 0. Raises ValueError where
-    the text gives no pairs or prepared ones are not right."""
+    which `pack` makes of the same files. Raises ValueError where the text gives no pairs."""
     fraction = None if eval_corpus else validation_fraction
     names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]
     settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {
@@ -279,12 +255,9 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
         "block_size": block_size,
         "seed": seed,
     }
-    if label_is_next and holds_pairs(corpus):
-        settings["label_is_next"] = label_is_next
 
     def write(folder: Path) -> dict[str, dict]:
-        splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed, label_is_next)
-                  for name in names}
+        splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed) for name in names}
         _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed,
               (eval_corpus, *also_evaluated))
         if eval_corpus is not None:
@@ -299,21 +272,11 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
 
 
 def _read(corpus, file, held_out=None, fraction=0, seed=0, evaluated=()):
-    """One pass over a source into `file`. A fraction of its documents goes to `held_out`; of prepared pairs
-    the last ones, because neighbours share their documents."""
-    started, counts = time.monotonic(), file.counts
-    if holds_pairs(corpus):
-        if missing := [column for column in COLUMNS if column not in corpus.columns]:
-            raise ValueError(f"dataset_name {corpus.name!r}: sentence pairs without the column "
-                             f"{', '.join(missing)}. Prepared pairs need {', '.join(COLUMNS)}.")
-        n = sum(1 for _ in corpus) if fraction else 0
-        for number, pair in enumerate(show_progress(corpus, counts, f"reading {corpus.name}")):
-            into = held_out if fraction and number >= n - max(1, round(n * fraction)) else file
-            into.add_prepared(pair, f"dataset_name {corpus.name!r}, pair {number}: ")
-    else:
-        for text, into in split_documents(corpus, file, held_out, seed, fraction, evaluated):
-            into.add(text)
-    counts.seconds = round(time.monotonic() - started, 3)
+    """One pass over a source into `file`. A fraction of its documents goes to `held_out`."""
+    started = time.monotonic()
+    for text, into in split_documents(corpus, file, held_out, seed, fraction, evaluated):
+        into.add(text)
+    file.counts.seconds = round(time.monotonic() - started, 3)
 
 
 class _PairFile:
@@ -321,9 +284,8 @@ class _PairFile:
 
     full = False  # see Split
 
-    def __init__(self, path, tokenizer, block_size, seed, label_is_next):
-        self.label_is_next, self.prepared = label_is_next, False
-        self.block_size, self.tokenizer, self.id_count = block_size, tokenizer, id_count(tokenizer)
+    def __init__(self, path, tokenizer, block_size, seed):
+        self.block_size, self.tokenizer = block_size, tokenizer
         self.rows, self.counts = RowFile(path, block_size + 3, token_dtype(tokenizer)), Accounting()
         self.builder = PairBuilder(block_size - 3, seed)
         self.labels, self.padding = [0, 0], 0  # rows by label; tokens
@@ -349,31 +311,6 @@ class _PairFile:
         for a, b, label in self.builder.pairs(documents):
             self.write([cls, *a, sep, *b, sep], len(a) + 2, label)
         self.documents, self.characters = [], 0
-
-    def add_prepared(self, pair: dict, where: str):
-        """One row of pairs prepared elsewhere. ValueError beginning with `where` for what is not right."""
-        ids, types, mask, label = (pair[column] for column in COLUMNS)
-        problem = ""
-        if label not in (0, 1):
-            problem = f"next_sentence_label is {label}, must be 0 or 1"
-        elif not len(ids) == len(types) == len(mask):
-            problem = f"{len(ids)} input_ids, {len(types)} token_type_ids, {len(mask)} attention_mask"
-        elif len(ids) > self.block_size:
-            problem = f"{len(ids)} tokens, more than block_size {self.block_size}: set block_size {len(ids)}"
-        elif sum(mask) == 0 or mask != sorted(mask, reverse=True):
-            problem = "attention_mask must be ones, then zeros (padding on the right)"
-        elif types[: sum(mask)] != sorted(types[: sum(mask)]) or not {*types} <= {0, 1}:
-            problem = "token_type_ids must be zeros for A, then ones for B"
-        elif not 0 <= min(ids) <= max(ids) < self.id_count:
-            problem = (f"token id {max(ids)}, but those of the tokenizer end at {self.id_count - 1}: set "
-                       "tokenizer_name to the tokenizer that made the pairs")  # fmt: skip
-        if problem:
-            raise ValueError(where + problem)
-        end = sum(mask)
-        self.counts.read, self.counts.kept = self.counts.read + 1, self.counts.kept + 1
-        self.counts.tokens += end
-        self.prepared = True
-        self.write(ids[:end], end - sum(types[:end]), label ^ self.label_is_next)
 
     def write(self, ids: list[int], end_of_a: int, label: int):
         padding = self.block_size - len(ids)
@@ -409,7 +346,6 @@ class _PairFile:
 
     def report(self, title: str) -> str:
         n = max(self.counts.rows, 1)
-        meaning = f"  pairs prepared elsewhere: label {self.label_is_next} is taken for B follows A\n"
-        return self.counts.table(title, self.extra()) + "\n" + meaning * self.prepared + (
+        return self.counts.table(title, self.extra()) + "\n" + (
             f"  label 0, B follows A: {self.labels[0] / n:.1%}; label 1, B from another document: "
             f"{self.labels[1] / n:.1%}; padding: {self.padding / n / self.block_size:.1%} of the tokens")

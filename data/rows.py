@@ -27,7 +27,7 @@ from data.foreign import is_foreign
 from data.mixture import MixedOrder, MixedRows, Mixture, share_problems
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
 from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
-from data.pairs import PairRows, holds_pairs, load_pair_source, prepare_pairs
+from data.pairs import PairRows, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
 from data.sources.storage import printable
@@ -55,7 +55,6 @@ class Recipe:
     fim_rate: float = 0.0  # fill-in-the-middle: share of the documents
     special: int = 0  # tokens that collate adds to a row: rows hold so many fewer than block_size
     next_sentence: bool = False  # rows are sentence pairs
-    pair_label_is_next: int = 0  # of prepared ones: the label that means B follows A
     pack_pairs: bool = False  # as many to a row as fit
     streaming: bool = False
     cache_dir: str = "cache"
@@ -105,13 +104,12 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     if not wrong and (kept := _rows_of_run(recipe)):
         return kept
     attempt, sources, most = functools.partial(_attempt, problems), Sources(recipe), recipe.max_train_samples
-    load = load_pair_source if recipe.next_sentence else load_corpus
 
     def opened(source: Source) -> Corpus | str | None:
         """None where it cannot be. What names a part of something is no shards."""
         made = with_split(source) == source and attempt(is_shards, source.dataset_name)
         if made is not None:
-            return source.dataset_name if made else attempt(load, source)
+            return source.dataset_name if made else attempt(load_corpus, source)
 
     named, other = _named_sources(recipe, problems)
     for short, source in named.items():
@@ -125,7 +123,7 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
         if isinstance(found, str):
             sources.evals[short] = found
         elif found.source.split.startswith("train") and attempt(has_split, named[short], "validation"):
-            sources.evals[short] = attempt(load, replace(named[short], split="validation"))
+            sources.evals[short] = attempt(load_corpus, replace(named[short], split="validation"))
     made = [found for found in sources.train.values() if isinstance(found, str)]
     brought = (attempt(fetch_tokenizer, url, recipe.cache_dir) for url in made)
     tokenizer_name = recipe.tokenizer_name or next(filter(None, brought), None)
@@ -144,10 +142,7 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     shards = dict.fromkeys(url for url in [*made, *sources.evals.values()] if isinstance(url, str))
     if recipe.next_sentence:
         if shards:
-            problems.append("next_sentence: shards hold rows without sentences, name text or pairs.")
-        corpora = [found for found in sources.train.values() if isinstance(found, Corpus)]
-        if any(map(holds_pairs, corpora)) and not sources.tokenizer:
-            problems.append("tokenizer_name: prepared pairs go with one tokenizer, name it.")
+            problems.append("next_sentence: shards hold rows without sentences, name text.")
         return sources
     fits = recipe.row_size, sources.tokenizer, recipe.special, recipe.cache_dir
     manifests = {url: attempt(check_shards, url, *fits) for url in shards}
@@ -256,8 +251,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
     stream = functools.partial(TextSource, **shape, validation_seed=recipe.seed)
     shape |= {"seed": recipe.seed, "cache_dir": cache_dir}
     if recipe.next_sentence:
-        shape |= {"label_is_next": recipe.pair_label_is_next, "pack": recipe.pack_pairs}
-        make = functools.partial(prepare_pairs, **shape)
+        make = functools.partial(prepare_pairs, **shape, pack=recipe.pack_pairs)
         train_on = make
     else:
         make = functools.partial(prepare_rows, **shape)

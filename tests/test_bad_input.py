@@ -43,7 +43,6 @@ CLM | --block_size 0                                    | block_size: must be gr
 CLM | --block_size 1                                    | block_size: must be at least 2
 MLM | --block_size 2                                    | block_size: 2 are special tokens
 MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
-MLM | --pair_label_is_next 2                            | pair_label_is_next: must be 0 or 1
 CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
 CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
 CLM | --lr_scheduler_type cosin                         | lr_scheduler_type: 'cosin' is unknown, give one of: cosine
@@ -69,7 +68,7 @@ CLM | --dataset_name texts/                             | dataset_name 'texts/':
 CLM | --dataset_name ../empty                           | no such file, folder
 CLM | --dataset_name ../image.png                       | holds no file of the types
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
-CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one of its columns
+CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one that holds text
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
 CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-data-set' cannot be loaded
 CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened

@@ -1,6 +1,5 @@
-"""data/pairs.py: sentences, pairs of both labels, rows on disk, pairs prepared elsewhere."""
+"""data/pairs.py: sentences, pairs of both labels, rows on disk."""
 
-import functools
 import itertools
 import json
 import math
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from transformers import BertForPreTraining
 
 from data.masking import MaskTokens
-from data.pairs import PairBuilder, PairRows, load_pair_source, prepare_pairs, shared_rows, split_sentences
+from data.pairs import PairBuilder, PairRows, prepare_pairs, shared_rows, split_sentences
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import train_tokenizer
 
@@ -24,7 +22,7 @@ WORDS = "the of and to in is for on with as by at from that which this it are wa
 
 
 def load(name):
-    return load_pair_source(Source(str(name)))
+    return load_corpus(Source(str(name)))
 
 
 def write_documents(path, n=40, sentences=(2, 30), seed=0):
@@ -251,96 +249,11 @@ def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
         )  # fmt: skip
 
 
-def prepared_elsewhere(tokenizer, n=50, T=32):
-    rows = {column: [] for column in ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")}
-    for i in range(n):
-        row = tokenizer(
-            f"D{i} s{i} the of", "and to in is", padding="max_length", max_length=T, truncation=True,
-            return_token_type_ids=True,
-        )  # fmt: skip
-        for column in ("input_ids", "token_type_ids", "attention_mask"):
-            rows[column].append(row[column])
-        rows["next_sentence_label"].append(i % 2)
-    return rows
-
-
-def test_prepared_pairs_train_as_they_are(tmp_path, tokenizer):
-    rows = prepared_elsewhere(tokenizer)
+def test_a_source_without_text_is_refused(tmp_path):
+    rows = {"input_ids": [[2, 5, 3, 6, 3]], "token_type_ids": [[0, 0, 0, 1, 1]]}
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
-    corpus = load(tmp_path / "pairs")
-    pairs = prepare_pairs(
-        corpus, tokenizer, block_size=32, validation_fraction=0.1, cache_dir=tmp_path / "cache"
-    )
-    assert (len(pairs.train), len(pairs.eval)) == (45, 5)
-    for part, first in ((pairs.train, 0), (pairs.eval, 45)):
-        batch = part.__getitems__([(row, 0, row) for row in range(len(part))])
-        for column, values in rows.items():
-            assert batch[column].tolist() == values[first : first + len(part)], column
-
-
-@pytest.mark.parametrize("label_is_next", [0, 1])
-def test_what_the_labels_of_prepared_pairs_mean_is_settable_and_said(
-    tmp_path, tokenizer, capsys, label_is_next
-):
-    """In transformers label 0 is B follows A; of pairs where it is 1, labels are turned over."""
-    rows = prepared_elsewhere(tokenizer)
-    rows["next_sentence_label"] = [int(i % 3 > 0) for i in range(50)]  # two thirds are 1
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
-    make = functools.partial(prepare_pairs, load(tmp_path / "pairs"), tokenizer, block_size=32,
-                             validation_fraction=None, cache_dir=tmp_path / "cache")  # fmt: skip
-    pairs = make(label_is_next=label_is_next)
-    labels = pairs.train.__getitems__([(row, 0, row) for row in range(50)])["next_sentence_label"].tolist()
-    assert labels == [label ^ label_is_next for label in rows["next_sentence_label"]]
-    said = capsys.readouterr().out
-    assert f"label {label_is_next} is taken for B follows A" in said
-    assert f"label 0, B follows A: {66 if label_is_next else 34:.1f}%" in said
-    assert (make(label_is_next=1 - label_is_next).folder == pairs.folder) is False
-
-
-@pytest.mark.parametrize(
-    "column, value, message",
-    [
-        ("next_sentence_label", 2, "pair 7: next_sentence_label is 2"),
-        ("input_ids", [9999] * 32, "token id 9999"),
-        ("attention_mask", [0] * 10 + [1] * 22, "padding on the right"),
-        ("token_type_ids", [1] * 5 + [0] * 27, "token_type_ids must be"),
-        ("next_sentence_label", None, "without the column next_sentence_label"),
-        ("input_ids", None, "without the column input_ids"),
-    ],
-)
-def test_prepared_pairs_that_are_not_right_are_refused(tmp_path, tokenizer, column, value, message):
-    rows = prepared_elsewhere(tokenizer)
-    if value is None:
-        del rows[column]
-    else:
-        rows[column][7] = value
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
-    with pytest.raises(ValueError, match=message):
-        prepare_pairs(
-            load(tmp_path / "pairs"), tokenizer, block_size=32, cache_dir=tmp_path / "cache"
-        )
-
-
-def test_prepared_pairs_may_use_ids_beyond_a_gap(tmp_path, tokenizer):
-    changed = json.loads(tokenizer.backend_tokenizer.to_str())
-    last = max(changed["model"]["vocab"], key=changed["model"]["vocab"].get)
-    changed["model"]["vocab"][last] = 999
-    gapped = type(tokenizer)(tokenizer_object=Tokenizer.from_str(json.dumps(changed)),
-                             **tokenizer.special_tokens_map)
-    rows = prepared_elsewhere(tokenizer)
-    rows["input_ids"][7] = [999] * 32
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
-    pairs = prepare_pairs(load(tmp_path / "pairs"), gapped, block_size=32, validation_fraction=None,
-                          cache_dir=tmp_path / "cache")
-    assert pairs.train.rows[7].max() == 999
-
-
-def test_prepared_pairs_longer_than_the_block_are_refused(tmp_path, tokenizer):
-    datasets.Dataset.from_dict(prepared_elsewhere(tokenizer)).save_to_disk(tmp_path / "pairs")
-    with pytest.raises(ValueError, match="set block_size 32"):
-        prepare_pairs(
-            load(tmp_path / "pairs"), tokenizer, block_size=16, cache_dir=tmp_path / "cache"
-        )
+    with pytest.raises(ValueError, match="--text_column one that holds text: input_ids, token_type_ids"):
+        load(tmp_path / "pairs")
 
 
 # ---- Several pairs to a row

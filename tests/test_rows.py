@@ -330,7 +330,7 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
         f"set --block_size {T + 2}, or prepare other shards."
     ]
     assert problems("shards", next_sentence=True) == [
-        "next_sentence: shards hold rows without sentences, name text or pairs."
+        "next_sentence: shards hold rows without sentences, name text."
     ]
     assert not problems() and not problems("shards", tokenizer_name=None) and not problems("pairs")
     assert not (tmp_path / "cache").exists()

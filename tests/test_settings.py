@@ -14,6 +14,7 @@ from tests.runs import PROJECT
 from utils.entry import user_mistakes
 from utils.settings import (
     ELSEWHERE,
+    GONE,
     changed_settings,
     code_version,
     folder_problems,
@@ -151,6 +152,14 @@ def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
         "old: 2 in the run, missing now", "rate: 0.1 in the run, 0.5 now", "rows: 8 in the run, 16 now",
         "seed: 1 in the run, 2 now", "z_loss: 0.0 in the run, 0.0001 now",
     ]  # fmt: skip
+
+
+def test_a_setting_that_is_gone_locks_no_run_out_that_did_not_use_it():
+    for name, did_nothing in GONE.items():
+        args = train_clm.TrainArgs()
+        assert not hasattr(args, name)
+        assert changed_settings(asdict(args) | {name: did_nothing}, args) == []
+        assert f"{name}: 5 in the run, missing now" in changed_settings(asdict(args) | {name: 5}, args)
 
 
 def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):

@@ -67,6 +67,8 @@ MAY_CHANGE = set(
     "max_skipped_updates max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
     "gradient_checkpointing gradient_accumulation_steps milestones stable attn_implementation".split()
 )
+# Settings that are gone, and their values that did nothing: runs with them go on.
+GONE = {"pair_label_is_next": 0}
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
@@ -230,7 +232,8 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     made = type(args)()  # with the defaults
     before = {f.name: f.metadata.get("before", getattr(made, f.name)) for f in dataclasses.fields(args)}
     lines = []
-    free = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
+    free = {name for name, did_nothing in GONE.items() if saved.get(name) == did_nothing} - now.keys()
+    free |= MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
     for name in sorted((saved.keys() | now.keys()) - free):
         was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
         was, is_now = without_secrets((was, is_now))  # as they were saved

@@ -170,7 +170,7 @@ def _columns(source: Source, rows) -> tuple[list[str], str, str | None]:
         raise ValueError(f"dataset_name {name!r} holds no readable documents; name a source that has some")
     if found is None:
         has = f"no column {asked!r}" if asked else "neither a column content nor text"
-        raise ValueError(f"{name} has {has}; give --text_column one of its columns: {', '.join(columns)}")
+        raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
     return list(columns), found, text
 
 
