@@ -47,9 +47,8 @@ class Accounting:
         found = self.read - self.unreadable - self.empty - self.filtered
         return f"{found / max(self.read, 1):.2%} of data after filtering."
 
-    def table(self, title="", extra: dict[str, int] | None = None) -> str:
-        named = asdict(self) | (extra or {})
-        rows = [(name.replace("_", " "), f"{value:,}") for name, value in named.items()]
+    def table(self, title="") -> str:
+        rows = [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
         if self.tokens and self.seconds:
             rows.append(("tokens per second", f"{self.tokens / self.seconds:,.0f}"))
         return "\n".join([title, *(f"  {name:<25} {value:>18}" for name, value in rows)])

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -199,12 +200,8 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
         while True:
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
             splits["train"].most = max_rows or math.inf
-            if eval_corpus is not None:
-                documents = split_documents(eval_corpus, splits["validation"])
-                _pack(documents, tokenizer, splits, "validation", fim)
-            documents = split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
-                                        (eval_corpus, *also_evaluated))
-            _pack(documents, tokenizer, splits, "train", fim)
+            pack = partial(_pack, tokenizer, splits, fim)
+            read_documents(pack, splits, corpus, eval_corpus, also_evaluated, seed, fraction)
             if "fim" in splits:
                 counts = splits["validation"].counts
                 splits["fim"].counts = replace(counts, tokens=splits["fim"].counts.tokens)
@@ -283,10 +280,22 @@ class Split:
         self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.rest)
 
 
-def split_documents(corpus, split, held_out=None, seed: int = 0, fraction: float = 0,
-                    evaluated=()) -> Iterator[tuple]:
-    """(text, split or held_out) of the documents to prepare, until `split` is full: `fraction` of them are
-    held out, those of the corpora `evaluated` are left out, unless one is the very corpus."""
+def read_documents(write, splits, corpus, eval_corpus, also_evaluated, seed: int, fraction: float) -> None:
+    """Once for each source: write((text, split) of its documents), and the time that takes. `fraction` of the
+    training documents are held out; those that are evaluated on are left out."""
+    sources = {"train": _split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
+                                         (eval_corpus, *also_evaluated))}
+    if eval_corpus is not None:
+        sources["validation"] = _split_documents(eval_corpus, splits["validation"])
+    for name, documents in sources.items():
+        started = time.monotonic()
+        write(documents)
+        splits[name].counts.seconds = round(time.monotonic() - started, 3)
+
+
+def _split_documents(corpus, split, held_out=None, seed=0, fraction=0, evaluated=()) -> Iterator[tuple]:
+    """(text, split or held_out) of the documents to prepare, until `split` is full. One of `evaluated` may be
+    the very corpus."""
     hashes = SeenHashes()
     for other in evaluated:
         if other is not None and other.fingerprint != corpus.fingerprint:
@@ -303,10 +312,8 @@ def split_documents(corpus, split, held_out=None, seed: int = 0, fraction: float
             return
 
 
-def _pack(documents, tokenizer, splits, name, fim):
-    """One pass over (text, split): the tokens of each go there, as `fim` orders them. Split `name` keeps the
-    time."""
-    started = time.monotonic()
+def _pack(tokenizer, splits, fim, documents):
+    """The tokens of each (text, split) go there, as `fim` orders them."""
 
     def ordered():
         for text, into in documents:
@@ -317,7 +324,6 @@ def _pack(documents, tokenizer, splits, name, fim):
 
     for ids, into in tokenize_documents(ordered(), tokenizer, fim):
         into.add(ids)
-    splits[name].counts.seconds = round(time.monotonic() - started, 3)
 
 
 def _check_rows(splits, corpus, eval_corpus, block_size, fraction):

@@ -15,7 +15,6 @@ another document (label 1). Nothing but the meaning can tell the two apart, what
 import itertools
 import random
 import re
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -24,17 +23,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.cache import RowFile
-from data.filters import Accounting
 from data.order import drawn_order
 from data.packing import (
     SPLITS,
     PackedRows,
     PreparedRows,
+    Split,
     preparation_settings,
     prepare_splits,
-    split_documents,
-    token_dtype,
+    read_documents,
     tokenize_documents,
     tokenizer_fingerprint,
 )
@@ -81,15 +78,14 @@ class Chunk(NamedTuple):
 class PairBuilder:
     """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple.
     Couples are made of the documents of one call and the chunks of one document that wait for another one, so
-    what the caller gives at a time bounds the memory. Attributes count what became of the text."""
+    what the caller gives at a time bounds the memory."""
 
     def __init__(self, room: int, seed: int):
         self.room = room  # tokens of A and B together
         self.random = random.Random(seed)
         # A coin for the first of two couples, the other label for the second: equal halves, of alike Bs.
         self.labels = (label for _ in itertools.count() for label in self.random.sample((0, 1), 2))
-        self.documents = self.single_sentence = 0
-        self.unpaired = self.truncated = 0  # tokens: of single sentences, cut off
+        self.documents = self.dropped = 0  # tokens: of single sentences, cut off
         self.waiting: list[Chunk] = []
 
     def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -103,7 +99,7 @@ class PairBuilder:
                 continue
             other, label = self.waiting.pop(), next(self.labels)
             end = min(len(chunk.b), len(other.b))
-            self.truncated += len(chunk.b) + len(other.b) - 2 * end
+            self.dropped += len(chunk.b) + len(other.b) - 2 * end
             yield other.a, (chunk if label else other).b[:end], label
             yield chunk.a, (other if label else chunk).b[:end], label
 
@@ -116,14 +112,13 @@ class PairBuilder:
         """The chunks of a document, which no label has a part in."""
         sentences, start = list(document), 0
         self.documents += 1
-        self.single_sentence += len(document) == 1
         while start < len(sentences):
             end, length = start, 0
             while end < len(sentences) and (length < self.room or end - start < 2):
                 length += len(sentences[end])
                 end += 1
             if end - start < 2:
-                self.unpaired += length
+                self.dropped += length
                 return
             # A takes at most half of the row where it can, so that what does not fit is B's, and goes on.
             fits = np.cumsum([len(sentence) for sentence in sentences[start : end - 1]]) <= self.room // 2
@@ -132,11 +127,11 @@ class PairBuilder:
             # Cut from the longer side: A at its beginning and B at its end, never where they meet.
             keep = min(len(a), max(self.room - self.room // 2, self.room - len(b)))
             rest = b[self.room - keep :]
-            self.truncated += len(a) - keep
+            self.dropped += len(a) - keep
             if end < len(sentences):
                 sentences[end] = np.concatenate([rest, sentences[end]])
             else:
-                self.truncated += len(rest)
+                self.dropped += len(rest)
             ending = 0 if len(rest) else 1 + (end == len(sentences))
             yield Chunk(a[len(a) - keep :], b[: self.room - keep], ending, self.documents)
             start = end
@@ -257,38 +252,28 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
     }
 
     def write(folder: Path) -> dict[str, dict]:
-        splits = {name: _PairFile(folder / f"{name}.npy", tokenizer, block_size, seed) for name in names}
-        _read(corpus, splits["train"], splits.get("validation"), fraction or 0, seed,
-              (eval_corpus, *also_evaluated))
-        if eval_corpus is not None:
-            _read(eval_corpus, splits["validation"])
+        splits = {name: _PairFile(folder / f"{name}.npy", block_size, tokenizer, seed) for name in names}
+
+        def add(documents):
+            for text, into in documents:
+                into.add(text)
+
+        read_documents(add, splits, corpus, eval_corpus, also_evaluated, seed, fraction or 0)
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
             split.close()
-            print(split.report(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
+            print(split.counts.table(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
             split.check(f"the {name} split of {source.name}")
-        return {name: asdict(split.counts) | split.extra() for name, split in splits.items()}
+        return {name: asdict(split.counts) for name, split in splits.items()}
 
     return prepare_splits(cache_dir, "pairs", settings, write, partial(PairRows, pack=pack))
 
 
-def _read(corpus, file, held_out=None, fraction=0, seed=0, evaluated=()):
-    """One pass over a source into `file`. A fraction of its documents goes to `held_out`."""
-    started = time.monotonic()
-    for text, into in split_documents(corpus, file, held_out, seed, fraction, evaluated):
-        into.add(text)
-    file.counts.seconds = round(time.monotonic() - started, 3)
-
-
-class _PairFile:
+class _PairFile(Split):
     """The pairs of one split on their way to the disk, and the account of them."""
 
-    full = False  # see Split
-
-    def __init__(self, path, tokenizer, block_size, seed):
-        self.block_size, self.tokenizer = block_size, tokenizer
-        self.rows, self.counts = RowFile(path, block_size + 3, token_dtype(tokenizer)), Accounting()
-        self.builder = PairBuilder(block_size - 3, seed)
-        self.labels, self.padding = [0, 0], 0  # rows by label; tokens
+    def __init__(self, path, block_size, tokenizer, seed):
+        super().__init__(path, block_size + 3, tokenizer)
+        self.tokenizer, self.builder = tokenizer, PairBuilder(block_size - 3, seed)
         self.documents, self.characters = [], 0
 
     def add(self, text: str):
@@ -299,31 +284,24 @@ class _PairFile:
 
     def flush(self):
         """Tokenize the documents in hand and write their pairs."""
-        if not self.documents:
-            return
         documents = [[] for _ in self.documents]
         sentences = ((sentence, i) for i, document in enumerate(self.documents) for sentence in document)
         for ids, i in tokenize_documents(sentences, self.tokenizer):
             if len(ids) > 1:
                 documents[i].append(ids[:-1])  # without EOS
-        self.counts.tokens += sum(len(sentence) for document in documents for sentence in document)
-        cls, sep = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id
+                self.counts.tokens += len(ids) - 1
+        cls, sep, pad = (getattr(self.tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad"))
         for a, b, label in self.builder.pairs(documents):
-            self.write([cls, *a, sep, *b, sep], len(a) + 2, label)
+            row = np.full(self.file.block_size, pad, self.file.dtype)
+            ids = [cls, *a, sep, *b, sep]
+            row[: len(ids)], row[-3:] = ids, (len(a) + 2, len(ids), label)
+            self.file.write(row[None])
         self.documents, self.characters = [], 0
-
-    def write(self, ids: list[int], end_of_a: int, label: int):
-        padding = self.block_size - len(ids)
-        row = [*ids, *[self.tokenizer.pad_token_id] * padding, end_of_a, len(ids), label]
-        self.rows.write(np.array([row], self.rows.dtype))
-        self.labels[label] += 1
-        self.padding += padding
 
     def close(self):
         self.flush()
-        self.rows.close()
-        self.counts.rows = self.rows.rows
-        self.counts.tokens_dropped = self.builder.unpaired + self.builder.truncated + self.builder.left_over
+        super().close()
+        self.counts.tokens_dropped = self.builder.dropped + self.builder.left_over
 
     def check(self, where: str):
         """ValueError where there are no pairs, for want of sentences or of a second document."""
@@ -334,18 +312,3 @@ class _PairFile:
             raise ValueError(f"next_sentence: {where} has {found}. Remedies: name a source of more, whole "
                              "documents with sentences that end in . ! or ?, raise validation_fraction, or "
                              "switch next_sentence off.")
-
-    def extra(self) -> dict[str, int]:
-        """What the account of pairs tells beside `counts`."""
-        return {
-            "pairs_next": self.labels[0], "pairs_random": self.labels[1], "padding_tokens": self.padding,
-            "single_sentence_documents": self.builder.single_sentence,
-            "tokens_unpaired": self.builder.unpaired, "tokens_truncated": self.builder.truncated,
-            "tokens_left_over": self.builder.left_over,
-        }  # fmt: skip
-
-    def report(self, title: str) -> str:
-        n = max(self.counts.rows, 1)
-        return self.counts.table(title, self.extra()) + "\n" + (
-            f"  label 0, B follows A: {self.labels[0] / n:.1%}; label 1, B from another document: "
-            f"{self.labels[1] / n:.1%}; padding: {self.padding / n / self.block_size:.1%} of the tokens")

@@ -112,9 +112,8 @@ def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
     # Every token is used once, whatever the label, or counted among what was not.
     used = np.concatenate([side for a, b, _ in pairs for side in (a, b)])
     assert len(np.unique(used)) == len(used)
-    assert len(used) + builder.unpaired + builder.truncated + builder.left_over == len(document_of)
+    assert len(used) + builder.dropped + builder.left_over == len(document_of)
     assert builder.left_over <= 125
-    assert builder.single_sentence == sum(len(document) == 1 for document in documents)
 
 
 def test_chunks_of_a_long_document_wait_for_others():
@@ -184,15 +183,11 @@ def test_the_surface_does_not_give_the_label_away(corpus, room):
     assert sum(found) / 3 <= 0.53, found
 
 
-def test_rows_on_disk(tmp_path, tokenizer, capsys):
+def test_rows_on_disk(tmp_path, tokenizer):
     corpus = load(write_documents(tmp_path / "a.jsonl"))
     pairs = prepare_pairs(
         corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
     )
-    found = pairs.accounting["train"]
-    share = found["pairs_next"] / found["rows"]
-    assert abs(found["pairs_next"] - found["pairs_random"]) <= 2
-    assert f"label 0, B follows A: {share:.1%}; label 1, B from another document: " in capsys.readouterr().out
     batch = pairs.train.__getitems__([(row, 0, row) for row in range(len(pairs.train))] + [(-1, 5, -1)])
     assert {value.dtype for value in batch.values()} == {torch.int64}
     documents = {"train": set(), "validation": set()}
@@ -206,6 +201,8 @@ def test_rows_on_disk(tmp_path, tokenizer, capsys):
             int(seps[0] < k <= seps[1]) for k in range(64)
         ]  # A's [SEP] belongs to A
         documents["train"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
+    labels = batch["next_sentence_label"][:-1]
+    assert abs(2 * labels.sum() - len(labels)) <= 2
     # Padding of the last evaluation batch: never counted, and attention is not empty.
     assert batch["next_sentence_label"][-1] == -100 and batch["attention_mask"][-1].all()
     held_out = pairs.eval.__getitems__([(row, 0, row) for row in range(len(pairs.eval))])
@@ -214,8 +211,9 @@ def test_rows_on_disk(tmp_path, tokenizer, capsys):
     assert documents["train"] and documents["validation"]
     assert not documents["train"] & documents["validation"], "a document is on both sides"
     account = pairs.accounting["train"]
-    assert account["pairs_next"] + account["pairs_random"] == account["rows"] == len(pairs.train)
-    assert account["padding_tokens"] == 64 * len(pairs.train) - batch["attention_mask"][:-1].sum()
+    assert account["rows"] == len(pairs.train)
+    used = batch["attention_mask"][:-1].sum().item() - 3 * len(pairs.train)
+    assert account["tokens"] == used + account["tokens_dropped"]
 
     again = prepare_pairs(
         corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
