@@ -371,8 +371,8 @@ class Data:
                      else SampleOrder(len(self.train), self.recipe.seed, start, stop))
             return self._packed_loader(self.train, batch_size, order, self.collate)
         self.stream.start, self.stream.stop = start, stop
-        collate = functools.partial(_collate_rows, self.collate)  # single rows to a batch; workers pickle it
-        loader = DataLoader(self.stream, batch_size, collate_fn=collate, drop_last=True, pin_memory=pinned)
+        loader = DataLoader(self.stream, batch_size, drop_last=True, pin_memory=pinned,
+                            collate_fn=lambda rows: self.collate(default_collate(rows)))
         # The stream gives this process its own rows: accelerate must neither divide them again nor hand out
         # those of the first process to all, as it does by default.
         return prepare_data_loader(
@@ -420,6 +420,3 @@ class Data:
         memory each copy would make the host wait for all that the GPU has been given to do."""
         return self.accelerator.device.type not in ("cpu", "mps", "xla")
 
-
-def _collate_rows(collate, rows: list[dict]) -> dict:
-    return collate(default_collate(rows))

@@ -1,23 +1,21 @@
 """Rows that never lie on this disk as a whole: `--streaming`, from token shards or straight from text.
 
     rows = StreamingRows(ShardSource(url), batch_size=B, seed=0, process_index=p, num_processes=P)
-    loader = DataLoader(rows, batch_size=B, num_workers=W)
+    loader = DataLoader(rows, batch_size=B)
 
 The order is one endless stream of positions, a function of the seed alone. Position k is in batch k // B,
-batch b goes to process b % P, and a process deals its batches to its workers in turn, as the DataLoader
-collects them. Each row of the source comes once per epoch, and the next epoch follows in the same batch.
+batch b goes to process b % P. Each row of the source comes once per epoch, the next epoch follows in the same
+batch.
 
-What it costs: every worker of every process reads the whole source and keeps its share. Of shards that is the
-download (about 2 bytes per token and worker) and decoding at 100 to 300 M tokens/s and core. Of text it is
-tokenizing too, so that all processes together train on what one of them tokenizes, 0.5 to 1.5 M tokens/s and
-core: beyond that, prepare shards first.
+What it costs: every process reads the whole source and keeps its share. Of shards that is the download (about
+2 bytes per token) and decoding at 100 to 300 M tokens/s. Of text it is tokenizing too, so that all processes
+together train on what one of them tokenizes, 0.5 to 1.5 M tokens/s and core: beyond that, prepare shards.
 """
 
 import hashlib
 import heapq
 import itertools
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -57,43 +55,44 @@ def shuffled(n: int, seed: int, epoch: int, window: int) -> np.ndarray:
 class ShardSource:
     """Token shards for training. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones too.
 
-    shuffle_shards: 0 keeps the order of the files. A worker holds its share of two such groups and one shard.
+    shuffle_shards: 0 keeps the order of the files. A process holds its share of two such groups and a shard.
     Raises ValueError like data.shards.check_shards."""
 
     def __init__(self, url: str, shuffle_shards: int = 4):
         manifest = check_shards(url)
         entry = split_entry(manifest, url, "train")
-        self.url, self.shuffle_shards, self.block_size = url, shuffle_shards, manifest["block_size"]
-        self.shards, self.dtype, self.n_rows = entry["shards"], manifest["dtype"], entry["rows"]
+        self.folder, self.shuffle_shards = Folder(url), shuffle_shards
+        self.block_size, self.dtype = manifest["block_size"], manifest["dtype"]
+        self.shards, self.n_rows = entry["shards"], entry["rows"]
+        self.sizes = np.array([shard["rows"] for shard in self.shards])
+        self.first = self.sizes.cumsum() - self.sizes  # row of each
         content = [shuffle_shards, *(shard["sha256"] for shard in self.shards)]
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
         """Windows from the one that holds `position` on, endlessly."""
-        folder = Folder(self.url)  # opened here, in the worker: remote file systems do not survive a fork
-        sizes = np.array([shard["rows"] for shard in self.shards])
         for epoch in itertools.count(position // self.n_rows):
-            first, order = epoch * self.n_rows, np.arange(len(sizes))
+            first, order = epoch * self.n_rows, np.arange(len(self.shards))
             if self.shuffle_shards:
-                order = permuted(order, len(sizes), seed, epoch)
+                order = permuted(order, len(order), seed, epoch)
             width = max(1, self.shuffle_shards)
             for window, at in enumerate(range(0, len(order), width)):
                 members = order[at : at + width]
-                n = int(sizes[members].sum())
+                n = int(self.sizes[members].sum())
                 if first + n > position:
-                    row_ids = np.concatenate([sizes[:m].sum() + np.arange(sizes[m]) for m in members])
+                    row_ids = np.concatenate([self.first[m] + np.arange(self.sizes[m]) for m in members])
                     if self.shuffle_shards:
                         row_ids = row_ids[shuffled(n, seed, epoch, window)]
-                    yield Window(first, epoch, row_ids, partial(self._read, folder, sizes, members, row_ids))
+                    yield Window(first, epoch, row_ids, partial(self._read, members, row_ids))
                 first += n
 
-    def _read(self, folder, sizes, members, row_ids, chosen) -> np.ndarray:
+    def _read(self, members, row_ids, chosen) -> np.ndarray:
         rows = np.empty((len(chosen), self.block_size), self.dtype)
         for m in members:
-            inside = row_ids[chosen] - sizes[:m].sum()
-            here = (0 <= inside) & (inside < sizes[m])
+            inside = row_ids[chosen] - self.first[m]
+            here = (0 <= inside) & (inside < self.sizes[m])
             if here.any():
-                rows[here] = read_shard(folder, self.shards[m], self.block_size)[inside[here]]
+                rows[here] = read_shard(self.folder, self.shards[m], self.block_size)[inside[here]]
         return rows
 
 
@@ -216,8 +215,7 @@ class StreamingRows(IterableDataset):
         self.process_index, self.num_processes = process_index, num_processes
         self.start, self.stop, self.mixture, self.number = start, stop, mixture, number
         self.mark: list[int] = []  # of the window to begin with; [] = the beginning of the stream
-        # Where windows begin: workers write it, the training loop's process reads it, hence shared memory.
-        self.marks = torch.full((MARKS, 5), -1, dtype=torch.int64).share_memory_()
+        self.marks: deque[list[int]] = deque(maxlen=MARKS)  # of the windows since then
 
     def uses(self, position: int) -> int:
         """Rows of this source before a position."""
@@ -226,8 +224,7 @@ class StreamingRows(IterableDataset):
     def state_dict(self, position: int) -> dict[str, Any]:
         """What resumes the stream at `position` (rows consumed so far by all processes together)."""
         uses = self.uses(position)
-        marks = [mark for mark in self.marks.tolist() if 0 <= mark[0] < max(uses, 1)]
-        mark = max(marks, default=self.mark, key=lambda mark: mark[0])
+        mark = max((mark for mark in self.marks.copy() if mark[0] < max(uses, 1)), default=self.mark)
         return {"position": uses, "mark": mark, "source": self.source.fingerprint, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,36 +233,29 @@ class StreamingRows(IterableDataset):
             raise ValueError("the stream is not the one this checkpoint was trained on: its source, its "
                              "settings or the seed changed. Restore them, or use another --output_dir.")
         self.start, self.mark = state["position"], list(state["mark"])
-        self.marks.fill_(-1)
+        self.marks.clear()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         assert self.start % (self.batch_size * self.num_processes) == 0, self.start
-        worker = get_worker_info()
-        if worker:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive the fork
-        for epoch, positions, row_ids, rows in _one_ahead(self._shares(worker)):
+        assert get_worker_info() is None, "each worker would yield all rows"
+        for epoch, positions, row_ids, rows in _one_ahead(self._shares()):
             for position, row, ids in zip(positions.tolist(), row_ids.tolist(), rows, strict=True):
                 tokens = torch.from_numpy(ids.astype(np.int64))
                 found = {"input_ids": tokens, "position": position, "epoch": epoch, "row": row}
                 yield found | ({"source": self.number} if self.mixture else {})
 
-    def _shares(self, worker) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window for this process and worker."""
-        index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        first_batch = self.start // self.batch_size // self.num_processes
-        windows = self.source.windows(self.uses(self.start), self.seed, tuple(self.mark))
-        for number, window in enumerate(windows):
+    def _shares(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window for this process."""
+        for window in self.source.windows(self.uses(self.start), self.seed, tuple(self.mark)):
             first, n = window.first, len(window.row_ids)
             positions = (self.mixture.positions(self.number, first, n, self.stop) if self.mixture
                          else first + np.arange(n))
             if not len(positions) or positions[0] >= self.stop:
                 return
             if window.mark:
-                self.marks[number % MARKS] = torch.tensor([first, *window.mark])
-            batch, process = np.divmod(positions // self.batch_size, self.num_processes)
-            mine = (process == self.process_index) & ((batch - first_batch) % workers == index)
-            mine &= (self.start <= positions) & (positions < self.stop)
-            chosen = np.flatnonzero(mine)
+                self.marks.append([first, *window.mark])
+            mine = positions // self.batch_size % self.num_processes == self.process_index
+            chosen = np.flatnonzero(mine & (self.start <= positions) & (positions < self.stop))
             if len(chosen):
                 yield window.epoch, positions[chosen], window.row_ids[chosen], window.load(chosen)
 

@@ -1,4 +1,4 @@
-"""Streams: the same rows in the same order for any number of processes and workers, resumed anywhere."""
+"""Streams: the same rows in the same order for any number of processes, resumed anywhere."""
 
 import itertools
 from dataclasses import replace
@@ -44,10 +44,9 @@ def map_rows(made) -> np.ndarray:
     return rows.__getitems__([(row, 0, row) for row in range(len(rows))])["input_ids"].numpy()
 
 
-def read(rows: StreamingRows, workers: int, batches: int) -> list[dict]:
+def read(rows: StreamingRows, batches: int) -> list[dict]:
     """The first batches of a loader, each as lists."""
-    torch.manual_seed(0)
-    loader = DataLoader(rows, batch_size=rows.batch_size, num_workers=workers)
+    loader = DataLoader(rows, batch_size=rows.batch_size)
     first = itertools.islice(loader, batches)
     return [{name: value.tolist() for name, value in batch.items()} for batch in first]
 
@@ -63,7 +62,7 @@ def in_turn(per_process: list[list[dict]]) -> list[tuple]:
 
 
 @pytest.mark.parametrize("kind", ["shards", "text"])
-def test_two_processes_with_two_workers_see_every_row_once_per_epoch(made, kind):
+def test_two_processes_see_every_row_once_per_epoch(made, kind):
     expected = map_rows(made)
     n, B = len(expected), 4
     source = sources(made, shuffle=True)[kind]
@@ -73,7 +72,7 @@ def test_two_processes_with_two_workers_see_every_row_once_per_epoch(made, kind)
     batches = 2 * n // (2 * B) + 2  # two whole epochs and a little of the third
     settings = {"batch_size": B, "seed": 1, "num_processes": 2}
     streams = [StreamingRows(source, process_index=p, **settings) for p in range(2)]
-    seen = in_turn([read(stream, 2, batches) for stream in streams])
+    seen = in_turn([read(stream, batches) for stream in streams])
     epochs = [[(row, ids) for e, row, ids in seen if e == epoch] for epoch in range(2)]
     for rows in epochs:
         assert sorted(row for row, _ in rows) == list(range(n))
@@ -82,7 +81,7 @@ def test_two_processes_with_two_workers_see_every_row_once_per_epoch(made, kind)
     assert [row for row, _ in epochs[0]] != sorted(row for row, _ in epochs[0])
     assert [row for row, _ in epochs[0]] != [row for row, _ in epochs[1]]
     alone = StreamingRows(source, batch_size=2 * B, seed=1)
-    assert in_turn([read(alone, 0, batches)]) == seen, "the order does not depend on processes and workers"
+    assert in_turn([read(alone, batches)]) == seen, "the order does not depend on processes"
 
 
 @pytest.mark.parametrize("kind", ["shards", "text"])
@@ -103,19 +102,18 @@ def test_shards_and_prepare_rows_make_the_same_rows(made):
 
 
 @pytest.mark.parametrize("kind", ["shards", "text"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resumed_at_any_position_it_goes_on_as_if_uninterrupted(made, kind, workers):
+def test_resumed_at_any_position_it_goes_on_as_if_uninterrupted(made, kind):
     source, B = sources(made, shuffle=True)[kind], 4
     n = len(map_rows(made))
-    whole = read(StreamingRows(source, batch_size=B, seed=3), 0, 2 * n // B)
+    whole = read(StreamingRows(source, batch_size=B, seed=3), 2 * n // B)
     for batches in (1, n // B - 1, n // B + 5):
         first = StreamingRows(source, batch_size=B, seed=3)
-        assert read(first, workers, batches) == whole[:batches]
+        assert read(first, batches) == whole[:batches]
         state = first.state_dict(batches * B)
         second = StreamingRows(source, batch_size=B, seed=3)
         second.load_state_dict(state)
         more = min(len(whole) - batches, 40)
-        assert read(second, workers, more) == whole[batches : batches + more]
+        assert read(second, more) == whole[batches : batches + more]
         if kind == "text" and batches * B > 100:  # it began with the window, not at the beginning
             assert state["mark"][0] >= 100
 
