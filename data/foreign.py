@@ -89,14 +89,14 @@ def open_splits(name: str, block_size: int, tokenizer, cache_dir="cache") -> tup
 
 
 class FlatRows(PackedRows):
-    """Rows of files of ids, each cut by itself. It pickles as their paths.
+    """Rows of files of ids, each cut by itself.
 
     files: (path, bytes before the ids, their type, their number) of each; content: their checksum; max_rows:
     the first so many, 0 for all."""
 
     def __init__(self, files: list[tuple[str, int, str, int]], block_size: int, content: str,
                  max_rows: int = 0):
-        self.arguments = files, block_size, content, max_rows
+        self.content = content
         shapes = [(*where, (tokens // block_size, block_size)) for *where, tokens in files]
         self.parts = [np.asarray(np.memmap(path, dtype, "r", offset, shape))  # or taking a row costs more
                       for path, offset, dtype, shape in shapes if shape[0]]
@@ -106,7 +106,7 @@ class FlatRows(PackedRows):
 
     @property
     def fingerprint(self) -> str:
-        return f"{self.arguments[2]}-{self.block_size}"
+        return f"{self.content}-{self.block_size}"
 
     def __len__(self) -> int:
         return self.shape[0]

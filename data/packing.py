@@ -109,16 +109,14 @@ def _batches(documents) -> Iterator[tuple[list[str], list[list]]]:
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows of a .npy file [n, T], or the first `most`, memory-mapped. It pickles as its path."""
+    """Rows of a .npy file [n, T], or the first `most`, memory-mapped."""
 
     bytes_per_token = 0.0  # UTF-8 bytes of the documents / their tokens, EOS included; where that is known
+    blanks = {"input_ids": 0}  # what a row of padding holds in each column
 
     def __init__(self, path, most: int = 0):
-        self.path, self.most, self.arguments = str(path), most, (path, most)
+        self.path, self.most = str(path), most
         self.rows = np.asarray(np.load(path, mmap_mode="r"))[: most or None]  # a memmap is slow to index
-
-    def __reduce__(self):
-        return type(self), self.arguments
 
     @property
     def block_size(self) -> int:
@@ -142,17 +140,13 @@ class PackedRows(torch.utils.data.Dataset):
         """The rows of these numbers, [B, ...] of any integers."""
         return {"input_ids": self.rows[row]}
 
-    def blank(self, columns: dict[str, np.ndarray], padding: np.ndarray) -> None:
-        """Makes these of the rows taken into padding."""
-        columns["input_ids"][padding] = 0
-
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
         """keys (position, epoch, row) -> {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B]};
-        row -1 is padding, zeros. For a DataLoader whose collate_fn passes batches on unchanged."""
+        row -1 is padding. For a DataLoader whose collate_fn passes batches on unchanged."""
         position, epoch, row = np.array(keys, np.int64).reshape(-1, 3).T
         columns = self.take(row)
-        if (row < 0).any():
-            self.blank(columns, row < 0)
+        for name in columns.keys() & self.blanks.keys():
+            columns[name][row < 0] = self.blanks[name]
         return as_batch(columns | {"position": position, "epoch": epoch, "row": row})
 
 

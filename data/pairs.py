@@ -142,9 +142,13 @@ class PairRows(PackedRows):
 
     pack: a row holds as many pairs as fit, M at most, instead of one and padding; M as in the fullest row."""
 
+    # Attention to all: for attention to none kernels may give NaN.
+    blanks = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 1, "next_sentence_label": -100,
+              "pair": -1}
+
     def __init__(self, path, pack: bool = False):
         super().__init__(path)
-        self.pack, self.arguments = pack, (path, pack)
+        self.pack = pack
         self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
 
     @cached_property
@@ -200,14 +204,6 @@ class PairRows(PackedRows):
         real = place < end[:, None]  # [B, T]
         return super().take(row) | {"token_type_ids": real & (place >= end_of_a[:, None]),
                                     "attention_mask": real, "next_sentence_label": label}  # fmt: skip
-
-    def blank(self, columns: dict[str, np.ndarray], padding: np.ndarray) -> None:
-        """Label -100, and attention to all: for attention to none kernels may give NaN."""
-        super().blank(columns, padding)
-        columns["token_type_ids"][padding], columns["attention_mask"][padding] = 0, 1
-        columns["next_sentence_label"][padding] = -100
-        if self.pack:
-            columns["pair"][padding] = -1
 
 
 def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
