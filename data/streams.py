@@ -35,6 +35,7 @@ from data.packing import PackedRows, token_dtype, tokenize_documents, tokenizer_
 from data.shards import check_shards, read_shard, split_entry
 from data.sources.storage import Folder
 
+SHUFFLED = 4  # shards whose rows are shuffled together
 MARKS = 64  # windows whose beginnings are remembered, for resuming a text stream
 
 
@@ -53,36 +54,30 @@ def shuffled(n: int, seed: int, epoch: int, window: int) -> np.ndarray:
 
 
 class ShardSource:
-    """Token shards for training. Shards are shuffled, then the rows of `shuffle_shards` consecutive ones too.
+    """Token shards for training. Shards are shuffled, then the rows of SHUFFLED consecutive ones too; a
+    process holds its share of two such groups and a shard. Raises ValueError like check_shards."""
 
-    shuffle_shards: 0 keeps the order of the files. A process holds its share of two such groups and a shard.
-    Raises ValueError like data.shards.check_shards."""
-
-    def __init__(self, url: str, shuffle_shards: int = 4):
+    def __init__(self, url: str):
         manifest = check_shards(url)
         entry = split_entry(manifest, url, "train")
-        self.folder, self.shuffle_shards = Folder(url), shuffle_shards
-        self.block_size, self.dtype = manifest["block_size"], manifest["dtype"]
+        self.folder, self.block_size, self.dtype = Folder(url), manifest["block_size"], manifest["dtype"]
         self.shards, self.n_rows = entry["shards"], entry["rows"]
         self.sizes = np.array([shard["rows"] for shard in self.shards])
         self.first = self.sizes.cumsum() - self.sizes  # row of each
-        content = [shuffle_shards, *(shard["sha256"] for shard in self.shards)]
+        content = [SHUFFLED, *(shard["sha256"] for shard in self.shards)]
         self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
         """Windows from the one that holds `position` on, endlessly."""
         for epoch in itertools.count(position // self.n_rows):
-            first, order = epoch * self.n_rows, np.arange(len(self.shards))
-            if self.shuffle_shards:
-                order = permuted(order, len(order), seed, epoch)
-            width = max(1, self.shuffle_shards)
-            for window, at in enumerate(range(0, len(order), width)):
-                members = order[at : at + width]
+            first, count = epoch * self.n_rows, len(self.shards)
+            order = permuted(np.arange(count), count, seed, epoch)
+            for window, at in enumerate(range(0, count, SHUFFLED)):
+                members = order[at : at + SHUFFLED]
                 n = int(self.sizes[members].sum())
                 if first + n > position:
                     row_ids = np.concatenate([self.first[m] + np.arange(self.sizes[m]) for m in members])
-                    if self.shuffle_shards:
-                        row_ids = row_ids[shuffled(n, seed, epoch, window)]
+                    row_ids = row_ids[shuffled(n, seed, epoch, window)]
                     yield Window(first, epoch, row_ids, partial(self._read, members, row_ids))
                 first += n
 
