@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -151,8 +150,7 @@ class PackedRows(torch.utils.data.Dataset):
 
 
 def as_batch(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    whole = {name: np.ascontiguousarray(column, np.int64) for name, column in columns.items()}
-    return {name: torch.from_numpy(column) for name, column in whole.items()}
+    return {name: torch.from_numpy(column.astype(np.int64, "C")) for name, column in columns.items()}
 
 
 @dataclass
@@ -164,10 +162,6 @@ class PreparedRows:
     @property
     def train(self) -> PackedRows:
         return self.splits["train"]
-
-    @property
-    def eval(self) -> PackedRows | None:
-        return self.splits.get("validation")
 
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
@@ -194,8 +188,11 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
         while True:
             splits = {split: Split(folder / f"{split}.npy", block_size, tokenizer) for split in names}
             splits["train"].most = max_rows or math.inf
-            pack = partial(_pack, tokenizer, splits, fim)
-            read_documents(pack, splits, corpus, eval_corpus, also_evaluated, seed, fraction)
+            for documents in documents_of(splits, corpus, eval_corpus, also_evaluated, seed, fraction):
+                if fim:
+                    documents = _cut_documents(documents, splits, fim)
+                for ids, into in tokenize_documents(documents, tokenizer, fim):
+                    into.add(ids)
             if "fim" in splits:
                 counts = splits["validation"].counts
                 splits["fim"].counts = replace(counts, tokens=splits["fim"].counts.tokens)
@@ -274,16 +271,16 @@ class Split:
         self.counts.rows, self.counts.tokens_dropped = self.file.rows, len(self.rest)
 
 
-def read_documents(write, splits, corpus, eval_corpus, also_evaluated, seed: int, fraction: float) -> None:
-    """Once for each source: write((text, split) of its documents), and the time that takes. `fraction` of the
-    training documents are held out; those that are evaluated on are left out."""
+def documents_of(splits, corpus, eval_corpus, also_evaluated, seed, fraction) -> Iterator[Iterator[tuple]]:
+    """Of each source its documents, (text, split) each: a fraction of the training documents is held out,
+    those that are evaluated on are left out. What the caller does with them is timed."""
     sources = {"train": _split_documents(corpus, splits["train"], splits.get("validation"), seed, fraction,
                                          (eval_corpus, *also_evaluated))}
     if eval_corpus is not None:
         sources["validation"] = _split_documents(eval_corpus, splits["validation"])
     for name, documents in sources.items():
         started = time.monotonic()
-        write(documents)
+        yield documents
         splits[name].counts.seconds = round(time.monotonic() - started, 3)
 
 
@@ -306,18 +303,14 @@ def _split_documents(corpus, split, held_out=None, seed=0, fraction=0, evaluated
             return
 
 
-def _pack(tokenizer, splits, fim, documents):
-    """The tokens of each (text, split) go there, as `fim` orders them."""
-
-    def ordered():
-        for text, into in documents:
-            plain = fim is None or into is not splits["train"]
-            yield text if plain else fim(text), into
-            if fim and plain:
-                yield replace(fim, rate=1.0)(text), splits["fim"]
-
-    for ids, into in tokenize_documents(ordered(), tokenizer, fim):
-        into.add(ids)
+def _cut_documents(documents, splits, fim) -> Iterator[tuple]:
+    """Those for training as `fim` orders them, those for evaluation plain, and all cut for split "fim"."""
+    for text, into in documents:
+        if into is splits["train"]:
+            yield fim(text), into
+        else:
+            yield text, into
+            yield replace(fim, rate=1.0)(text), splits["fim"]
 
 
 def _check_rows(splits, corpus, eval_corpus, block_size, fraction):

@@ -29,9 +29,9 @@ from data.packing import (
     PackedRows,
     PreparedRows,
     Split,
+    documents_of,
     preparation_settings,
     prepare_splits,
-    read_documents,
     tokenize_documents,
     tokenizer_fingerprint,
 )
@@ -249,12 +249,9 @@ def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: fl
 
     def write(folder: Path) -> dict[str, dict]:
         splits = {name: _PairFile(folder / f"{name}.npy", block_size, tokenizer, seed) for name in names}
-
-        def add(documents):
+        for documents in documents_of(splits, corpus, eval_corpus, also_evaluated, seed, fraction or 0):
             for text, into in documents:
                 into.add(text)
-
-        read_documents(add, splits, corpus, eval_corpus, also_evaluated, seed, fraction or 0)
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
             split.close()
             print(split.counts.table(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)

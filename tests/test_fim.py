@@ -122,7 +122,8 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     plain, cut = (prepare_rows(corpus, tokenizer, cache_dir=tmp_path / "cache", fim=found, **settings)
                   for found in (None, fim))
     assert cut.folder != plain.folder
-    assert cut.eval.fingerprint == plain.eval.fingerprint and cut.train.fingerprint != plain.train.fingerprint
+    assert cut.splits["validation"].fingerprint == plain.splits["validation"].fingerprint
+    assert cut.train.fingerprint != plain.train.fingerprint
 
     decode = tokenizer.decode
     kept = [text for text in texts if not in_validation(text, 3, 0.2)]
@@ -136,7 +137,7 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     held_out = [text for text in texts if in_validation(text, 3, 0.2)]
     assert [document_again(ids, fim, decode) for ids in again] == held_out[: len(again)]
     assert len(again) > 10 and all(ids[0] == fim.ids[0] for ids in again)
-    assert cut.splits["fim"].bytes_per_token < cut.eval.bytes_per_token
+    assert cut.splits["fim"].bytes_per_token < cut.splits["validation"].bytes_per_token
 
     stream = TextSource(corpus, tokenizer, block_size=T, validation_fraction=0.2, validation_seed=3, fim=fim)
     assert stream_of([rows for rows, *_ in stream.blocks(7)]) == stream_of(cut.train.rows)
@@ -150,7 +151,7 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     assert shard_data.run(source, tmp_path / "shards", str(folder), **changes) == 0
     manifest = check_shards(str(tmp_path / "shards"))
     assert manifest["settings"]["fim_rate"] == 0.5
-    for split, rows in {"train": cut.train, "validation": plain.eval}.items():
+    for split, rows in {"train": cut.train, "validation": plain.splits["validation"]}.items():
         shards = open_shards(str(tmp_path / "shards"), split, cache_dir=tmp_path / "cache")
         assert shards.fingerprint == rows.fingerprint
 
@@ -165,7 +166,7 @@ def test_without_it_rows_keys_and_trained_tokenizers_are_what_they_were(tmp_path
     corpus = made(texts + texts[:9])
     rows = prepare_rows(corpus, by_bytes, block_size=T, validation_fraction=0.1, seed=3, cache_dir=tmp_path)
     assert rows.train.fingerprint == "0d25a9c2e0ccd473c3fd1dc6ebecb624"
-    assert rows.eval.fingerprint == "b40792194e37da7651347733e2fda3b8"
+    assert rows.splits["validation"].fingerprint == "b40792194e37da7651347733e2fda3b8"
     settings = {
         "format": 3, "corpus": ["content", "text"], "eval_corpus": None, "also_evaluated": [], "keywords": [],
         "validation": [0.1, 3], "tokenizer": tokenizer_fingerprint(by_bytes), "block_size": T,

@@ -75,7 +75,8 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
     held_out = [text for text in documents if in_validation(text, 0, 0.2)]
     kept = [text for text in documents if text not in held_out]
     assert 5 < len(held_out) < 30
-    for split, rows, own in (("train", prepared.train, kept), ("validation", prepared.eval, held_out)):
+    for split, own in (("train", kept), ("validation", held_out)):
+        rows = prepared.splits[split]
         stream = expected_stream(own, tokenizer)
         account = prepared.accounting[split]
         assert all_rows(rows).flatten().tolist() == stream[: len(rows) * T]
@@ -86,14 +87,14 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
     reasons = ("unreadable", "empty", "filtered", "duplicate", "validation", "kept")
     assert train["read"] == sum(train[reason] for reason in reasons) == 80
     ratio = sum(len(text.encode()) for text in held_out) / len(expected_stream(held_out, tokenizer))
-    assert prepared.eval.bytes_per_token == pytest.approx(ratio, rel=1e-12)
+    assert prepared.splits["validation"].bytes_per_token == pytest.approx(ratio, rel=1e-12)
 
 
 def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):
     few = replace(corpus, rows=lambda: itertools.islice(corpus.rows(), 9), fingerprint="few")
     for seed in range(8):
         prepared = prepare(few, tokenizer, tmp_path, validation_fraction=0.02, seed=seed)
-        assert len(prepared.eval) and prepared.accounting["validation"]["kept"] < 9
+        assert len(prepared.splits["validation"]) and prepared.accounting["validation"]["kept"] < 9
         assert prepared.accounting["train"]["validation"] == prepared.accounting["validation"]["kept"]
 
 
@@ -104,7 +105,7 @@ def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_p
     prepared = prepare(corpus, tokenizer, tmp_path, eval_corpus=load_corpus(Source(str(other))))
     assert prepared.accounting["train"]["validation"] == 0
     stream = expected_stream(texts, tokenizer)
-    assert all_rows(prepared.eval).flatten().tolist() == stream[: len(stream) // T * T]
+    assert all_rows(prepared.splits["validation"]).flatten().tolist() == stream[: len(stream) // T * T]
 
 
 def test_what_is_evaluated_on_is_counted_told_and_not_trained_on(corpus, tokenizer, tmp_path, capsys):
@@ -122,7 +123,7 @@ def test_what_is_evaluated_on_is_counted_told_and_not_trained_on(corpus, tokeniz
     apart = prepare(corpus, tokenizer, tmp_path, eval_corpus=one)
     assert apart.accounting["train"]["evaluated"] == 10 and apart.folder != found.folder
     same = prepare(corpus, tokenizer, tmp_path, eval_corpus=corpus)  # to see whether a model can learn it all
-    assert (np.array(same.eval.rows) == np.array(same.train.rows)).all()
+    assert (np.array(same.splits["validation"].rows) == np.array(same.train.rows)).all()
     with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
         prepare(two, tokenizer, tmp_path, eval_corpus=corpus)
 

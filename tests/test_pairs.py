@@ -204,7 +204,8 @@ def test_rows_on_disk(tmp_path, tokenizer):
     assert abs(2 * labels.sum() - len(labels)) <= 2
     # Padding of the last evaluation batch: never counted, and attention is not empty.
     assert batch["next_sentence_label"][-1] == -100 and batch["attention_mask"][-1].all()
-    held_out = pairs.eval.__getitems__([(row, 0, row) for row in range(len(pairs.eval))])
+    validation = pairs.splits["validation"]
+    held_out = validation.__getitems__([(row, 0, row) for row in range(len(validation))])
     for ids in held_out["input_ids"]:
         documents["validation"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
     assert documents["train"] and documents["validation"]

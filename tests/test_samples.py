@@ -64,9 +64,10 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path, h
     assert account["read"] == counted.read < 150  # of 900; 16 Ki characters at a time are about 40 of them
     assert account["tokens"] == 100 * T + account["tokens_dropped"]
     if "own" in held_out:
-        assert sample.eval.fingerprint == whole.eval.fingerprint
+        assert sample.splits["validation"].fingerprint == whole.splits["validation"].fingerprint
     else:
-        assert np.array_equal(sample.eval.rows, whole.eval.rows[: len(sample.eval)])
+        first, all_of_it = sample.splits["validation"].rows, whole.splits["validation"].rows
+        assert np.array_equal(first, all_of_it[: len(first)])
     assert make(corpus, tokenizer, max_rows=10**6).train.fingerprint == whole.train.fingerprint
     assert make(corpus, tokenizer).folder == whole.folder
 
