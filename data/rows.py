@@ -103,7 +103,14 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     problems += (wrong := share_problems(recipe.mixture, recipe.dataset_name))
     if not wrong and (kept := _rows_of_run(recipe)):
         return kept
-    attempt, sources, most = functools.partial(_attempt, problems), Sources(recipe), recipe.max_train_samples
+    sources, most = Sources(recipe), recipe.max_train_samples
+
+    def attempt(function: Callable, *args):
+        """function(*args); its ValueError becomes a line of `problems`, and the result None."""
+        try:
+            return function(*args)
+        except ValueError as error:
+            problems.append(str(error))
 
     def opened(source: Source) -> Corpus | str | None:
         """None where it cannot be. What names a part of something is no shards."""
@@ -206,14 +213,6 @@ def _together(recipe: Recipe, train: dict):
     return MixedRows(Mixture(recipe.mixture, recipe.seed), train) if len(train) > 1 else train.popitem()[1]
 
 
-def _attempt(problems: list[str], function: Callable, *args):
-    """function(*args); its ValueError becomes a line of `problems`, and the result None."""
-    try:
-        return function(*args)
-    except ValueError as error:
-        problems.append(str(error))
-
-
 def short_names(names: tuple[str, ...]) -> list[str]:
     """How the log tells evaluation sets apart: one is "", several are called by the ends of their names."""
     if len(names) == 1:
@@ -251,11 +250,9 @@ def prepare(sources: Sources, accelerator) -> "Data":
     stream = functools.partial(TextSource, **shape, validation_seed=recipe.seed)
     shape |= {"seed": recipe.seed, "cache_dir": cache_dir}
     if recipe.next_sentence:
-        make = functools.partial(prepare_pairs, **shape, pack=recipe.pack_pairs)
-        train_on = make
+        make, in_training = functools.partial(prepare_pairs, **shape, pack=recipe.pack_pairs), {}
     else:
-        make = functools.partial(prepare_rows, **shape)
-        train_on = functools.partial(make, fim=fim, max_rows=most)
+        make, in_training = functools.partial(prepare_rows, **shape), {"fim": fim, "max_rows": most}
     set_aside = functools.partial(first_rows, most=recipe.max_eval_samples, cache_dir=cache_dir)
     opened_shards = functools.partial(open_shards, cache_dir=cache_dir, block_size=row_size)
     texts = {name: found for name, found in sources.evals.items() if isinstance(found, Corpus)}
@@ -275,8 +272,8 @@ def prepare(sources: Sources, accelerator) -> "Data":
         split_names = {"validation": held_out, "fim": f"{held_out}-fim".removeprefix("-")}  # all of it cut
         if not recipe.streaming:
             others = tuple(text for short, text in texts.items() if short != first)
-            made = train_on(found, eval_corpus=texts.get(first), also_evaluated=others,
-                            validation_fraction=fraction)
+            made = make(found, eval_corpus=texts.get(first), also_evaluated=others,
+                        validation_fraction=fraction, **in_training)
             train[name] = made.train
             evals |= {split_names[split]: rows for split, rows in made.splits.items() if split != "train"}
             continue
