@@ -255,10 +255,6 @@ class Split:
         self.counts, self.file = Accounting(), RowFile(path, block_size, token_dtype(tokenizer))
         self.most, self.rest = math.inf, np.empty(0, self.file.dtype)  # rows; what does not fill one
 
-    @property
-    def full(self) -> bool:
-        return self.file.rows >= self.most
-
     def add(self, tokens: np.ndarray):
         self.counts.tokens += len(tokens)
         stream, T = np.concatenate([self.rest, tokens]), self.file.block_size
@@ -299,7 +295,7 @@ def _split_documents(corpus, split, held_out=None, seed=0, fraction=0, evaluated
             yield text, held_out
         else:
             yield text, split
-        if split.full:
+        if split.file.rows >= split.most:
             return
 
 

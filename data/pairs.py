@@ -85,7 +85,7 @@ class PairBuilder:
         self.random = random.Random(seed)
         # A coin for the first of two couples, the other label for the second: equal halves, of alike Bs.
         self.labels = (label for _ in itertools.count() for label in self.random.sample((0, 1), 2))
-        self.documents = self.dropped = 0  # tokens: of single sentences, cut off
+        self.documents = self.dropped = 0  # dropped: tokens, of single sentences or cut off
         self.waiting: list[Chunk] = []
 
     def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:

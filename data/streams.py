@@ -93,8 +93,8 @@ class ShardSource:
 
 class TextSource:
     """A corpus, filtered, tokenized and packed on the fly: the rows of data.prepare and prepare_rows, in
-    order, then shuffled within `shuffle_rows` consecutive ones (0 keeps the order). A resumed run reads the
-    epoch again up to where it was, without tokenizing. Raises ValueError when an epoch has no row."""
+    order, for training then shuffled within `shuffle_rows` consecutive ones; 0 where only `blocks` are read.
+    A resumed run reads the epoch again up to where it was, without tokenizing. ValueError: no row in it."""
 
     n_rows = None  # only the end of the corpus tells
 
@@ -110,14 +110,11 @@ class TextSource:
     def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
         """Windows from the one that `mark` names on, endlessly; those before `position` come too."""
         first, epoch, row, document, offset = mark or (0, 0, 0, 0, 0)
-        size = self.shuffle_rows or 1024
         while True:
-            for rows, next_document, next_offset in self.blocks(size, document, offset):
-                order = np.arange(len(rows))
-                if self.shuffle_rows:
-                    order = shuffled(len(rows), seed, epoch, row // size)
-                    rows = rows[order]
-                yield Window(first, epoch, row + order, rows.__getitem__, (epoch, row, document, offset))
+            for rows, next_document, next_offset in self.blocks(self.shuffle_rows, document, offset):
+                order = shuffled(len(rows), seed, epoch, row // self.shuffle_rows)
+                begin = epoch, row, document, offset
+                yield Window(first, epoch, row + order, rows[order].__getitem__, begin)
                 first, row = first + len(rows), row + len(rows)
                 document, offset = next_document, next_offset
             if row == 0:

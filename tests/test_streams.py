@@ -31,12 +31,10 @@ def made(tmp_path_factory):
             "corpus": load_corpus(Source(source)), "tokenizer": load_tokenizer(tokenizer)}
 
 
-def sources(made, shuffle: bool) -> dict:
-    return {
-        "shards": ShardSource(made["shards"]),
-        "text": TextSource(made["corpus"], made["tokenizer"], block_size=T, validation_fraction=0.05,
-                           shuffle_rows=100 if shuffle else 0),
-    }
+def sources(made) -> dict:
+    settings = {"block_size": T, "validation_fraction": 0.05, "shuffle_rows": 100}
+    return {"shards": ShardSource(made["shards"]),
+            "text": TextSource(made["corpus"], made["tokenizer"], **settings)}
 
 
 def map_rows(made) -> np.ndarray:
@@ -65,7 +63,7 @@ def in_turn(per_process: list[list[dict]]) -> list[tuple]:
 def test_two_processes_see_every_row_once_per_epoch(made, kind):
     expected = map_rows(made)
     n, B = len(expected), 4
-    source = sources(made, shuffle=True)[kind]
+    source = sources(made)[kind]
     if kind == "shards":
         sizes = [shard["rows"] for shard in source.shards]
         assert len(sizes) == 7 and len(set(sizes)) > 1
@@ -84,12 +82,9 @@ def test_two_processes_see_every_row_once_per_epoch(made, kind):
     assert in_turn([read(alone, batches)]) == seen, "the order does not depend on processes"
 
 
-def test_unshuffled_row_k_is_the_map_style_row_k(made):
-    expected = map_rows(made)
-    stream = StreamingRows(sources(made, shuffle=False)["text"], batch_size=1, seed=0, stop=len(expected))
-    rows = list(stream)
-    assert [row["row"] for row in rows] == list(range(len(expected)))
-    assert np.array_equal(torch.stack([row["input_ids"] for row in rows]).numpy(), expected)
+def test_text_for_evaluation_gives_the_map_style_rows_in_order(made):
+    rows = np.concatenate([rows for rows, _, _ in sources(made)["text"].blocks(64)])
+    assert np.array_equal(rows, map_rows(made))
 
 
 def test_shards_and_prepare_rows_make_the_same_rows(made):
@@ -102,7 +97,7 @@ def test_shards_and_prepare_rows_make_the_same_rows(made):
 
 @pytest.mark.parametrize("kind", ["shards", "text"])
 def test_resumed_at_any_position_it_goes_on_as_if_uninterrupted(made, kind):
-    source, B = sources(made, shuffle=True)[kind], 4
+    source, B = sources(made)[kind], 4
     n = len(map_rows(made))
     whole = read(StreamingRows(source, batch_size=B, seed=3), 2 * n // B)
     for batches in (1, n // B - 1, n // B + 5):
@@ -118,9 +113,9 @@ def test_resumed_at_any_position_it_goes_on_as_if_uninterrupted(made, kind):
 
 
 def test_a_state_of_another_stream_is_refused(made):
-    state = StreamingRows(sources(made, True)["text"], batch_size=1, seed=3).state_dict(0)
-    for other in (StreamingRows(sources(made, False)["text"], batch_size=1, seed=3),
-                  StreamingRows(sources(made, True)["text"], batch_size=1, seed=4)):
+    state = StreamingRows(sources(made)["text"], batch_size=1, seed=3).state_dict(0)
+    for other in (StreamingRows(sources(made)["shards"], batch_size=1, seed=3),
+                  StreamingRows(sources(made)["text"], batch_size=1, seed=4)):
         with pytest.raises(ValueError, match="not the one this checkpoint"):
             other.load_state_dict(state)
 
@@ -142,9 +137,10 @@ def unsteady(corpus, good: int, times: int):
 def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monkeypatch, capfd):
     waits = []
     monkeypatch.setattr(storage.time, "sleep", waits.append)
-    settings = {"block_size": T, "validation_fraction": 0.05, "shuffle_rows": 0}
+    settings = {"block_size": T, "validation_fraction": 0.05}
     failing = TextSource(unsteady(made["corpus"], 50, 5), made["tokenizer"], **settings)
     rows = list(StreamingRows(failing, batch_size=1, seed=0, stop=len(map_rows(made))))
+    rows.sort(key=lambda row: row["row"])
     assert np.array_equal(torch.stack([row["input_ids"] for row in rows]).numpy(), map_rows(made))
     assert waits == [1, 2, 4, 8, 16], "the same document failed five times: exponential backoff"
     assert "the source went away" in capfd.readouterr().err
