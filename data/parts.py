@@ -19,7 +19,6 @@ from data.filters import Accounting, SeenHashes, clean_documents, show_progress
 from data.records import Records
 from data.shards import PROGRESS
 from data.sources.storage import Folder
-from data.sources.tables import rows_to_parquet
 
 HASHES, MADE = PROGRESS + "/hashes-{:05d}", PROGRESS + "/part-{:05d}.json"
 
@@ -77,7 +76,7 @@ def join_parts(folder: Folder, settings: dict[str, Any], dtype) -> Records:
         records.held[split] = np.sum([made["held"][split] for made in every], 0).tolist()
         rest = np.array(sum((made["rest"].get(split, []) for made in every), []), dtype)
         if len(rows := rest[: len(rest) // T * T].reshape(-1, T)):
-            records.write_shard(split, rows_to_parquet(rows), rows=len(rows), tokens=rows.size)
+            records.write_shard(split, rows)
     for split in every[0]["counts"]:
         numbers = zip(*(made["counts"][split].values() for made in every), strict=True)
         records.counts[split] = Accounting(*(round(sum(each), 3) for each in numbers))

@@ -1,7 +1,6 @@
 """Source -> filter -> duplicates -> tokens -> rows -> shards, in one pass over any source, to any fsspec URL.
 
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
-    python -m data.prepare --dataset_name user/name --keywords pandas sklearn --text_only --output_dir s3://bucket/it
 
 The source is streamed: memory grows by 10 to 20 bytes per kept document only (the hashes that find exact
 duplicates). Killed at any moment, the same command goes on from the last record in output_dir/progress, and
@@ -27,8 +26,8 @@ from data.foreign import is_foreign, open_splits
 from data.packing import token_dtype, tokenizer_fingerprint
 from data.parts import HASHES, MADE, found_elsewhere, join_parts, lacking, read_hashes, summary
 from data.records import Records
-from data.shard_writers import write_row_shards, write_text_shards, write_token_shards
-from data.shards import MANIFEST, PROGRESS
+from data.shard_writers import write_row_shards, write_token_shards
+from data.shards import FORMAT, MANIFEST, PROGRESS
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
 from data.sources.storage import FIRST_CONTACT, Folder, bound_waiting, explained, printable, with_retries
 from data.tokenizer import load_tokenizer
@@ -47,7 +46,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="chooses validation documents, and cuts (default: 0)")
     add("--fim_rate", type=float, default=0.0, help="share of the documents to fill in (default: 0)")
     add("--shard_mb", type=float, default=64, help="before compression (default: 64; hf://: better more)")
-    add("--text_only", action="store_true", help="stop after the filter: text shards, all columns")
     add("--parts", type=int, default=1, help="of a preparation on many machines (default: 1)")
     add("--part", type=int, help="this one: 0 to parts - 1")
     return parser.parse_args(argv)
@@ -58,15 +56,14 @@ def check_args(args: argparse.Namespace) -> None:
     problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0, parts=1)
     if args.part not in ((None, 0) if args.parts == 1 else range(args.parts)):
         problems.append(f"part: must be 0 to {args.parts - 1}, one less than parts, is {args.part}.")
-    if args.parts > 1 and (args.text_only or is_foreign(args.dataset_name)):
-        problems.append("parts: only where text becomes tokens, leave it out with text_only and token files.")
-    if not args.text_only and not args.tokenizer_name:
-        problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one, or --text_only")
-    if not 0 <= args.fim_rate <= 1 - args.text_only:
-        problems.append(f"fim_rate: must be 0 (off) to 1, and 0 with text_only, is {args.fim_rate}.")
-    of_text = args.keywords or args.text_only or args.fim_rate or args.split != "train"
-    if is_foreign(args.dataset_name) and of_text:
-        problems.append("dataset_name: tokens have no text, leave out keywords, text_only, split, fim_rate.")
+    if args.parts > 1 and is_foreign(args.dataset_name):
+        problems.append("parts: only where text becomes tokens, leave it out with token files.")
+    if not args.tokenizer_name:
+        problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one.")
+    if not 0 <= args.fim_rate <= 1:
+        problems.append(f"fim_rate: must be 0 (off) to 1, is {args.fim_rate}.")
+    if is_foreign(args.dataset_name) and (args.keywords or args.fim_rate or args.split != "train"):
+        problems.append("dataset_name: tokens have no text, leave out keywords, split, fim_rate.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
@@ -80,17 +77,16 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
     bound_waiting()
     folder = Folder(args.output_dir)
     source = replace(source_of(args, streaming=True), part=(args.part or 0, args.parts))
+    tokenizer = load_tokenizer(args.tokenizer_name)
     if is_foreign(args.dataset_name):
-        tokenizer = load_tokenizer(args.tokenizer_name)
         corpora, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
         settings |= {"shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer)}
         write = write_row_shards
     else:
         corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
-        tokenizer = None if args.text_only else load_tokenizer(args.tokenizer_name)
         fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
         settings = settings_of(args, corpora, tokenizer)
-        write = write_token_shards if tokenizer else write_text_shards
+        write = write_token_shards
     if manifest := finished_manifest(folder, settings):
         print(f"{folder.url} is finished: nothing to do")
     else:
@@ -128,16 +124,13 @@ def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer)
     """Everything that shapes the shards: a preparation goes on only where it is the same."""
     content, corpus = {name: corpus.fingerprint for name, corpus in corpora.items()}, corpora["train"]
     settings = {
-        "format": "token-rows-1" if tokenizer else "text-1", "dataset_name": corpus.name,
-        "dataset_config_name": args.dataset_config_name, "split": args.split, "content": content,
-        "text_column": corpus.text_column, "keywords": corpus.keywords, "shard_mb": args.shard_mb,
+        "format": FORMAT, "dataset_name": corpus.name, "dataset_config_name": args.dataset_config_name,
+        "split": args.split, "content": content, "text_column": corpus.text_column,
+        "keywords": corpus.keywords, "shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer),
+        "block_size": args.block_size, "validation_fraction": args.validation_fraction, "seed": args.seed,
     }  # fmt: skip
-    if tokenizer:
-        settings["tokenizer"] = tokenizer_fingerprint(tokenizer)
-        settings |= {name: getattr(args, name) for name in ("block_size", "validation_fraction", "seed")}
-        more = {"fim_rate": args.fim_rate, "parts": args.parts - 1 and args.parts}
-        settings |= {name: value for name, value in more.items() if value}
-    return settings
+    more = {"fim_rate": args.fim_rate, "parts": args.parts - 1 and args.parts}
+    return settings | {name: value for name, value in more.items() if value}
 
 
 def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -188,19 +181,18 @@ def prepare_part(args, settings: dict[str, Any], corpora, tokenizer, folder: Fol
 
 def finish(settings: dict[str, Any], tokenizer, records: Records) -> dict[str, Any]:
     """The manifest, written last. ValueError where there is nothing to train on."""
-    folder, shards, rows = records.folder, records.shards, {}
+    folder, shards = records.folder, records.shards
     if not shards["train"]:
         for name in {PROGRESS, *(shard["file"].split("/")[0] for shard in sum(shards.values(), []))}:
             folder.remove(name)
         nothing = f"{settings['dataset_name']} gives nothing to train on. Check keywords, or take more text."
         raise ValueError(f"dataset_name: {nothing}\n{records.counts['train'].table()}")
-    if tokenizer:
-        with tempfile.TemporaryDirectory() as temporary:
-            for file in sorted(tokenizer.save_pretrained(temporary)):
-                folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
-        rows = {"block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
-        rows |= {name: settings[name] for name in ("tokenizer", "whole") if name in settings}
-    manifest = {"format": settings["format"], **rows, "settings": settings, "splits": {}, "accounting": {}}
+    with tempfile.TemporaryDirectory() as temporary:
+        for file in sorted(tokenizer.save_pretrained(temporary)):
+            folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
+    manifest = {"format": FORMAT, "block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
+    manifest |= {name: settings[name] for name in ("tokenizer", "whole") if name in settings}
+    manifest |= {"settings": settings, "splits": {}, "accounting": {}}
     for split, account in records.accounts().items():
         manifest["splits"][split] = {"rows": account.rows, "shards": shards[split]}
         manifest["accounting"][split] = asdict(account)

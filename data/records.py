@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 from zipfile import BadZipFile
 
 import numpy as np
-import pyarrow as pa
 
 from data.filters import Accounting, SeenHashes
 from data.shards import PROGRESS
 from data.sources.storage import Folder
+from data.sources.tables import rows_to_parquet
 
 SECONDS_BETWEEN_RECORDS = 300
 SPLITS = ("train", "validation", "test")
@@ -34,7 +34,6 @@ class Records:
         self.counts: dict[str, Accounting] = {}
         self.shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
         self.held = {split: [0, 0, 0] for split in SPLITS}
-        self.schema: pa.Schema | None = None
         self.pending: dict[str, np.ndarray] = {}
         for name in (name for name in folder.names(f"{PROGRESS}/{part}") if name.endswith(".npz")):
             try:
@@ -50,8 +49,6 @@ class Records:
                 self.shards[split] += shards
             self.counts = {split: Accounting(**counts) for split, counts in state["counts"].items()}
             self.held, self.pending = state["held"], arrays
-            schema = bytes.fromhex(state["schema"])
-            self.schema = pa.ipc.read_schema(pa.py_buffer(schema)) if schema else None
             self.number += 1
         self._recorded()
 
@@ -63,7 +60,6 @@ class Records:
         """This split is read now, from the document after those of its account on. What was read before the
         training documents is evaluated on."""
         if split not in self.counts:
-            self.schema = None
             if split == "train":
                 self.evaluated, self.seen = self.seen, SeenHashes()
             hashes = self.evaluated, self.seen
@@ -80,12 +76,12 @@ class Records:
             self.fresh.append(number)
         return new
 
-    def write_shard(self, split: str, data: bytes, **counts: int) -> None:
-        """The next one of a split."""
-        name, digest = f"{self.part}{split}-{len(self.shards[split]):05d}.parquet", hashlib.sha256(data)
+    def write_shard(self, split: str, rows: np.ndarray) -> None:
+        """The next one of a split: rows [n, T]."""
+        name, data = f"{self.part}{split}-{len(self.shards[split]):05d}.parquet", rows_to_parquet(rows)
         self.folder.write(name, data)
-        entry = {"file": name, **counts, "size": len(data), "sha256": digest.hexdigest()}
-        self.shards[split].append(entry)
+        entry = {"file": name, "rows": len(rows), "tokens": rows.size, "size": len(data)}
+        self.shards[split].append(entry | {"sha256": hashlib.sha256(data).hexdigest()})
 
     def due(self) -> bool:
         return time.monotonic() - self.last > SECONDS_BETWEEN_RECORDS
@@ -96,9 +92,8 @@ class Records:
         new = counts.different - old.different  # one hash each; more were read ahead
         self.counts[split] = replace(counts, seconds=round(time.monotonic() - self.began, 3))
         shards = {split: shards[self.recorded[split] :] for split, shards in self.shards.items()}
-        schema = self.schema.serialize().to_pybytes().hex() if self.schema else ""
         every = {split: asdict(counts) for split, counts in self.counts.items()}
-        state = {"counts": every, "held": self.held, "shards": shards, "schema": schema}
+        state = {"counts": every, "held": self.held, "shards": shards}
         record = io.BytesIO()
         hashes = np.array(self.fresh[:new], np.uint64)
         np.savez(record, state=json.dumps(state), hashes=hashes, **self.pending)
@@ -119,8 +114,8 @@ class Records:
             accounts |= {"train": train, "validation": held_out}
         for split, account in accounts.items():
             account.tokens = self.held[split][2]
-            account.rows = sum(shard.get("rows", 0) for shard in self.shards[split])
-            in_shards = sum(shard.get("tokens", 0) for shard in self.shards[split])
+            account.rows = sum(shard["rows"] for shard in self.shards[split])
+            in_shards = sum(shard["tokens"] for shard in self.shards[split])
             account.tokens_dropped = account.tokens - in_shards
             assert [account.kept, account.bytes] == self.held[split][:2], accounts
         return accounts

@@ -27,13 +27,13 @@ from data.sources.storage import FIRST_CONTACT, Folder, explained
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress"  # folder of a preparation that is not finished
-FORMATS = "token-rows-1", "text-1"
+FORMAT = "token-rows-1"
 
 
 def read_manifest(url: str) -> dict[str, Any] | None:
     """The manifest of the shards at `url`. None where there are none, or what is no URL or folder.
 
-    Raises ValueError for a URL that cannot be read, an unfinished preparation, an unknown format."""
+    Raises ValueError for a URL that cannot be read, or an unfinished preparation."""
     web = "://" in str(url)
     a_file = files.suffix(url) in files.SUFFIXES + SUFFIXES or glob.has_magic(url)
     if a_file if web else not os.path.isdir(url):
@@ -52,18 +52,12 @@ def read_manifest(url: str) -> dict[str, Any] | None:
             manifest = json.loads(folder.read(MANIFEST))
         except ValueError as error:
             raise ValueError(f"{MANIFEST} is not JSON ({error})") from error
-    if not isinstance(manifest, dict) or "format" not in manifest:
-        return None
-    if manifest["format"] not in FORMATS:
-        raise ValueError(f"{url}/{MANIFEST}: unknown format {manifest['format']!r}; this version reads "
-                         f"{', '.join(FORMATS)}. Prepare the shards again.")
-    return manifest
+    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
 
 
 def is_shards(url: str) -> bool:
-    """Whether token shards lie at `url` (not text shards, a Hub id, ...). Raises like read_manifest."""
-    manifest = read_manifest(url)
-    return is_foreign(url) if manifest is None else manifest["format"] == "token-rows-1"
+    """Whether token shards or token files lie at `url`. Raises like read_manifest."""
+    return read_manifest(url) is not None or is_foreign(url)
 
 
 def check_shards(url: str, block_size: int | None = None, tokenizer=None, special: int = 0,
@@ -74,7 +68,7 @@ def check_shards(url: str, block_size: int | None = None, tokenizer=None, specia
     manifest = read_manifest(url)
     if manifest is None and is_foreign(url):
         return check_foreign(url, block_size, tokenizer, special, cache_dir)
-    if manifest is None or manifest["format"] != "token-rows-1":
+    if manifest is None:
         raise ValueError(f"{url} holds no token shards; `python -m data.prepare` makes them.")
     problems, made = [], manifest["block_size"]
     added = 0 if manifest.get("whole") else special

@@ -118,17 +118,17 @@ CLM | --cache_dir ../corpus.jsonl                       | cache_dir: ../corpus.j
 CLM | --cache_dir LONG                                  | cache_dir: && its name is too long (300 bytes
 # preparation
 PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | tokenizer_name: none given
-PREPARE | --output_dir shards --dataset_name ../no.jsonl --text_only | '../no.jsonl': no such file
-PREPARE | --output_dir shards --text_only --block_size 1 | block_size: must be 2 or greater
-PREPARE | --output_dir shards --text_only --validation_fraction nan | validation_fraction: must be in [0, 1)
-PREPARE | --output_dir shards --text_only --shard_mb -1  | shard_mb: must be 1e-06 or greater
-PREPARE | --output_dir shards --text_only --shard_mb inf --seed -1 --block_size 0 | shard_mb: must be && is inf. && seed: must be && block_size: must be
-PREPARE | --output_dir shards --text_only --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
-PREPARE | --output_dir shards --text_only --shard_mb 0   | shard_mb: must be 1e-06 or greater
-PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --text_only | File name too long
+PREPARE | --output_dir shards --dataset_name ../no.jsonl --tokenizer_name ../words | '../no.jsonl': no such file
+PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | block_size: must be 2 or greater
+PREPARE | --output_dir shards --tokenizer_name ../words --validation_fraction nan | validation_fraction: must be in [0, 1)
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb -1  | shard_mb: must be 1e-06 or greater
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --seed -1 --block_size 0 | shard_mb: must be && is inf. && seed: must be && block_size: must be
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb 0   | shard_mb: must be 1e-06 or greater
+PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long
 PREPARE | --output_dir shards --dataset_nam x            | unrecognized arguments: --dataset_nam
-PREPARE | --text_only                                    | the following arguments are required: --output_dir
-PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --text_only | is not empty and holds no shards
+PREPARE | --tokenizer_name ../words                      | the following arguments are required: --output_dir
+PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --tokenizer_name ../words | is not empty and holds no shards
 TOKENIZER | --output_dir words --dataset_name ../no.jsonl | '../no.jsonl': no such file
 TOKENIZER | --output_dir ../corpus.jsonl --dataset_name ../corpus.jsonl | ../corpus.jsonl cannot be written: && Not a directory
 TOKENIZER | --output_dir LONG --dataset_name ../corpus.jsonl | cannot be written: && File name too long

@@ -295,6 +295,14 @@ def test_a_file_of_no_split_or_of_two_is_named_and_refused(tmp_path):
         load(folder)
 
 
+def test_text_shards_of_earlier_versions_are_the_parquet_files_in_a_folder(tmp_path):
+    for split, rows in ("train", ROWS[:4]), ("validation", ROWS[4:]):
+        pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}-00000.parquet")
+    (tmp_path / "manifest.json").write_text('{"format": "text-1", "splits": {}}')
+    assert not is_shards(str(tmp_path)) and list(load(tmp_path)) == ROWS[:4]
+    assert list(load(tmp_path, split="validation")) == ROWS[4:]
+
+
 def test_a_name_with_brackets_is_a_name(tmp_path):
     for name in ("my[1].jsonl", "what?.jsonl", "all*.jsonl"):
         folder_of(tmp_path / f"in {name}", name, "my1.jsonl", "whats.jsonl", "allen.jsonl")

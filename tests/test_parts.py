@@ -204,7 +204,6 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
         ({}, "parts 3, now None"),
         (dict(parts=3, part=3), "part: must be 0 to 2"), (dict(parts=3), "part: must be 0 to 2.*is None"),
         (dict(part=1), "part: must be 0 to 0"), (dict(parts=0, part=0), "parts: must be 1 or greater"),
-        (dict(parts=3, part=1, text_only=[]), "parts: only where text becomes tokens"),
     ]:
         assert run(source, folder, tokenizer, **settings) == 2
         error = capsys.readouterr().err

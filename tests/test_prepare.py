@@ -88,25 +88,14 @@ def test_every_document_and_every_token_is_accounted_for(tmp_path, tokenizer):
     assert held["kept"] == train["validation"] > 0
 
 
-def test_a_document_of_50_mb_on_one_line_is_one_document(tmp_path, tokenizer):
-    line = ("one long line " + "y" * 50 + " ") * (50_000_000 // 65)
-    source = write_jsonl(tmp_path / "long.jsonl", ["before", line, "after"])
-    assert run(source, tmp_path / "texts", None, text_only=[]) == 0
-    account = manifest_of(tmp_path / "texts")["accounting"]["train"]
-    assert (account["kept"], account["bytes"]) == (3, len(line) + 11)
-
-
-@pytest.mark.parametrize("flag", [None, "text_only", "keep_duplicates"])
+@pytest.mark.parametrize("flag", [None, "keep_duplicates"])
 def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, tokenizer, monkeypatch, flag):
-    """Of a source with three splits, documents in several of them, and columns of mixed types."""
+    """Of a source with three splits, documents in several of them."""
     texts, source = make_texts(160), tmp_path / "source"
     source.mkdir()
-    x = [1, 2.5, {"b": 1}, {"a": 2}, None, True, [1, 2.5], "text"]
-    y = [*[1, 2.5] * 12, "text"]  # a shard or more is numbers when a record is made, and texts follow
     splits = {"test": texts[110:130], "valid": texts[125:150], "train": texts[:115] + texts[100:]}
     for name, found in splits.items():
-        rows = [{"text": text, "x": x[i % 8], "y": y[i % 25]} for i, text in enumerate(found)]
-        (source / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(source / f"{name}.jsonl", found)
     settings = {"shard_mb": 0.02} | ({flag: []} if flag else {})
     assert run(str(source), tmp_path / "whole", tokenizer, **settings) == 0
     # A record after every batch of one or two documents; after some writes a run ends.
@@ -169,33 +158,26 @@ def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp
     print(f"killed when so many of {shards} shards were there: {moments}")
 
 
-def test_text_shards_hold_the_kept_documents_with_all_columns(tmp_path):
+def test_documents_without_a_keyword_are_counted_and_left_out(tmp_path, tokenizer):
     texts = [*make_texts(100), None, "needle in a haystack", "needle again"] * 2
-    source = write_jsonl(tmp_path / "texts.jsonl", texts)
-    assert run(source, tmp_path / "all", None, text_only=[]) == 0
-    assert run(source, tmp_path / "some", None, text_only=[], keywords=["needle", "absent"]) == 0
-    files = sorted((tmp_path / "some").glob("*.parquet"))
-    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-    assert rows == [{"id": 101, "text": "needle in a haystack", "source": f"s{101 % 7}"},
-                    {"id": 102, "text": "needle again", "source": f"s{102 % 7}"}]
-    account = manifest_of(tmp_path / "some")["accounting"]["train"]
+    source, made = write_jsonl(tmp_path / "texts.jsonl", texts), tmp_path / "shards"
+    settings = {"keywords": ["needle", "absent"], "block_size": 2, "validation_fraction": 0}
+    assert run(source, made, tokenizer, **settings) == 0
+    account = manifest_of(made)["accounting"]["train"]
     expected = {"read": 206, "filtered": 200, "unreadable": 2, "duplicate": 2, "kept": 2}
     assert {name: account[name] for name in expected} == expected
-    assert len(shard_bytes(tmp_path / "all")) > 1
-    again = [document["text"] for document in load_corpus(Source(str(tmp_path / "all")))]
-    assert again == [text for text in texts[:103] if text], "they are a source again"
+    text = load_tokenizer(tokenizer).decode(tokens_of(made, "train"))
+    assert text.startswith("needle in a haystack<|endoftext|>needle aga")
 
 
-@pytest.mark.parametrize("text_only", [False, True])
 def test_all_splits_of_a_source_become_shards_and_what_is_evaluated_on_is_not_trained_on(
-        tmp_path, tokenizer, text_only, capsys):
-    texts = make_texts(150)
+        tmp_path, tokenizer, capsys):
+    texts, made = make_texts(150), tmp_path / "shards"
     splits = {"train": texts[:100], "validation": texts[90:120], "test": texts[115:]}
     (tmp_path / "source").mkdir()
     for name, found in splits.items():
         write_jsonl(tmp_path / "source" / f"my-{name}.jsonl", found)
-    made, settings = tmp_path / "shards", {"text_only": []} if text_only else {}
-    assert run(str(tmp_path / "source"), made, None if text_only else tokenizer, **settings) == 0
+    assert run(str(tmp_path / "source"), made, tokenizer) == 0
     expected = {"train": texts[:90], "validation": texts[90:115], "test": texts[115:]}
     manifest = manifest_of(made)
     accounts = manifest["accounting"]
@@ -203,11 +185,6 @@ def test_all_splits_of_a_source_become_shards_and_what_is_evaluated_on_is_not_tr
         "train": 100, "validation": 30, "test": 35}
     assert (accounts["train"]["evaluated"], accounts["validation"]["duplicate"]) == (10, 5)
     assert "evaluated" in capsys.readouterr().out
-    if text_only:
-        for name, found in expected.items():
-            again = load_corpus(Source(str(made), split=name))
-            assert [document["text"] for document in again] == found
-        return
     own = load_tokenizer(tokenizer)
     for name, found in expected.items():
         ids = [own(text, add_special_tokens=False)["input_ids"] + [own.eos_token_id] for text in found]
@@ -218,26 +195,6 @@ def test_all_splits_of_a_source_become_shards_and_what_is_evaluated_on_is_not_tr
     assert run(str(tmp_path / "source"), one, tokenizer, split="test", validation_fraction=0) == 0
     assert tokens_of(one, "train").tolist() == tokens_of(made, "test").tolist()
     assert open_shards(str(made), "test", cache_dir=tmp_path / "cache").rows.shape == (len(ids) // 32, 32)
-
-
-def test_mixed_and_late_columns_are_kept_as_text_told_or_refused(tmp_path, capsys):
-    def write(rows):
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(tmp_path / "rows.jsonl")
-
-    mixed = write([{"text": "one", "x": 1}, {"text": "two", "x": "b"}, {"text": "three", "x": {"y": [1]}}])
-    assert run(mixed, tmp_path / "mixed", None, text_only=[]) == 0
-    table = pq.read_table(tmp_path / "mixed" / "train-00000.parquet")
-    assert table["x"].to_pylist() == ["1", "b", '{"y": [1]}']
-    first = [{"text": text} for text in make_texts(20)]
-    first[3]["y"] = "not in the first document"
-    added = write([*first, *({"text": text, "z": 1} for text in make_texts(20, seed=1))])
-    assert run(added, tmp_path / "added", None, text_only=[]) == 0
-    assert pq.read_schema(tmp_path / "added" / "train-00000.parquet").names == ["text", "y"]
-    assert "left out, the first shard has no such column: z" in capsys.readouterr().err
-    late = write([*({"text": text, "x": 1} for text in make_texts(50)), {"text": "last", "x": "b"}])
-    assert run(late, tmp_path / "late", None, text_only=[]) == 2
-    assert re.search(r"column x: a value is not int64", capsys.readouterr().err)
 
 
 def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp_path, tokenizer, capsys):
@@ -256,28 +213,28 @@ def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"block_size": 1, "shard_mb": 0, "validation_fraction": 1},
+    ({"tokenizer_name": "", "block_size": 1, "shard_mb": 0, "validation_fraction": 1},
      r"(?s)block_size: .*is 1\..*shard_mb: .*is 0\.0.*tokenizer_name: none.*validation_fraction: .*is 1\.0"),
     ({"tokenizer_name": "/nowhere"}, "tokenizer_name '/nowhere' cannot be loaded"),
-    ({"dataset_name": "/nowhere.jsonl", "text_only": []}, "no such file"),
-    ({"output_dir": "/proc/nowhere", "text_only": []}, "/proc/nowhere cannot be written"),
-    ({"output_dir": str(PROJECT), "text_only": []}, "is not empty and holds no shards"),
-    ({"keywords": ["absent"], "text_only": []}, "gives nothing to train on"),
+    ({"dataset_name": "/nowhere.jsonl"}, "no such file"),
+    ({"output_dir": "/proc/nowhere"}, "/proc/nowhere cannot be written"),
+    ({"output_dir": str(PROJECT)}, "is not empty and holds no shards"),
+    ({"keywords": ["absent"]}, "gives nothing to train on"),
 ])
-def test_a_users_mistake_is_one_message_and_status_2(tmp_path, capsys, settings, message):
+def test_a_users_mistake_is_one_message_and_status_2(tmp_path, tokenizer, capsys, settings, message):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(5))
-    assert run(source, tmp_path / "shards", None, **settings) == 2
+    assert run(source, tmp_path / "shards", tokenizer, **settings) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     assert error.count("error:") == 1 and "Traceback" not in error
 
 
-def test_two_runs_at_once_are_refused(tmp_path, capsys):
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(5))
+def test_two_runs_at_once_are_refused(tmp_path, tokenizer, capsys):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(9))
     with prepare._only_run(storage.Folder(tmp_path / "shards")):
-        assert run(source, tmp_path / "shards", None, text_only=[]) == 2
+        assert run(source, tmp_path / "shards", tokenizer) == 2
     assert "another run is preparing" in capsys.readouterr().err
-    assert run(source, tmp_path / "shards", None, text_only=[]) == 0
+    assert run(source, tmp_path / "shards", tokenizer) == 0
 
 
 def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from data.sources.storage import printable
 from tests import forked
 from tests.hub_server import TOKEN, HubServer
 from tests.runs import TINY, metrics, write_corpus
+from tests.shard_data import save_tokenizer
 from utils.publishing.secrets import without_secrets
 
 S3_ID, S3_KEY = "AKIALOOPBACKADA4242Q", "s3-Secret/of+ada"
@@ -100,10 +101,12 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
 
 def test_prepared_shards_do_not_hold_the_password_of_their_source(server, hub, tmp_path):
     server.password = "url-pass-4242"
+    save_tokenizer(tmp_path / "words")
     url = f"http://ada:{server.password}@127.0.0.1:{server.server_port}/"
 
     def prepare(name, status):
-        words = ["--text_only", "--output_dir", tmp_path / "shards", "--dataset_name", url + name]
+        words = ["--tokenizer_name", tmp_path / "words", "--block_size", "8", "--dataset_name", url + name]
+        words += ["--output_dir", tmp_path / "shards"]
         return run(server, hub, tmp_path, "data.prepare", words, status)
 
     assert "http://***@127.0.0.1" in prepare("no.jsonl", 2)
