@@ -12,14 +12,10 @@ import itertools
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 
-from huggingface_hub import CommitOperationAdd, HfApi, get_token
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
@@ -28,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from data.filters import Accounting, clean_documents, show_progress
 from data.fim import NAMES as FIM_NAMES
 from data.sources.corpus import add_source_flags, check_numbers, load_corpus, source_of
-from data.sources.storage import FIRST_CONTACT, bound_waiting, explained, printable, with_retries
+from data.sources.storage import explained, printable
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
@@ -182,30 +178,29 @@ def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
     yield text[start:]
 
 
-def sample_texts(texts: Iterable[str], max_bytes: int, max_documents: int = 0, seed: int = 0) -> list[str]:
+def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
     """A fair sample of a stream of any length, held in max_bytes: documents draw a number from (content,
-    seed) and the smallest numbers stay, wherever they stand. max_documents 0: no bound of that kind."""
+    seed) and the smallest numbers stay, wherever they stand."""
     held, size = [], 0  # a heap, largest number first
     for text in texts:
         data = text.encode("utf-8", "replace")
         draw = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
         heapq.heappush(held, (-int.from_bytes(draw, "big"), len(data), text))
         size += len(data)
-        while len(held) > 1 and (size > max_bytes or 0 < max_documents < len(held)):
+        while len(held) > 1 and size > max_bytes:
             size -= heapq.heappop(held)[1]
     return [text for _, _, text in sorted(held, reverse=True)]
 
 
-def sampled(corpus, max_bytes: int, max_documents: int = 0, seed: int = 0, read_bytes: int = 0):
-    """(sample_texts of a corpus, or of its first read_bytes, the account of what was read). ValueError where
-    there is no text."""
+def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple[list[str], Accounting]:
+    """`sample_texts` of a corpus, or of its first read_bytes, and the account of what was read. ValueError
+    where there is no text."""
     counts = Accounting()
     documents = clean_documents(corpus, counts)
     if read_bytes:
         documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
     documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer")
-    texts = (document[corpus.text_column] for document in documents)
-    texts = sample_texts(texts, max_bytes, max_documents, seed)
+    texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed)
     if not texts:
         keywords = " ".join(corpus.keywords)
         words = f" with any of the keywords {keywords}; name others, or none to keep everything"
@@ -227,40 +222,6 @@ def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[st
     return list(dict.fromkeys(ids)), list(dict.fromkeys(missing))
 
 
-def check_repository(name: str, private: bool) -> str:
-    """The "user/name" of a model repository that this token may write to, made where there is none.
-
-    ValueError with the remedy: no token or a bad one, no right to write, a wrong name, no connection."""
-    if not get_token():
-        raise ValueError("push_to_hub: found no Hub token; run `hf auth login`, or set HF_TOKEN, with one "
-                         "that may write (https://huggingface.co/settings/tokens)")
-    bound_waiting(10)
-    api, ask = HfApi(), partial(with_retries, what=f"asking for {name}", tries=FIRST_CONTACT)
-    with explained(f"hub_model_id {name}", "published"):
-        repo_id = ask(partial(api.create_repo, name, private=private, exist_ok=True)).repo_id
-        # The first question of a push. (create_repo is content with a repository that we may only read.)
-        ask(partial(api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")]))
-    return repo_id
-
-
-def push(repo_id: str, folder: str, files: list[str], message: str) -> None:
-    """These files of a folder in one commit; all else in the repository stays. Where they cannot arrive, says
-    what uploads them later and raises SystemExit(1)."""
-
-    bound_waiting()
-    try:
-        with explained(repo_id, "published"):
-            upload = partial(HfApi().upload_folder, repo_id=repo_id, folder_path=folder)
-            upload = partial(upload, allow_patterns=files, commit_message=message)
-            with_retries(upload, f"publishing {repo_id}")
-    except Exception as error:  # whatever it is, the files are here
-        included = [word for name in files for word in ("--include", name)]
-        command = shlex.join(["hf", "upload", repo_id, folder, ".", *included, "--commit-message", message])
-        print(f"error: {error}\nEverything is in {folder}; this uploads it:\n    {command}", file=sys.stderr)
-        raise SystemExit(1) from None
-    print(f"published as {repo_id}")
-
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="python -m data.tokenizer", description=__doc__, allow_abbrev=False,
@@ -275,38 +236,24 @@ def main(arguments=None):
     add("--fim", action="store_true", help="with the special tokens to fill in the middle")
     add("--streaming", action="store_true", help="read a Hub data set while it downloads")
     add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on, a fair sample")
-    add("--max_documents", type=int, default=0, help="to train on, 0 = no bound")
-    add("--read_documents", type=int, default=0, help="read only the first so many of the source, 0 = all")
     add("--seed", type=int, default=0, help="of the sample")
-    add("--push_to_hub", action="store_true")
-    add("--hub_model_id", help="user/name; without it the name of output_dir")
-    add("--hub_private_repo", action="store_true")
     args = parser.parse_args(arguments)
 
-    if problems := check_numbers(args, vocab_size=1, max_bytes=1, max_documents=0, read_documents=0, seed=0):
+    if problems := check_numbers(args, vocab_size=1, max_bytes=1, seed=0):
         raise ValueError("\n".join(problems))
     with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
         os.listdir(args.output_dir)  # it may be a file, or no name can be so long
-    repo_id = None
-    if args.push_to_hub:  # found out now, not after hours of reading
-        name = args.hub_model_id or os.path.basename(os.path.abspath(args.output_dir))
-        repo_id = check_repository(name, args.hub_private_repo)
     corpus = load_corpus(source_of(args, args.streaming))
-    if args.read_documents:
-        corpus = replace(corpus, rows=lambda rows=corpus.rows: itertools.islice(rows(), args.read_documents))
-    texts, counts = sampled(corpus, args.max_bytes, args.max_documents, args.seed)
+    texts, counts = sampled(corpus, args.max_bytes, args.seed)
     print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
           f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); "
           f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal, args.fim)
     with explained(f"output_dir {args.output_dir}", "written", Exception):  # tokenizers raises no other
-        saved = tokenizer.save_pretrained(args.output_dir)
-    print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}")
-    if repo_id:
-        files = [os.path.basename(path) for path in saved if os.path.isfile(path)]
-        message = f"Tokenizer of {len(tokenizer):,} tokens, {args.algorithm} on {corpus.name}"
-        push(repo_id, args.output_dir, files, message)
+        tokenizer.save_pretrained(args.output_dir)
+    print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}. To publish them: "
+          f"hf upload user/name {args.output_dir}")
 
 
 if __name__ == "__main__":

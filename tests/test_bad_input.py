@@ -105,7 +105,6 @@ CLM | --checkpoint_url bucket/run                       | checkpoint_url: no URL
 CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | checkpoint_url nosuch://bucket/x: ValueError: Protocol not known
 CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | checkpoint_url s3://***@bucket/it: && credentials are no part
 CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no: && check the address
-TOKENIZER | --output_dir words --push_to_hub --dataset_name ../corpus.jsonl | push_to_hub: found no Hub token
 # resume
 CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
 CLM | --resume_from_checkpoint ../no                    | resume_from_checkpoint: ../no is no checkpoint

@@ -146,28 +146,6 @@ def test_the_last_push_fails(hub, corpus, tmp_path, why):
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 
 
-def test_a_tokenizer_is_published_with_the_same_care(hub, corpus, tmp_path):
-    """No token: nothing is read. A passing fault: it arrives. Revoked: files kept, status 1, what to do."""
-
-    def train(status, token=TOKEN, vocab_size="400"):
-        flags = ["--dataset_name", corpus, "--vocab_size", vocab_size, "--output_dir", tmp_path / "words"]
-        done = forked.run("data.tokenizer", [*flags, "--push_to_hub"], env=environment(hub, token))
-        assert done.returncode == status, done.stderr
-        assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr
-        return done.stdout + done.stderr
-
-    assert "hf auth login" in train(2, token=None) and not (tmp_path / "words").exists()
-    hub.put("ada/words", {"model.safetensors": b"of a run that uses this tokenizer"})
-    hub.faults.append(Fault("POST .*/ada/words/commit/main", status=500, times=1))
-    assert "published as ada/words" in train(0)
-    files = hub.commits("ada/words")[-1]["files"]
-    assert {"tokenizer.json", "tokenizer_config.json", "model.safetensors"} <= set(files)
-    assert hub.read(files["tokenizer.json"]) == (tmp_path / "words/tokenizer.json").read_bytes()
-    hub.faults.append(Fault("POST .*/ada/words/commit/main", status=401, times=ALWAYS))
-    output = train(1, vocab_size="401")
-    assert "hf auth login" in output and f"hf upload ada/words {tmp_path}/words" in output
-
-
 def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tmp_path):
     """The repository is made, private; a passing fault is waited out; the finished one is left alone."""
 

@@ -138,6 +138,7 @@ NOT_HERE = {
     "sbatch --array": "needs Slurm; the parts are run in test_parts.py",
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
+    "hf upload user/name my-tokenizer": "needs an account",
     "lm_eval run": "an environment of its own; tests/harness",
     "python -m docs.harness.masked": "the same",
     "python -m tests.harness.difference": "after the two above; tests/harness",

@@ -87,12 +87,12 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: i
         yield item
 
 
-def bound_waiting(seconds: float | None = None) -> None:
+def bound_waiting() -> None:
     """Limits each connect, read and write of the Hub's client to SILENCE; by itself it waits for ever."""
 
     def client():
         made = default_client_factory()
-        made.timeout = seconds or SILENCE
+        made.timeout = SILENCE
         return made
 
     set_client_factory(client)
