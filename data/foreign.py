@@ -84,8 +84,7 @@ def open_splits(name: str, block_size: int, tokenizer, cache_dir="cache") -> tup
     manifest = check_foreign(name, block_size, tokenizer, 0, cache_dir)
     splits = {split: open_foreign(name, split, block_size, cache_dir) for split in manifest["splits"]}
     content = {split: rows.fingerprint for split, rows in splits.items()}
-    return splits, {"format": "token-rows-1", "dataset_name": printable(name), "content": content,
-                    "block_size": block_size, "whole": manifest["whole"]}
+    return splits, {"dataset_name": printable(name), "content": content, "whole": manifest["whole"]}
 
 
 class FlatRows(PackedRows):

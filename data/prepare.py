@@ -25,8 +25,7 @@ from data.fim import fill_in_middle
 from data.foreign import is_foreign, open_splits
 from data.packing import token_dtype, tokenizer_fingerprint
 from data.parts import HASHES, MADE, found_elsewhere, join_parts, lacking, read_hashes, summary
-from data.records import Records
-from data.shard_writers import write_row_shards, write_token_shards
+from data.records import Records, write_row_shards, write_token_shards
 from data.shards import FORMAT, MANIFEST, PROGRESS
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
 from data.sources.storage import FIRST_CONTACT, Folder, bound_waiting, explained, printable, with_retries
@@ -34,8 +33,8 @@ from data.tokenizer import load_tokenizer
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    about = __doc__.split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m data.prepare", description=about, allow_abbrev=False)
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser("python -m data.prepare", description=about, allow_abbrev=False)
     add = parser.add_argument
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
     add_source_flags(add)  # of the split train the source's validation and test come too
@@ -75,18 +74,16 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
     others are to come. ValueError for a user's mistake, ConnectionError when source or target stay away."""
     check_args(args)
     bound_waiting()
-    folder = Folder(args.output_dir)
-    source = replace(source_of(args, streaming=True), part=(args.part or 0, args.parts))
-    tokenizer = load_tokenizer(args.tokenizer_name)
+    folder, tokenizer = Folder(args.output_dir), load_tokenizer(args.tokenizer_name)
     if is_foreign(args.dataset_name):
-        corpora, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
-        settings |= {"shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer)}
         write = write_row_shards
+        splits, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
     else:
-        corpora = with_retries(partial(load_splits, source), f"opening {args.dataset_name}", FIRST_CONTACT)
         fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
-        settings = settings_of(args, corpora, tokenizer)
-        write = write_token_shards
+        write, what = write_token_shards, f"opening {args.dataset_name}"
+        splits, settings = with_retries(partial(open_text, args), what, FIRST_CONTACT)
+    settings |= {"format": FORMAT, "shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer),
+                 "block_size": args.block_size}
     if manifest := finished_manifest(folder, settings):
         print(f"{folder.url} is finished: nothing to do")
     else:
@@ -96,10 +93,10 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
                 content = json.dumps(settings, indent=1).encode()
                 folder.write(f"{PROGRESS}/settings.json", content, FIRST_CONTACT)
             if args.parts == 1:
-                write(corpora, tokenizer, records := Records(folder), settings)
+                write(splits, tokenizer, records := Records(folder), settings)
                 manifest = finish(settings, tokenizer, records)
         if args.parts > 1:
-            manifest = prepare_part(args, settings, corpora, tokenizer, folder)
+            manifest = prepare_part(args, settings, splits, tokenizer, folder)
     if not manifest:
         return None
     folder.remove(PROGRESS)
@@ -112,25 +109,22 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
     return manifest
 
 
-def load_splits(source) -> dict[str, Corpus]:
+def open_text(args: argparse.Namespace) -> tuple[dict[str, Corpus], dict[str, Any]]:
     """{"test", "validation", "train": Corpus} in the order of reading, so that what is evaluated on is known
-    when training documents come. Of another split than train only that, as train."""
+    when training documents come, and the settings that shape their shards: a preparation goes on only where
+    they are the same. Of another split than train only that, as train."""
+    source = replace(source_of(args, streaming=True), part=(args.part or 0, args.parts))
     names = ("test", "validation") if source.split == "train" else ()
-    own = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
-    return own | {"train": load_corpus(source)}
-
-
-def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer) -> dict[str, Any]:
-    """Everything that shapes the shards: a preparation goes on only where it is the same."""
-    content, corpus = {name: corpus.fingerprint for name, corpus in corpora.items()}, corpora["train"]
+    splits = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
+    splits["train"] = corpus = load_corpus(source)
     settings = {
-        "format": FORMAT, "dataset_name": corpus.name, "dataset_config_name": args.dataset_config_name,
-        "split": args.split, "content": content, "text_column": corpus.text_column,
-        "keywords": corpus.keywords, "shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer),
-        "block_size": args.block_size, "validation_fraction": args.validation_fraction, "seed": args.seed,
+        "dataset_name": corpus.name, "dataset_config_name": args.dataset_config_name, "split": args.split,
+        "content": {name: corpus.fingerprint for name, corpus in splits.items()},
+        "text_column": corpus.text_column, "keywords": corpus.keywords,
+        "validation_fraction": args.validation_fraction, "seed": args.seed,
     }  # fmt: skip
-    more = {"fim_rate": args.fim_rate, "parts": args.parts - 1 and args.parts}
-    return settings | {name: value for name, value in more.items() if value}
+    more = {"fim_rate": args.fim_rate, "parts": args.parts if args.parts > 1 else 0}
+    return splits, settings | {name: value for name, value in more.items() if value}
 
 
 def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -155,17 +149,17 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     return manifest
 
 
-def prepare_part(args, settings: dict[str, Any], corpora, tokenizer, folder: Folder) -> dict[str, Any] | None:
+def prepare_part(args, settings: dict[str, Any], splits, tokenizer, folder: Folder) -> dict[str, Any] | None:
     """One part, as far as it gets; the manifest, where all are done."""
     place = f"part-{args.part:05d}/"
 
     def make_shards() -> bytes:
         records = Records(folder, place, found_elsewhere(folder, args.part, args.parts))
-        write_token_shards(corpora, tokenizer, records, settings)
+        write_token_shards(splits, tokenizer, records, settings)
         return summary(records)
 
     with _only_run(folder, place):
-        for done, kind, work in ("read", HASHES, partial(read_hashes, corpora)), ("made", MADE, make_shards):
+        for done, kind, work in ("read", HASHES, partial(read_hashes, splits)), ("made", MADE, make_shards):
             if args.part in lacking(folder, kind, args.parts):
                 data = work()
                 finished_manifest(folder, settings)  # of two that began at once with others only one is right

@@ -1,17 +1,22 @@
-"""Progress of a preparation: a record with every shard and every five minutes, of what is new since then."""
+"""The shards of a preparation, and its progress: a record with every shard and every five minutes."""
 
 import hashlib
 import io
 import json
+import sys
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from zipfile import BadZipFile
 
 import numpy as np
 
-from data.filters import Accounting, SeenHashes
+from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
+from data.fim import fill_in_middle
+from data.packing import PackedRows, token_dtype, tokenize_documents
 from data.shards import PROGRESS
+from data.sources.corpus import Corpus
 from data.sources.storage import Folder
 from data.sources.tables import rows_to_parquet
 
@@ -92,11 +97,9 @@ class Records:
         new = counts.different - old.different  # one hash each; more were read ahead
         self.counts[split] = replace(counts, seconds=round(time.monotonic() - self.began, 3))
         shards = {split: shards[self.recorded[split] :] for split, shards in self.shards.items()}
-        every = {split: asdict(counts) for split, counts in self.counts.items()}
-        state = {"counts": every, "held": self.held, "shards": shards}
+        state = json.dumps({"counts": self.counts, "held": self.held, "shards": shards}, default=asdict)
         record = io.BytesIO()
-        hashes = np.array(self.fresh[:new], np.uint64)
-        np.savez(record, state=json.dumps(state), hashes=hashes, **self.pending)
+        np.savez(record, state=state, hashes=np.array(self.fresh[:new], np.uint64), **self.pending)
         self.folder.write(f"{PROGRESS}/{self.part}{self.number:06d}.npz", record.getvalue())
         self.number += 1
         del self.fresh[:new]
@@ -108,14 +111,73 @@ class Records:
         accounts = {split: self.counts[split] for split in SPLITS if split in self.counts}
         if "validation" not in accounts:
             train, (documents, size, _) = accounts["train"], self.held["validation"]
-            train = replace(train, kept=train.kept - documents, bytes=train.bytes - size)
-            train.validation = documents
+            left = {"kept": train.kept - documents, "bytes": train.bytes - size, "validation": documents}
             held_out = Accounting(read=documents, kept=documents, bytes=size, seconds=train.seconds)
-            accounts |= {"train": train, "validation": held_out}
+            accounts |= {"train": replace(train, **left), "validation": held_out}
         for split, account in accounts.items():
             account.tokens = self.held[split][2]
             account.rows = sum(shard["rows"] for shard in self.shards[split])
-            in_shards = sum(shard["tokens"] for shard in self.shards[split])
-            account.tokens_dropped = account.tokens - in_shards
+            account.tokens_dropped = account.tokens - sum(shard["tokens"] for shard in self.shards[split])
             assert [account.kept, account.bytes] == self.held[split][:2], accounts
         return accounts
+
+
+def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, settings: dict) -> None:
+    """{split: Corpus}, those that are evaluated on before the training documents, from the last record on."""
+    dtype, T = token_dtype(tokenizer), settings["block_size"]
+    validation = settings["seed"], 0 if "validation" in corpora else settings["validation_fraction"]
+    fim = fill_in_middle(settings.get("fim_rate", 0), settings["seed"], tokenizer)
+    rows = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
+    # Tokens of a shard. Validation's is smaller, so that its waiting rows stay a small part of each record.
+    full = dict.fromkeys(SPLITS, max(1, rows // 8) * T) | {"train": rows * T}
+    waiting = {split: [records.pending.get(split, np.empty(0, dtype))] for split in SPLITS}
+    lengths = {split: len(ids) for split, [ids] in waiting.items()}
+
+    def documents_of(name: str, corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, tuple]]:
+        """(text, (split of its tokens, its bytes, the account up to it))"""
+        documents = clean_documents(corpus, counts, records, records.evaluated)
+        for document in show_progress(documents, counts, f"preparing {corpus.name}, {name}"):
+            text = document[corpus.text_column]
+            split = SPLITS[in_validation(text, *validation)] if name == "train" else name
+            note = split, len(text.encode()), replace(counts)
+            yield fim(text) if fim and split == "train" else text, note
+
+    def write(split: str, unit: int) -> None:
+        """The multiple of `unit` tokens that waits, as shards."""
+        stream = np.concatenate(waiting[split])
+        last = len(stream) - len(stream) % unit
+        for begin in range(0, last, full[split]):
+            records.write_shard(split, stream[begin : min(begin + full[split], last)].reshape(-1, T))
+        waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
+
+    for name in [*corpora][max(0, len(records.counts) - 1) :]:
+        counts = records.begin(name)
+        if counts.read:
+            print(f"{name}: going on after document {counts.read:,}", file=sys.stderr, flush=True)
+        documents = documents_of(name, corpora[name], counts)
+        for ids, (split, size, so_far) in tokenize_documents(documents, tokenizer, fim):
+            waiting[split].append(ids)
+            held = records.held[split]
+            held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
+            lengths[split] += len(ids)
+            if wrote := lengths[split] >= full[split]:
+                write(split, full[split])
+            if wrote or records.due():
+                records.pending = {split: np.concatenate(ids) for split, ids in waiting.items()}
+                waiting |= {split: [ids] for split, ids in records.pending.items()}
+                records.write(name, so_far)
+        for split in SPLITS:
+            write(split, T)
+        records.pending = {split: ids for split, [ids] in waiting.items()}  # what fills no row
+        records.write(name, counts)  # so that it is known whose hashes the records hold
+
+
+def write_row_shards(splits: dict[str, PackedRows], tokenizer, records: Records, settings: dict) -> None:
+    """Rows that are made already; there are no documents to account for."""
+    dtype, T = token_dtype(tokenizer), settings["block_size"]
+    full = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
+    for split, rows in splits.items():
+        records.counts[split], records.held[split] = Accounting(), [0, 0, len(rows) * T]
+        for first in range(0, len(rows), full):
+            part = rows.rows[np.arange(first, min(first + full, len(rows)))]
+            records.write_shard(split, part.astype(dtype))
