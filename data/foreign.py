@@ -49,8 +49,7 @@ def check_foreign(name: str, row_size: int | None, tokenizer, special: int, cach
     _, accounts = _read_once(name, cache_dir)
     block_size, problems = accounts["train"]["block_size"], []
     if row_size and tokenizer is None:
-        problems.append(f"tokenizer_name: {name} brings none, name the one that made its tokens (for nanoGPT "
-                        "and llm.c: gpt2).")
+        problems.append(f"tokenizer_name: {name} brings none, name the one that made it (often gpt2).")
     if row_size and block_size not in (None, row_size + special):
         problems.append(f"block_size: {row_size + special}, but records of {name} have {block_size} tokens: "
                         f"set --block_size {block_size}.")

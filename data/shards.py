@@ -12,7 +12,6 @@ import glob
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,10 @@ def read_manifest(url: str) -> dict[str, Any] | None:
             if web and not names:
                 raise FileNotFoundError("nothing is there")
             if PROGRESS in names and "settings.json" in folder.names(PROGRESS):
-                raise ValueError("its preparation is not finished; the same `python -m data.prepare` command "
-                                 "goes on where it stopped")
+                raise ValueError("not finished; the same `python -m data.prepare` command goes on")
             return None
-        try:
-            manifest = json.loads(folder.read(MANIFEST))
-        except ValueError as error:
-            raise ValueError(f"{MANIFEST} is not JSON ({error})") from error
+    with explained(f"{url}/{MANIFEST}", "read"):
+        manifest = json.loads(folder.read(MANIFEST))
     return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
 
 
@@ -77,8 +73,7 @@ def check_shards(url: str, block_size: int | None = None, tokenizer=None, specia
         problems.append(f"block_size: {why} the {made} tokens of the rows of {url}: set --block_size "
                         f"{made + added}, or prepare other shards.")
     if tokenizer is not None and tokenizer_fingerprint(tokenizer) != manifest["tokenizer"]:
-        problems.append(f"tokenizer_name: not the tokenizer that made {url}: use {url}/tokenizer, or prepare "
-                        "other shards.")
+        problems.append(f"tokenizer_name: not the tokenizer that made {url}: use {url}/tokenizer.")
     if problems:
         raise ValueError("\n".join(problems))
     return manifest
@@ -92,8 +87,7 @@ def read_shard(folder: Folder, shard: dict[str, Any], block_size: int) -> np.nda
     except FileNotFoundError as error:
         raise ValueError(f"{name} is missing. Copy it again, or prepare the folder anew.") from error
     if hashlib.sha256(data).hexdigest() != shard["sha256"]:
-        raise ValueError(f"{name} is damaged: its checksum is not the one in {MANIFEST}. Copy it again, or "
-                         "delete the folder and prepare it anew.")
+        raise ValueError(f"{name} is damaged (by its checksum). Copy it again, or prepare the folder anew.")
     from data.sources.tables import parquet_to_rows
 
     rows = parquet_to_rows(data)
@@ -105,16 +99,14 @@ def split_entry(manifest: dict[str, Any], url: str, split: str) -> dict[str, Any
     entry = manifest["splits"].get(split)
     if entry is None or entry["rows"] == 0:
         have = ", ".join(name for name, e in manifest["splits"].items() if e["rows"])
-        raise ValueError(f"{url} has no rows for {split}, only for {have or 'nothing'}. Name others as "
-                         "eval_dataset_name, or prepare it with --validation_fraction > 0.")
+        raise ValueError(f"{url} has no rows for {split}, only for {have or 'none'}: set eval_dataset_name.")
     return entry
 
 
 def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None = None,
                 max_rows: int = 0) -> PackedRows:
     """Map-style rows of the shards at `url`, or the first max_rows: copied once, each shard verified, to an
-    array in `cache_dir` (2 or 4 bytes per token). ValueError as of check_shards, read_shard, build_once, or
-    for want of room.
+    array in `cache_dir` (2 or 4 bytes per token). ValueError as of check_shards, read_shard, build_once.
 
     block_size: of rows that are cut out of a file without any."""
     manifest = check_shards(url, cache_dir=cache_dir)
@@ -125,10 +117,6 @@ def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None 
     most = min(entry["rows"], max_rows or entry["rows"])
 
     def write(folder: Path) -> dict[str, dict]:
-        need = most * block_size * np.dtype(dtype).itemsize
-        if shutil.disk_usage(folder).free < need:
-            raise ValueError(f"{cache_dir}: mapping the rows of {url} takes {need / 1e9:.1f} GB, more than "
-                             "the disk has free. Use --streaming, or another cache folder.")
         copy, source = RowFile(folder / f"{split}.npy", block_size, dtype), Folder(url)
         for shard in tqdm(entry["shards"], desc=f"copying {url}, {split}", disable=None):
             if copy.rows < most:
@@ -143,7 +131,7 @@ def open_shards(url: str, split: str, *, cache_dir: str, block_size: int | None 
 def fetch_tokenizer(url: str, cache_dir: str) -> str | None:
     """A local folder with the tokenizer of the shards at `url`; once copied to `cache_dir` if remote. None
     where they bring none."""
-    if read_manifest(url) is None:
+    if (manifest := read_manifest(url)) is None:
         return None
     folder = Folder(url)
     if folder.local:
@@ -153,4 +141,4 @@ def fetch_tokenizer(url: str, cache_dir: str) -> str | None:
         for name in folder.names("tokenizer"):
             (target / name).write_bytes(folder.read(f"tokenizer/{name}"))
 
-    return str(build_once(cache_dir, "tokenizer", check_shards(url)["tokenizer"], copy))
+    return str(build_once(cache_dir, "tokenizer", manifest["tokenizer"], copy))

@@ -51,8 +51,8 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{asked} cannot be loaded: {str(error).strip()}\n  Remedies: check the spelling, "
-                         "the network and your login, or leave it empty to train one.") from error
+        raise ValueError(f"{asked} cannot be loaded: {str(error).strip()}\n  Remedies: check "
+                         "spelling, network and login, or leave it empty to train one.") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{asked} has no tokenizer.json; choose one that has")
     return tokenizer
@@ -202,10 +202,8 @@ def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple
     documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer")
     texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed)
     if not texts:
-        keywords = " ".join(corpus.keywords)
-        words = f" with any of the keywords {keywords}; name others, or none to keep everything"
-        raise ValueError(f"dataset_name {corpus.name}: no tokenizer can be trained, none of "
-                         f"{counts.read:,} documents is text{words if corpus.keywords else ''}")
+        words = f" with any of the keywords {' '.join(corpus.keywords)}" if corpus.keywords else ""
+        raise ValueError(f"dataset_name {corpus.name}: none of {counts.read:,} documents is text{words}")
     return texts, counts
 
 

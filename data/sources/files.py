@@ -213,14 +213,7 @@ def _json_rows(file) -> Iterator[dict]:
 def _csv_rows(file) -> Iterator[dict]:
     csv.field_size_limit((1 << 31) - 1)
     # surrogateescape: what is not UTF-8 becomes text that cannot be encoded; filters count that as unreadable
-    rows = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline=""))
-    while True:
-        try:
-            row = next(rows, None)
-        except csv.Error:
-            row = {}
-        if row is None:
-            return
+    for row in csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")):
         row.pop(None, None)  # fields beyond the columns
         yield row
 

@@ -57,8 +57,6 @@ def _hub_errors(source):
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
         name, config = source.dataset_name, source.dataset_config_name
         config = f", dataset_config_name {config!r}," if config else ""
-        raise ValueError(
-            f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
-            "check that it is whole, the spelling, dataset_config_name and the network; log in with `hf auth "
-            "login` if it is private or gated; installed-python and installed-docs need none of these."
-        ) from error
+        remedies = "check spelling and network; `hf auth login` if private; installed-python needs neither."
+        told = f"cannot be loaded: {str(error).strip()}\n  Remedies: {remedies}"
+        raise ValueError(f"dataset_name {name!r}{config} {told}") from error

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import fsspec
-from fsspec.registry import known_implementations
 from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
@@ -30,20 +29,15 @@ def printable(text: str) -> str:
     return re.sub(query, r"\1***", text)
 
 
-def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, in any of the clients that fsspec's file systems use."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore
-        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return getattr(response, "status_code", getattr(error, "status", None))
-
-
 def is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed later: time-outs, broken connections, 429, 5xx."""
     # Explained to the user, or an upload that the Hub's client wraps: what counts is why.
     if isinstance(error, ValueError | RuntimeError) and error.__cause__:
         return is_transient(error.__cause__)
-    status = _status(error)
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", getattr(error, "status", None))
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409, 412, 425, 429):
         return False
     if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
@@ -107,17 +101,9 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
         network = type(error).__module__.split(".")[0] in NETWORK_MODULES
         if not network and not isinstance(error, kinds):
             raise
-        room = " and the room there" if verb == "written" else ""
-        remedy = f"Check its spelling{', your credentials and the network' if network else room}."
-        if isinstance(error, ImportError):
-            protocol = re.search(r"(\w+)://", url)[1]
-            package = known_implementations[protocol]["class"].split(".")[0]
-            package = f'"fsspec[{protocol}]"' if package == "fsspec" else package
-            remedy = f"Install what it needs: pip install {package}"
-        elif isinstance(error, PermissionError) or _status(error) in (401, 403):
-            remedy = "Check your credentials (the Hub's: `hf auth login`) and the rights on it."
-        elif isinstance(error, ConnectionError):
-            remedy = "Check the address (and endpoint), the network and your credentials."
+        remedy = f"Check its spelling{' and the room there' if verb == 'written' else ''}."
+        if network or isinstance(error, PermissionError | ConnectionError):
+            remedy = "Check your credentials (the Hub's: `hf auth login`), its spelling and the network."
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ValueError(f"{url} cannot be {verb}: {reason}. {remedy}") from error
 
@@ -177,10 +163,8 @@ class Folder:
     def names(self, name: str = "", tries: int | None = None) -> list[str]:
         """Names (without folders) of what lies in the folder, sorted; [] where there is none."""
 
-        def entries() -> list[str]:
-            self.fs.invalidate_cache()
-            return self.fs.ls(self.path(name), detail=False)
-
+        self.fs.invalidate_cache()
+        entries = partial(self.fs.ls, self.path(name), detail=False)
         try:
             paths = with_retries(entries, f"listing {self.url}/{name}".rstrip("/"), tries)
         except FileNotFoundError:
