@@ -143,15 +143,14 @@ def _read_flat(urls, _, problems: list[str]) -> dict[str, Any]:
     for path in (url.removeprefix("file://") for url in urls):
         try:
             offset, dtype, tokens = _flat_header(path)
+            found.append((path, offset, dtype, tokens))
+            digest.update(f"{dtype} {tokens}".encode())
+            ids = np.memmap(path, dtype, "r", offset)
+            for start in range(0, tokens, AT_ONCE):
+                digest.update(some := np.ascontiguousarray(ids[start : start + AT_ONCE]))
+                largest = max(largest, int(some.max()))
         except ValueError as error:
             problems.append(f"{path}: {error}.")
-            continue
-        found.append((path, offset, dtype, tokens))
-        digest.update(f"{dtype} {tokens}".encode())
-        ids = np.memmap(path, dtype, "r", offset)
-        for start in range(0, tokens, AT_ONCE):
-            digest.update(some := np.ascontiguousarray(ids[start : start + AT_ONCE]))
-            largest = max(largest, int(some.max()))
     return {"block_size": None, "tokens": sum(tokens for *_, tokens in found), "files": found,
             "largest": largest, "xxh3": digest.hexdigest()}
 

@@ -55,14 +55,13 @@ def check_args(args: argparse.Namespace) -> None:
     problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0, parts=1)
     if args.part not in ((None, 0) if args.parts == 1 else range(args.parts)):
         problems.append(f"part: must be 0 to {args.parts - 1}, one less than parts, is {args.part}.")
-    if args.parts > 1 and is_foreign(args.dataset_name):
-        problems.append("parts: only where text becomes tokens, leave it out with token files.")
     if not args.tokenizer_name:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one.")
     if not 0 <= args.fim_rate <= 1:
         problems.append(f"fim_rate: must be 0 (off) to 1, is {args.fim_rate}.")
-    if is_foreign(args.dataset_name) and (args.keywords or args.fim_rate or args.split != "train"):
-        problems.append("dataset_name: tokens have no text, leave out keywords, split, fim_rate.")
+    of_text = args.keywords or args.fim_rate or args.split != "train" or args.parts > 1
+    if of_text and is_foreign(args.dataset_name):
+        problems.append("dataset_name: tokens have no text, leave out keywords, split, fim_rate, parts.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
@@ -179,8 +178,8 @@ def finish(settings: dict[str, Any], tokenizer, records: Records) -> dict[str, A
     if not shards["train"]:
         for name in {PROGRESS, *(shard["file"].split("/")[0] for shard in sum(shards.values(), []))}:
             folder.remove(name)
-        nothing = f"{settings['dataset_name']} gives nothing to train on. Check keywords, or take more text."
-        raise ValueError(f"dataset_name: {nothing}\n{records.counts['train'].table()}")
+        raise ValueError(f"dataset_name: {settings['dataset_name']} gives nothing to train on. Check "
+                         f"keywords, or take more text.\n{records.counts['train'].table()}")
     with tempfile.TemporaryDirectory() as temporary:
         for file in sorted(tokenizer.save_pretrained(temporary)):
             folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())

@@ -210,7 +210,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
         assert re.search(message, error) and error.count("error:") == 1 and "Traceback" not in error
     (tmp_path / "train.bin").write_bytes(bytes(1000))
     assert run(str(tmp_path / "train.bin"), folder, tokenizer, parts=3, part=1) == 2
-    assert "parts: only where text becomes tokens" in capsys.readouterr().err
+    assert "leave out keywords, split, fim_rate, parts" in capsys.readouterr().err
     # Of two that begin at the same moment the settings of one stay, and the other leaves nothing.
     settings, check = folder / "progress/settings.json", prepare.finished_manifest
     others = [settings.read_text()]

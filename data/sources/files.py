@@ -44,8 +44,7 @@ TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside
 
 def is_files(name: str) -> bool:
     """Whether it names a file, a folder, a glob or a URL; a save_to_disk folder is none of these."""
-    path_like = "://" in name or glob.has_magic(name) or name.endswith("/")
-    path_like = path_like or name.startswith(("/", "~", "."))
+    path_like = "://" in name or glob.has_magic(name) or name[-1:] == "/" or name.startswith(("/", "~", "."))
     return not is_saved(name) and (path_like or os.path.exists(name) or suffix(name) in SUFFIXES)
 
 

@@ -162,7 +162,6 @@ class Folder:
 
     def names(self, name: str = "", tries: int | None = None) -> list[str]:
         """Names (without folders) of what lies in the folder, sorted; [] where there is none."""
-
         self.fs.invalidate_cache()
         entries = partial(self.fs.ls, self.path(name), detail=False)
         try:
