@@ -109,9 +109,8 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def open_text(args: argparse.Namespace) -> tuple[dict[str, Corpus], dict[str, Any]]:
-    """{"test", "validation", "train": Corpus} in the order of reading, so that what is evaluated on is known
-    when training documents come, and the settings that shape their shards: a preparation goes on only where
-    they are the same. Of another split than train only that, as train."""
+    """{"test", "validation", "train": Corpus}, so that what is evaluated on is known when training documents
+    come (of another split than train only that, as train), and the settings that shape their shards."""
     source = replace(source_of(args, streaming=True), part=(args.part or 0, args.parts))
     names = ("test", "validation") if source.split == "train" else ()
     splits = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}

@@ -88,9 +88,6 @@ class Records:
         entry = {"file": name, "rows": len(rows), "tokens": rows.size, "size": len(data)}
         self.shards[split].append(entry | {"sha256": hashlib.sha256(data).hexdigest()})
 
-    def due(self) -> bool:
-        return time.monotonic() - self.last > SECONDS_BETWEEN_RECORDS
-
     def write(self, split: str, counts: Accounting) -> None:
         """counts: of a split, as of its last document that is in a shard or in `pending`."""
         old = self.counts.get(split, Accounting())
@@ -162,7 +159,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
             lengths[split] += len(ids)
             if wrote := lengths[split] >= full[split]:
                 write(split, full[split])
-            if wrote or records.due():
+            if wrote or time.monotonic() - records.last > SECONDS_BETWEEN_RECORDS:
                 records.pending = {split: np.concatenate(ids) for split, ids in waiting.items()}
                 waiting |= {split: [ids] for split, ids in records.pending.items()}
                 records.write(name, so_far)

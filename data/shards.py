@@ -41,8 +41,6 @@ def read_manifest(url: str) -> dict[str, Any] | None:
     with explained(url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
         if MANIFEST not in names:
-            if web and not names:
-                raise FileNotFoundError("nothing is there")
             if PROGRESS in names and "settings.json" in folder.names(PROGRESS):
                 raise ValueError("not finished; the same `python -m data.prepare` command goes on")
             return None

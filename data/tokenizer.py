@@ -130,12 +130,10 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"
         backend.post_processor = TemplateProcessing(
             single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
-            special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)],
-        )
+            special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)])
     if fim:
         special["extra_special_tokens"] = list(FIM_NAMES[0])
-    # clean_up_tokenization_spaces would make decode() drop spaces that the text had
-    special["clean_up_tokenization_spaces"] = False
+    special["clean_up_tokenization_spaces"] = False  # decode() would drop spaces that the text had
     special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines hand to the model
     if hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size") and "[CLS]" in names:
         special["model_input_names"].insert(1, "token_type_ids")
@@ -221,10 +219,8 @@ def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[st
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m data.tokenizer", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser("python -m data.tokenizer", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output_dir", required=True, help="AutoTokenizer loads it from there")
     add("--algorithm", default="bpe", choices=list(USUAL_ALGORITHM))

@@ -290,9 +290,6 @@ def test_a_file_of_no_split_or_of_two_is_named_and_refused(tmp_path):
         with pytest.raises(ValueError, match=f"{', '.join(names)}: in no split or in two.*rename, or"):
             load(folder)
     assert len(texts(load(f"{folder}/train*"))) == 2
-    folder = folder_of(tmp_path / "packed", "a.jsonl", "b.jsonl.zip")
-    with pytest.raises(ValueError, match="b.jsonl.zip: compress as .gz, .bz2, .xz or .zst"):
-        load(folder)
 
 
 def test_text_shards_of_earlier_versions_are_the_parquet_files_in_a_folder(tmp_path):

@@ -35,7 +35,6 @@ SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", 
 METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json"}  # of data sets, beside their files
 # What file systems keep that changes with a file's content, beside its size: local, S3, GCS, Azure, http, hf.
 TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified", "updated", "blob_id")
-NOT_READ = re.compile(r"\.(jsonl?|csv|txt|parquet|arrow)\.(zip|lz4|7z|lzma|z|br|snappy)$")
 # The first bytes of compressed files.
 PACKED = {b"\x1f\x8b\x08": "gzip", b"BZh91AY": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 LONG_FILE, CUT_AFTER = 1 << 18, 1 << 16  # bytes: of .txt files, as said above
@@ -111,8 +110,6 @@ def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]
     kinds = {path: suffix(path) for path in paths}
     known = sorted(path for path in paths if kinds[path] in suffixes)
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    odd = [path for path in paths if NOT_READ.search(path.lower())]
-    _refuse(name, odd, "compress as .gz, .bz2, .xz or .zst")
     if not known:
         raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(suffixes)}")
     if say and len(known) < len(paths) and os.environ.get("RANK", "0") == "0":
@@ -121,12 +118,13 @@ def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]
         print(f"{printable(name)}: {len(known):,} files are read, others are not: {told}", flush=True)
     own = {path: _split_words(path) for path in known}
     splits = {split: [path for path in known if split in own[path]] for split in SPLIT_WORDS}
+    astray = [os.path.basename(path) for path in known if len(own[path]) != 1]
     if len(known) == 1 or not splits["train"]:
         splits = {"train": known}
-    else:
-        astray = [path for path in known if len(own[path]) != 1]
-        _refuse(name, astray, "in no split or in two, where other names hold the word train; rename, or name "
-                "the wanted files by a glob")
+    elif astray:
+        more = f" and {len(astray) - 9} more" if len(astray) > 9 else ""
+        raise ValueError(f"dataset_name {name!r}: {', '.join(astray[:9])}{more}: in no split or in two, "
+                         "where other names hold the word train; rename, or name the wanted by a glob")
     return {split: [files.unstrip_protocol(path) for path in paths] for split, paths in splits.items()}
 
 
@@ -138,12 +136,6 @@ def _split_words(path: str) -> list[str]:
         if found or suffix(path) in SUFFIXES:
             return found
     return []
-
-
-def _refuse(name: str, paths: list[str], why: str) -> None:
-    if paths:
-        some = ", ".join(map(os.path.basename, paths[:9])) + f" and {len(paths) - 9} more" * (len(paths) > 9)
-        raise ValueError(f"dataset_name {name!r}: {some}: {why}")
 
 
 def states(urls: list[str]) -> list[tuple]:
