@@ -20,7 +20,6 @@ from utils.display.doctor import (
     launched,
     lost_peer,
     memory_of,
-    network_warnings,
     precision_warnings,
     report,
 )
@@ -66,11 +65,17 @@ def test_the_block_says_when_memory_will_not_do():
     assert "warning" in text and "halve per_device_train_batch_size" in text
 
 
-def test_more_processes_than_devices_are_refused_with_the_number_to_use():
+def test_more_processes_than_devices_are_refused_with_the_number_to_use(monkeypatch):
+    def check(processes, devices):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+        check_devices()
+
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     with pytest.raises(ValueError, match=r"4 processes .* 2 devices.*--num_processes 2"):
-        check_devices(processes=4, devices=2)
-    check_devices(processes=2, devices=2)
-    check_devices(processes=4, devices=0)  # the CPU
+        check(processes=4, devices=2)
+    check(processes=2, devices=2)
+    check(processes=4, devices=0)  # the CPU
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp"])
@@ -93,30 +98,19 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
 
 
 def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path):
-    def lines(device="xpu", devices=2, processes=2, cores=4, threads=1, env=None, drivers=None):
-        found = device_warnings(device, devices, processes, cores, threads, env or {}, drivers or {})
-        return "\n".join(found)
+    def lines(device="xpu", devices=2, processes=2, env=None, drivers=None):
+        return "\n".join(device_warnings(device, devices, processes, env or {}, drivers or {}))
 
     on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     assert lines() == ""
-    assert lines("cpu", 0, 1, threads=4) == ""  # python train_clm.py on a laptop
-    assert lines("cpu", 0, 2, threads=2, env=on_cpu) == ""
+    assert lines("cpu", 0, 1) == ""  # python train_clm.py on a laptop
+    assert lines("cpu", 0, 2, env=on_cpu) == ""
     assert "2 of 8 devices are used" in lines(devices=8)
-    assert "8 processes share 4 cores" in lines("cpu", 0, 8, env=on_cpu)
-    assert "OMP_NUM_THREADS=8" in lines("cpu", 0, 2, cores=16, env=on_cpu)
     hidden = {"ACCELERATE_MIXED_PRECISION": "bf16", "CUDA_VISIBLE_DEVICES": ""}
-    assert "none is visible (CUDA_VISIBLE_DEVICES='')" in lines("cpu", 0, 1, threads=4, env=hidden)
+    assert "none is visible (CUDA_VISIBLE_DEVICES='')" in lines("cpu", 0, 1, env=hidden)
     driver = tmp_path / "kfd"
     driver.touch()
-    assert "AMD driver is loaded" in lines("cpu", 0, 1, threads=4, drivers={str(driver): "AMD"})
-
-
-def test_rocm_variables_that_filter_twice_are_named():
-    both = {"HIP_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "2,3"}
-    (line,) = device_warnings("cuda", 2, 2, 4, 1, both, {}, rocm=True)
-    assert "ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES are set" in line
-    assert device_warnings("cuda", 2, 2, 4, 1, both, {}, rocm=False) == []
-    assert device_warnings("cuda", 2, 2, 4, 1, {"HIP_VISIBLE_DEVICES": "0,1"}, {}, rocm=True) == []
+    assert "AMD driver is loaded" in lines("cpu", 0, 1, drivers={str(driver): "AMD"})
 
 
 def test_precision_is_judged_by_what_the_device_says():
@@ -127,27 +121,8 @@ def test_precision_is_judged_by_what_the_device_says():
         Accelerator(cpu=True), model="gpt2", parameters=10**6, rows=1, accumulation=1, block_size=128,
         max_steps=1, tokens=128, precision="bf16",
     )  # fmt: skip
-    found = re.search(r"bfloat16 autocast, matrix products in ([\d.]+) x the time\n", block)
-    assert float(found[1]) == pytest.approx(bf16_seconds(), rel=0.06)  # two digits, measured once
+    assert "bfloat16 autocast\n" in block
     assert ("use --mixed_precision no" in block) == (bf16_seconds() > 1)
-
-
-def test_a_slow_network_is_named_with_the_seconds_it_costs(tmp_path):
-    def link(name, speed):
-        (tmp_path / "net" / name).mkdir(parents=True)
-        (tmp_path / "net" / name / "speed").write_text(f"{speed}\n")
-
-    assert network_warnings(10**6, tmp_path) == []  # nothing known, nothing claimed
-    link("lo", -1)
-    link("eth0", 1000)
-    (line,) = network_warnings(124_000_000, tmp_path)
-    assert "eth0, has 1,000 Mbit/s" in line and "7.9 s per step" in line  # 2 x 4 bytes x 8 bits x 124 M / 1e9
-    assert "takes about 7 min 28 s" in network_warnings(7_000_000_000, tmp_path)[0]
-    link("eth1", 25_000)
-    assert network_warnings(124_000_000, tmp_path) == []
-    (tmp_path / "net" / "eth1" / "speed").write_text("1000\n")
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert network_warnings(124_000_000, tmp_path) == []
 
 
 def test_the_end_of_another_process_is_told_from_errors_of_our_own():

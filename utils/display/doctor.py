@@ -1,6 +1,5 @@
 """What a run is about to do, in one block before it starts, and what will not do what the user thinks."""
 
-import contextlib
 import functools
 import os
 import re
@@ -10,21 +9,17 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, DynamoBackend, is_torch_xla_available
 
-from utils.display.progress import duration
 from utils.display.throughput import device_name, timed
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
-# Each hides devices from what comes after it: the ROCm runtime, then HIP, which also reads CUDA's.
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-FAST_LINK = 10_000  # Mbit/s
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast"}
 
 
-def check_devices(processes: int | None = None, devices: int | None = None) -> None:
+def check_devices() -> None:
     """Before the Accelerator is made: ValueError if this machine was given more processes than accelerators,
     of which some would end with "invalid device ordinal". None at all is for `check_launch`."""
-    processes = processes or local_processes()
-    devices = torch.accelerator.device_count() if devices is None else devices
+    processes, devices = local_processes(), torch.accelerator.device_count()
     if processes > devices > 0 and not asks_for_cpu():
         raise ValueError(f"num_processes: {processes} processes were started on this machine and it shows "
                          f"{counted(devices, 'device')}{hiding()}; each process needs its own. "
@@ -58,13 +53,11 @@ def report(accelerator, *, model: str, parameters: int, rows: int, accumulation:
     precision = precision or accelerator.mixed_precision
     processes, device, local = accelerator.num_processes, accelerator.device, local_processes()
     step_rows, compiler = rows * accumulation * processes, accelerator.state.dynamo_plugin.backend
-    on_cpu_in_bf16 = (precision, device.type) == ("bf16", "cpu")
     changing = tokens != max_steps * step_rows * block_size
     lines = [
         f"target     {launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
         f"precision  {PRECISIONS.get(precision, precision)}"
         + (" with loss scaling" if getattr(accelerator, "scaler", None) else "")
-        + (f", matrix products in {bf16_seconds():.2g} x the time" if on_cpu_in_bf16 else "")
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
         f"batch      {counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
         f"{counted(processes, 'process')} = {step_rows:,} rows = {step_rows * block_size:,} tokens per step"
@@ -73,9 +66,7 @@ def report(accelerator, *, model: str, parameters: int, rows: int, accumulation:
         + (f"; {start:,} are done" if start else ""),
         f"model      {model}, {_millions(parameters)} parameters{attention and f', attention: {attention}'}",
     ]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    devices, threads = torch.accelerator.device_count(), torch.get_num_threads()
-    doubts = device_warnings(device.type, devices, local, cores, threads)
+    doubts = device_warnings(device.type, torch.accelerator.device_count(), local)
     doubts += precision_warnings(precision, device)
     if memory:
         room = memory_of(device)
@@ -86,8 +77,6 @@ def report(accelerator, *, model: str, parameters: int, rows: int, accumulation:
     sharded = accelerator.distributed_type == DistributedType.FSDP
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not sharded:
         doubts.append("FSDP: asked for, but not in use on this device: every process holds the whole model.")
-    if processes > local and device.type != "xla":
-        doubts += network_warnings(parameters)
     return "\n".join(lines + [f"warning    {text}" for text in doubts])
 
 
@@ -102,13 +91,11 @@ def lost_peer(error: RuntimeError) -> str | None:
             "all machines: it continues from the newest complete checkpoint.")  # fmt: skip
 
 
-def device_warnings(device: str, devices: int, processes: int, cores: int, threads: int,
-                    env: Mapping = os.environ, drivers: Mapping = DRIVERS,
-                    rocm: bool = torch.version.hip is not None) -> list[str]:  # fmt: skip
-    """device: the type in use; devices: visible here; processes: on this machine; threads: of each."""
+def device_warnings(device: str, devices: int, processes: int, env: Mapping = os.environ,
+                    drivers: Mapping = DRIVERS) -> list[str]:  # fmt: skip
+    """device: the type in use; devices: visible here; processes: on this machine."""
     lines = []
-    on_cpu = device == "cpu"
-    if on_cpu and not asks_for_cpu(env):
+    if device == "cpu" and not asks_for_cpu(env):
         lines = [f"device: the {maker} driver is loaded, but torch {torch.__version__} sees none of "
                  f"its devices{hiding(env)}: is this torch built for them?"
                  for file, maker in drivers.items() if Path(file).exists()]  # fmt: skip
@@ -116,17 +103,8 @@ def device_warnings(device: str, devices: int, processes: int, cores: int, threa
             lines.append(f"device: launched for an accelerator, none is visible{hiding(env)}: on the CPU.")
     if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_torch_xla_available(check_is_tpu=True):
         lines.append("device: torch_xla found no TPU, this is its CPU device (PJRT_DEVICE=CPU asks for it).")
-    if on_cpu and processes > cores:
-        lines.append(f"num_processes: {processes} processes share {cores} cores.")
-    elif on_cpu and processes * threads < cores / 2:
-        lines.append(f"threads: {processes} x {threads} on {cores} cores; "
-                     f"OMP_NUM_THREADS={cores // processes} uses all.")  # fmt: skip
-    if not on_cpu and processes < devices:
+    if device != "cpu" and processes < devices:
         lines.append(f"num_processes: {processes} of {devices} devices are used.")
-    filters = [name for name in VISIBILITY if name in env]
-    if rocm and len(filters) > 1:
-        lines.append(f"device: {' and '.join(filters)} are set; on ROCm each numbers what the one before "
-                     "left, and devices go missing. Keep HIP_VISIBLE_DEVICES only.")  # fmt: skip
     return lines
 
 
@@ -136,7 +114,8 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
     if precision == "bf16" and device.type == "cpu" and (takes := bf16_seconds()) > 1:
         return [f"mixed_precision: on this CPU a matrix product in bf16 takes {takes:.2g} x the time of "
                 "float32, measured now; use --mixed_precision no."]  # fmt: skip
-    if precision == "bf16" and computes_bf16(device) is False:
+    ask = getattr(_module(device), "is_bf16_supported", None)
+    if precision == "bf16" and ask and not ask(including_emulation=False):
         return ["mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."]
     return []
 
@@ -150,33 +129,6 @@ def bf16_seconds() -> float:
         a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
         fastest.append(min(timed(torch.matmul, a, b) for _ in range(6)))
     return fastest[1] / fastest[0]
-
-
-def computes_bf16(device: torch.device) -> bool | None:
-    """Whether an accelerator itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
-    ask = getattr(_module(device), "is_bf16_supported", None)
-    try:
-        return ask and ask(including_emulation=False)
-    except TypeError:  # only one maker's emulates
-        return ask()
-
-
-def network_warnings(parameters: int, root: str | Path = "/sys/class") -> list[str]:
-    """For several machines: float32 gradients of `parameters` numbers cross each machine's link twice."""
-    if any(Path(root).glob("infiniband/*")):  # RDMA of any kind: InfiniBand, RoCE, EFA
-        return []
-    speeds = {"": 0}  # Mbit/s
-    for link in Path(root).glob("net/*"):
-        with contextlib.suppress(OSError, ValueError):  # or -1, where it has none
-            speeds[link.name] = int((link / "speed").read_text())
-    speed, name = max((speed, name) for name, speed in speeds.items())
-    if not 0 < speed < FAST_LINK:
-        return []
-    seconds = 2 * 4 * 8 * parameters / (speed * 1e6)
-    time = f"{seconds:.2g} s" if seconds < 60 else duration(seconds)
-    return [f"network: no RDMA device, and the fastest interface, {name}, has {speed:,} Mbit/s: "
-            f"exchanging the gradients takes about {time} per step; raising "
-            "gradient_accumulation_steps makes steps rarer."]  # fmt: skip
 
 
 def launched(kind: DistributedType, processes: int, local: int) -> str:
