@@ -1,9 +1,7 @@
 """--show: the rows that a run would begin with, compared with those that its update gets."""
 
 import json
-import os
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -179,39 +177,6 @@ def test_key_tokens_are_marked_and_rows_weigh_what_the_loss_takes(case):
         assert f"{len(expected)} key token" in facts and facts.endswith(f"weight {row['weight']:g}")
         weights.add(row["weight"])
     assert len(weights) > 1
-
-
-def on_terminal(workspace, script) -> str:
-    ours, theirs = os.openpty()
-    process = start(PROJECT, script, settings(workspace, script, show=ROWS), os.ttyname(theirs))
-    parts = []
-
-    def read():
-        while not parts or not parts[-1].endswith(b"\0"):
-            parts.append(os.read(ours, 65536))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    process.join(120)
-    assert process.exitcode == 0, b''.join(parts)[-2000:].decode()
-    os.write(theirs, b"\0")
-    reader.join()
-    os.close(ours)
-    os.close(theirs)
-    text = b"".join(parts).decode().replace("\r\n", "\n")
-    return text[text.index("What the model") : -1]
-
-
-@pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
-def test_it_is_coloured_on_a_terminal_alone(script, workspace, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    plain, coloured = shown(workspace, script), on_terminal(workspace, script)
-    plain = plain[plain.index("What the model") :]
-    assert "\x1b[1;3" in coloured and "\x1b[1mstep 1," in coloured
-    assert re.sub(r"\x1b\[[\d;]+m", "", coloured) == plain
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert on_terminal(workspace, script) == plain
 
 
 @pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])

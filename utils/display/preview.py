@@ -7,12 +7,12 @@ from itertools import groupby, islice
 from utils.display.doctor import counted
 from utils.learning.losses import keytoken_row_weights
 
-MARKS = {  # kind of token -> colour, example, what it means
-    "special": ("36", "{end}", "ends a document; all special tokens go by their names"),
-    "key": ("1;33", "«plt»", "a key token: it adds {alpha:g} to the weight of its row, which is 1 without"),
-    "masked": ("1;35", "«the→{mask}»", "to be predicted: the model is given {mask} and must say «the»"),
-    "replaced": ("1;31", "«the→cat»", "to be predicted: it is given another token instead"),
-    "kept": ("1;32", "«the→the»", "to be predicted: it is given the token itself"),
+MARKS = {  # kind of token -> example, what it means
+    "special": ("{end}", "ends a document; all special tokens go by their names"),
+    "key": ("«plt»", "a key token: it adds {alpha:g} to the weight of its row, which is 1 without"),
+    "masked": ("«the→{mask}»", "to be predicted: the model is given {mask} and must say «the»"),
+    "replaced": ("«the→cat»", "to be predicted: it is given another token instead"),
+    "kept": ("«the→the»", "to be predicted: it is given the token itself"),
 }
 LABELS = "label 0: B follows A; 1: B is from another document"
 
@@ -24,24 +24,17 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
     rows = list(islice(_rows(data, steps, keytokens, alpha), number))
     if not data.accelerator.is_main_process:
         return
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-    def paint(colour: str, text: str) -> str:
-        return f"\x1b[{colour}m{text}\x1b[0m" if coloured and colour else text
-
     blocks, seen, tokenizer = [], set(), data.tokenizer
+    sources = list(getattr(data.train, "sources", ()))  # of a mixture
     for row in rows:
         spans = list(_spans(row, tokenizer))
         seen |= {kind for kind, _ in spans}
-        text = "".join(paint(MARKS[kind][0] if kind else "", text) for kind, text in spans)
-        names = list(getattr(data.train, "sources", ()))  # of a mixture
-        total = names[row["source"]] if names else data.length and f"{data.length:,}"
-        blocks.append(paint("1", _facts(row, total)) + text)
+        total = sources[row["source"]] if sources else data.length and f"{data.length:,}"
+        blocks.append(_facts(row, total) + "".join(text for _, text in spans))
     legend = f"What the model is fed: the first {counted(len(rows), 'row')} of this run"
     names = {"end": tokenizer.eos_token or tokenizer.sep_token, "mask": tokenizer.mask_token, "alpha": alpha}
-    for colour, *texts in (MARKS[kind] for kind in MARKS if kind in seen):
-        example, meaning = (text.format(**names) for text in texts)
-        legend += f"\n  {paint(colour, example)}{' ' * (16 - len(example))}{meaning}"
+    for example, meaning in (MARKS[kind] for kind in MARKS if kind in seen):
+        legend += f"\n  {example.format(**names):<16}{meaning.format(**names)}"
     if rows and "next_sentence_label" in rows[0]:
         legend += f"\n  {LABELS}"
     text, encoding = "\n\n".join([legend, *blocks]), sys.stdout.encoding or "utf-8"
