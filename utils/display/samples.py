@@ -12,14 +12,16 @@ MASK = "[MASK]"  # written so in prompts; each tokenizer has its own
 
 
 @torch.no_grad()
-def complete_prompts(accelerator, model, tokenizer, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Completions by the main process. [] of the others, under FSDP, where no process holds the weights, and
-    on XLA, where each length would be a graph of its own to compile."""
+def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
+    """The last line of each prompt and what follows; quick: two tokens, to see that it works. [] of processes
+    but the main one, under FSDP, where no process holds the weights, and on XLA, where each length would be a
+    graph of its own to compile."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    positions, completions = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length, []
+    positions, texts = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length, []
+    max_new_tokens = 2 if quick else 48
     lm.eval()
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -31,15 +33,16 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], max_new_
                 pad_token_id=tokenizer.eos_token_id, **DECODING,
                 use_cache=setting(lm.config, "num_hidden_layers") is not None,  # BLT's cache asks for it
             )  # fmt: skip
-        completions.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        texts.append(f"{prompt.strip().splitlines()[-1]}\n{text.rstrip()}\n")
     lm.train()
-    return completions
+    return texts
 
 
 @torch.no_grad()
-def fill_masks(accelerator, model, tokenizer, prompts: list[str]) -> list[str]:
+def fill_masks(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
     """A line per mask, with its most likely tokens and their probabilities, from the main process; [] as
-    above. All prompts go through in one batch of fixed shape, so on XLA this is one graph."""
+    above. All prompts go through in one batch of fixed shape, so on XLA this is one graph, always quick."""
     if accelerator.distributed_type == DistributedType.FSDP or not accelerator.is_main_process or not prompts:
         return []
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
