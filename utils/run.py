@@ -175,7 +175,6 @@ class Run:
         self.throughput = Throughput(
             steps, self.flops, peak and peak * accelerator.num_processes, step=self.step,
             seconds=self.state["seconds"],
-            every={"evaluation": steps.every(args.eval_steps), "save": steps.every(args.save_steps)},
         )  # fmt: skip
         self.progress = Progress(steps.last, self.step, self.is_main)
         if self.pusher:

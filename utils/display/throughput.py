@@ -1,7 +1,6 @@
 """How fast a run is: tokens per second, model FLOPs utilisation, time left."""
 
 import contextlib
-import math
 import os
 import re
 import time
@@ -80,14 +79,13 @@ class Throughput:
     steps: as utils.steps.Steps, whose tokens are rows x T over all processes, padding included.
     peak: FLOP/s of all devices together or None; the bf16 peak whatever the run's precision, so that a run in
     float32 shows what it leaves unused. mfu = flops_per_token * tokens/s / peak.
-    every: {name: steps} between calls of `aside(name)`. seconds: of the earlier parts of a resumed run."""
+    seconds: of the earlier parts of a resumed run."""
 
     def __init__(self, steps, flops_per_token: float = 0.0, peak: float | None = None, *, step: int = 0,
-                 every: dict | None = None, seconds: float = 0.0):  # fmt: skip
-        self.steps, self.flops_per_token, self.peak = steps, flops_per_token, peak
-        self.every, self.step, self.measured, self.token_seconds = every or {}, step, 0, None
-        self.aside_seconds, self.last_aside = Counter(), {}  # by name: in this log interval; the last one
-        self.interval_start = time.perf_counter()
+                 seconds: float = 0.0):  # fmt: skip
+        self.steps, self.flops_per_token, self.peak, self.measured = steps, flops_per_token, peak, 0
+        self.tokens, self.interval_start = steps.tokens_before(step), time.perf_counter()
+        self.aside_seconds = Counter()  # by name, in this log interval
         self.run_start = self.interval_start - seconds
 
     @property
@@ -100,8 +98,7 @@ class Throughput:
         """Evaluation, saving: time that is not counted in tokens/s, but in the time left."""
         start = time.perf_counter()
         yield
-        self.last_aside[name] = time.perf_counter() - start
-        self.aside_seconds[name] += self.last_aside[name]
+        self.aside_seconds[name] += time.perf_counter() - start
 
     def measure(self, step: int) -> dict:
         """What is logged at the end of a log interval; "save_seconds" where training stood still for a save.
@@ -109,25 +106,21 @@ class Throughput:
         Call it when the device has finished (after reading the loss): before, it would time the queueing."""
         now, saving = time.perf_counter(), self.aside_seconds["save"]
         spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
-        tokens = max(self.steps.tokens_before(step) - self.steps.tokens_before(self.step), 1)
-        # the first interval holds compilation and warm-up: the second replaces it, later ones are averaged in
-        new = spent / tokens
-        self.token_seconds = new if self.measured < 2 else 0.8 * self.token_seconds + 0.2 * new
+        if self.measured < 2:  # the first interval holds compilation and warm-up: the second replaces it
+            self.first = self.interval_start, self.tokens
         self.measured += 1
-        self.interval_start, self.aside_seconds, self.step = now, Counter(), step
-        rate = tokens / spent
+        before, self.tokens = self.tokens, self.steps.tokens_before(step)
+        rate = max(self.tokens - before, 1) / spent
+        self.interval_start, self.aside_seconds = now, Counter()
         mfu = round(self.flops_per_token * rate / self.peak, 4) if self.peak else None
         record = {"seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1), "mfu": mfu}
         return record | ({"save_seconds": round(saving, 3)} if saving else {})
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, evaluations and saves included; None before the first measurement."""
-        if self.token_seconds is None:
+        """Seconds left, at the mean speed with evaluations and saves; None before the first measurement."""
+        if not self.measured:
             return None
-        last, tokens_before = self.steps.last, self.steps.tokens_before
-        left = (tokens_before(last) - tokens_before(self.step)) * self.token_seconds
-        for name, took in self.last_aside.items():
-            if period := self.every.get(name):  # once per multiple still ahead, the last step counts as one
-                left += took * (math.ceil(last / period) - self.step // period)
-        return left
+        start, tokens = self.first
+        left = self.steps.tokens_before(self.steps.last) - self.tokens
+        return left * (self.interval_start - start) / max(self.tokens - tokens, 1)
