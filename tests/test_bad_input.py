@@ -45,7 +45,7 @@ MLM | --block_size 2                                    | block_size: 2 are spec
 MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
 CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
 CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
-CLM | --lr_scheduler_type cosin                         | lr_scheduler_type: 'cosin' is unknown, give one of: cosine
+CLM | --lr_scheduler_type cosin                         | lr_scheduler_type: 'cosin' is unknown, give one of: linear, cosine
 CLM | --lr_scheduler_type x                             | give one of: linear, cosine, constant
 CLM | --max_train_steps 12 --num_warmup_steps 1000      | add --num_warmup_steps 0.05, a share of them
 CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | add --num_warmup_steps 0.05

@@ -86,7 +86,7 @@ BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2
          "mlm_probability": 1, "eval_mlm_probability": 1}  # fmt: skip
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
-# What transformers' scripts and nanoGPT call a setting, or have a setting for, and what does it here.
+# What transformers' scripts and nanoGPT have a setting for that no name here is near to, and what does it.
 ELSEWHERE = {name: there for names, there in {
     "fp16 bf16": "the launcher's: --mixed_precision, or mixed_precision in accelerate_configs/*.yaml.",
     "torch_compile compile": "the launcher's: dynamo_backend in accelerate_configs/*.yaml.",
@@ -97,17 +97,13 @@ ELSEWHERE = {name: there for names, there in {
     "max_seq_length": "--block_size.",
     "batch_size": "--per_device_train_batch_size.",
     "lr": "--learning_rate.",
-    "eval_strategy eval_interval": "--eval_steps; 0: once per epoch.",
-    "save_strategy checkpointing_steps": "--save_steps; 0: once per epoch.",
-    "logging_strategy": "--logging_steps.",
+    "eval_strategy save_strategy checkpointing_steps": "--eval_steps, --save_steps; 0: once per epoch.",
     "with_tracking logging_dir": "--report_to names the trackers; they write to --output_dir.",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew.",
     "do_train do_eval": "leave it out: both are done; --eval_only true only evaluates.",
-    "train_file": "--dataset_name takes files and folders, too.",
-    "validation_file": "--eval_dataset_name takes files and folders, too.",
+    "train_file validation_file": "--dataset_name and --eval_dataset_name take files and folders, too.",
     "dataloader_num_workers preprocessing_num_workers": "leave it out: rows are ready, all cores tokenize.",
     "optim": "--optimizer_type adamw or muon; build_optimizer in the script's main makes it.",
-    "push_checkpoints": "--checkpoint_url hf://user/name.",
     "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
 }.items() for name in names.split()}  # fmt: skip
 
@@ -168,19 +164,19 @@ def common_problems(args: Any) -> list[str]:
             check(*values)
         except ValueError as error:
             problems.append(str(error))
-    schedule = getattr(args, "lr_scheduler_type", SCHEDULES[0])  # an edit with its own schedule may have none
-    if schedule not in SCHEDULES:
-        near = "".join(difflib.get_close_matches(schedule, SCHEDULES, n=1)) or ", ".join(SCHEDULES)
-        problems.append(f"lr_scheduler_type: {schedule!r} is unknown, give one of: {near}.")
-    warmup = getattr(args, "num_warmup_steps", 0)
-    if args.max_train_steps and warmup > args.max_train_steps:
-        problems.append(f"num_warmup_steps: {warmup:g} are more than max_train_steps, "
-                        f"{args.max_train_steps}: add --num_warmup_steps 0.05, a share of them.")  # fmt: skip
-    endless, steps, optimizer = args.streaming, args.max_train_steps, getattr(args, "optimizer_type", "adamw")
+    # An edit with an optimizer or a schedule of its own may have none of these.
+    optimizer = getattr(args, "optimizer_type", "adamw")
+    schedule, warmup = getattr(args, "lr_scheduler_type", "linear"), getattr(args, "num_warmup_steps", 0)
     decay = getattr(args, "num_decay_steps", 0) if schedule == "warmup_stable_decay" else 0
+    endless, steps = args.streaming, args.max_train_steps
     changing = sum(n if n >= 1 else n * steps for n in (warmup, decay))
     together = {
         f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.": optimizer in ("adamw", "muon"),
+        f"lr_scheduler_type: {schedule!r} is unknown, give one of: {', '.join(SCHEDULES)}.":
+            schedule in SCHEDULES,
+        f"num_warmup_steps: {warmup:g} are more than max_train_steps, {steps}: add --num_warmup_steps 0.05, "
+        "a share of them.":
+            not steps or warmup <= steps,
         f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.":
             not steps or not decay or changing <= steps,
         "min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.":
