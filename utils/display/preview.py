@@ -7,15 +7,6 @@ from itertools import groupby, islice
 from utils.display.doctor import counted
 from utils.learning.losses import keytoken_row_weights
 
-MARKS = {  # kind of token -> example, what it means
-    "special": ("{end}", "ends a document; all special tokens go by their names"),
-    "key": ("«plt»", "a key token: it adds {alpha:g} to the weight of its row, which is 1 without"),
-    "masked": ("«the→{mask}»", "to be predicted: the model is given {mask} and must say «the»"),
-    "replaced": ("«the→cat»", "to be predicted: it is given another token instead"),
-    "kept": ("«the→the»", "to be predicted: it is given the token itself"),
-}
-LABELS = "label 0: B follows A; 1: B is from another document"
-
 
 def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> None:
     """Prints the first rows of the run that the main process takes. All processes call it.
@@ -24,20 +15,22 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
     rows = list(islice(_rows(data, steps, keytokens, alpha), number))
     if not data.accelerator.is_main_process:
         return
-    blocks, seen, tokenizer = [], set(), data.tokenizer
-    sources = list(getattr(data.train, "sources", ()))  # of a mixture
+    tokenizer, sources = data.tokenizer, list(getattr(data.train, "sources", ()))  # of a mixture
+    end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
+    columns = rows[0] if rows else ()
+    lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run",
+             f"  {end} ends a document; all special tokens go by their names"]  # fmt: skip
+    if "key" in columns:
+        lines.append(f"  «plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without")
+    if "slots" in columns:
+        lines.append(f"  «the→{mask}» is to be predicted: the model must say «the», and is given {mask}, "
+                     "or another token, or the token itself")  # fmt: skip
+    if "next_sentence_label" in columns:
+        lines.append("  label 0: B follows A; 1: B is from another document")
     for row in rows:
-        spans = list(_spans(row, tokenizer))
-        seen |= {kind for kind, _ in spans}
         total = sources[row["source"]] if sources else data.length and f"{data.length:,}"
-        blocks.append(_facts(row, total) + "".join(text for _, text in spans))
-    legend = f"What the model is fed: the first {counted(len(rows), 'row')} of this run"
-    names = {"end": tokenizer.eos_token or tokenizer.sep_token, "mask": tokenizer.mask_token, "alpha": alpha}
-    for example, meaning in (MARKS[kind] for kind in MARKS if kind in seen):
-        legend += f"\n  {example.format(**names):<16}{meaning.format(**names)}"
-    if rows and "next_sentence_label" in rows[0]:
-        legend += f"\n  {LABELS}"
-    text, encoding = "\n\n".join([legend, *blocks]), sys.stdout.encoding or "utf-8"
+        lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
+    text, encoding = "\n".join(lines), sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
     except BrokenPipeError:  # by `| head`: what is left must not fail again when Python flushes it at its end
@@ -74,12 +67,12 @@ def _real(row: dict) -> int:
     return sum(mask > 0 for mask in row.get("attention_mask", [1] * len(row["input_ids"])))
 
 
-def _spans(row: dict, tokenizer):
-    """(kind, text) one after the other, kind "" for what has no mark; lines begin at a "│"."""
+def _text(row: dict, tokenizer, end: str) -> str:
+    """Lines of a row; each begins at a "│", beside it the part of a pair."""
     ids, key, pair = row["input_ids"], row.get("key"), row.get("token_type_ids")
     slots = zip(row.get("slots", []), row.get("slot_labels", []), strict=True)
     labels = {place: label for place, label in slots if label != -100}  # -100: an empty slot
-    special, end = set(tokenizer.all_special_ids), tokenizer.eos_token or tokenizer.sep_token
+    special = set(tokenizer.all_special_ids)
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]  # some decoders drop the first one's space
 
     def decoded(tokens: list[int]) -> str:
@@ -91,26 +84,26 @@ def _spans(row: dict, tokenizer):
         text = tokenizer.convert_ids_to_tokens(token) if token in special else decoded([token])
         return text.replace("\n", "\\n").replace("\t", "\\t")
 
-    def kind_of(place: int) -> str:
-        token, label = ids[place], labels.get(place)
-        if label is not None:
-            return "kept" if token == label else "masked" if token == tokenizer.mask_token_id else "replaced"
-        return "special" if token in special else "key" if key and key[place] else ""
+    def stands_alone(place: int) -> bool:
+        return ids[place] in special or place in labels or bool(key and key[place])
 
-    real, margin = _real(row), None
-    for kind, places in groupby(range(real), kind_of):  # padding comes last
-        for run in [list(places)] if kind == "" else ([place] for place in places):
-            if margin != (margin := f"\n{'AB'[pair[run[0]]] if pair else ' '} │ "):
-                yield "", margin
-            if kind == "":
-                yield "", decoded([ids[place] for place in run]).replace("\n", "\n  │ ")
+    real, margin, parts = _real(row), None, []
+    for alone, places in groupby(range(real), stands_alone):  # padding comes last
+        for run in ([place] for place in places) if alone else [list(places)]:
+            first = run[0]
+            if margin != (margin := f"\n{'AB'[pair[first]] if pair else ' '} │ "):
+                parts.append(margin)
+            if not alone:
+                parts.append(decoded([ids[place] for place in run]).replace("\n", "\n  │ "))
                 continue
-            shown = word(labels.get(run[0], ids[run[0]]))
+            shown = word(labels.get(first, ids[first]))
             text = shown.lstrip(" ") or shown
-            yield "", shown.removesuffix(text)
-            if kind != "special":
-                given = word(ids[run[0]]).strip(" ") or " "
-                text = f"«{text}→{given}»" if run[0] in labels else f"«{text}»"
-            yield kind, text
-            if text == end and not pair and run[0] < real - 1:
-                yield "", "\n  │ "
+            parts.append(shown.removesuffix(text))
+            if first in labels:
+                text = f"«{text}→{word(ids[first]).strip(' ') or ' '}»"
+            elif ids[first] not in special:
+                text = f"«{text}»"
+            parts.append(text)
+            if text == end and not pair and first < real - 1:
+                parts.append("\n  │ ")
+    return "".join(parts)
