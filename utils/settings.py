@@ -84,7 +84,6 @@ NOT_NEGATIVE = set(
 )
 BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1,
          "mlm_probability": 1, "eval_mlm_probability": 1}  # fmt: skip
-PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 # What transformers' scripts and nanoGPT have a setting for that no name here is near to, and what does it.
 ELSEWHERE = {name: there for names, there in {
@@ -253,7 +252,7 @@ def folder_problems(name: str, folder: str) -> list[str]:
         trouble = "is a file, not a folder" if there == path else f"cannot be made, {there} is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         trouble = f"cannot be written ({there} is not writable)"
-    elif longest > os.pathconf(there, "PC_NAME_MAX") or len(os.fsencode(path)) > PATH_BYTES:
+    elif longest > os.pathconf(there, "PC_NAME_MAX"):
         trouble = f"cannot be made, its name is too long ({longest} bytes in one folder's name)"
     else:
         return []

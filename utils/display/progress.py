@@ -52,14 +52,10 @@ class Progress:
         new = {name: text for name, shown in named.items() if (text := numbers(record, *shown))}
         if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
             new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        if record.get("mfu") is not None:
-            new["mfu"] = f"{record['mfu']:.1%}"
-        if record.get("skipped_updates"):
-            new["skipped"] = str(record["skipped_updates"])
-        if eta is not None:
-            new["left"] = duration(eta)
-        if hub:
-            new["hub"] = hub
+        mfu = record.get("mfu")
+        more = {"mfu": mfu is not None and f"{mfu:.1%}", "skipped": record.get("skipped_updates"),
+                "left": eta is not None and duration(eta), "hub": hub}  # fmt: skip
+        new |= {name: str(value) for name, value in more.items() if value}
         self.shown |= new
         if self.plain:
             line = "  ".join(f"{name} {value}" for name, value in new.items())
