@@ -1,4 +1,4 @@
-"""What training a causal LM will need, before it is started: memory per device, FLOPs, communication, time.
+"""What a training run will need, before it is started: memory per device, FLOPs, communication, time.
 
     python -m utils.display.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
         --devices 8 --device_name "NVIDIA H100" --precision bf16 --mfu 0.4 --tokens 10e9
@@ -143,7 +143,10 @@ if __name__ == "__main__":
     show = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
     parser.add_argument("--model_type", default="gpt2")
+    parser.add_argument("--model_name_or_path", help="instead: a folder with config.json or a Hub id")
     parser.add_argument("--config_overrides", default="", help="n_layer=4,n_embd=256,vocab_size=8192")
+    parser.add_argument("--kind", default="causal", choices=list(MODEL_CLASSES))
+    parser.add_argument("--predicted", type=float, default=1.0, help="share of positions (masked LM)")
     parser.add_argument("--block_size", type=int, default=1024)
     parser.add_argument("--per_device_train_batch_size", type=int, default=8)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
@@ -157,14 +160,16 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=float, default=0, help="of the whole run, for its hours")
     args = parser.parse_args()
     try:
-        config = AutoConfig.for_model(args.model_type)
+        made = AutoConfig.from_pretrained if args.model_name_or_path else AutoConfig.for_model
+        config = made(args.model_name_or_path or args.model_type)
         if args.config_overrides:
             config.update_from_string(args.config_overrides)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     plan = estimate(
-        config, args.per_device_train_batch_size, args.block_size, bf16=args.precision == "bf16",
-        accumulation=args.gradient_accumulation_steps, devices=args.devices, sharding=args.sharding,
+        config, args.per_device_train_batch_size, args.block_size, kind=args.kind,
+        bf16=args.precision == "bf16", accumulation=args.gradient_accumulation_steps,
+        devices=args.devices, sharding=args.sharding, predicted=args.predicted,
         optimizer_type=args.optimizer_type, gradient_checkpointing=args.gradient_checkpointing,
         device_type="cpu" if args.device_name == "cpu" else "cuda",
     )  # fmt: skip
