@@ -168,7 +168,7 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
         for changes in range(99):
             left[0] = changes
             try:
-                store.upload(Snapshot(step, "checkpoints", out, names, "", ""))
+                store.upload(Snapshot(step, "checkpoints", out, names, ""))
                 break
             except Killed:
                 kills += 1

@@ -260,7 +260,7 @@ def test_a_wait_that_cannot_be_asked_for_is_not_waited(hub, tmp_path):
         pusher = Pusher(check_hub("ada/model"), out)
         save(step)
         pusher.push(step)
-        while not pusher.thread.ident or not pusher.poll():
+        while not pusher.poll():
             time.sleep(0.02)
         assert pusher.finish(20), pusher.status
         tell(pusher.poll()[-1]["state"])
@@ -291,8 +291,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
     assert told("analytical-engines/model") == "analytical-engines/model"
     for what in [told("model", ""), told("model", "hf_revoked"), told("model", "hf_reader")]:
         assert "hf auth login" in what and "HF_TOKEN" in what, what
-    assert "ada, analytical-engines, royal-society" in told("babbage/model")
-    for what in [told("royal-society/minutes"), told("royal-society/new")]:
+    for what in [told("babbage/model"), told("royal-society/minutes"), told("royal-society/new")]:
         assert "may not write" in what, what
     assert "hub_model_id" in told("a b") and "hub_model_id" in told("ada/model/x")
     """).end()
@@ -393,10 +392,10 @@ def test_killed_during_a_push(both, tmp_path, when):
 
 
 def test_commit_quota(hub, tmp_path):
-    """Beyond the quota snapshots wait and are replaced by newer ones; some commits are kept for the end."""
+    """Beyond the quota snapshots wait and are replaced by newer ones; the last one does not wait."""
     Program(hub, tmp_path, """
     pusher = Pusher(check_hub("ada/model"), out)
-    pusher.commits_per_hour = 2
+    pusher.commits = type(pusher.commits)(maxlen=2)
     for step in (1, 2, 3, 4, 5):
         save(step)
         pusher.push(step)

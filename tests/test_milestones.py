@@ -75,7 +75,7 @@ COMMIT, TAG = f"POST .*/{REPO}/commit/milestones", f"POST .*/{REPO}/tag/"
 FAULTS = (
     Fault(COMMIT, status=503), Fault(TAG, kind="lost"), Fault(COMMIT, kind="wrong", times=2),
     Fault("PUT /lfs|POST /xet/v1/xorbs", kind="drop", after=100), Fault(TAG, status=503),
-    Fault(f"POST .*/{REPO}/paths-info", kind="drop"), Fault(COMMIT, kind="lost"),
+    Fault(f"GET .*/{REPO}/tree/step-", kind="drop"), Fault(COMMIT, kind="lost"),
 )  # fmt: skip
 
 
@@ -167,7 +167,6 @@ def test_what_never_reaches_the_hub_is_told_at_the_end_and_made_good_by_the_next
         assert ended.exitcode == 1 and hub.tags(REPO) == {}, log.read_text()[-2000:]
         for step in (2, 4):
             assert f"'Milestone step-{step}' did not reach {REPO}" in log.read_text()
-            assert f"milestones/step-{step} . --revision step-{step}" in log.read_text()
         assert "arrived with another hash" in log.read_text() and "steps             6" in log.read_text()
         hub.faults = []
         finish([start(PROJECT, "train_clm.py", flags, log, env=clients(hub))], log)

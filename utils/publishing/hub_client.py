@@ -23,7 +23,7 @@ CHECK_SECONDS, PUSH_SECONDS = 10, 60  # of silence of the server, before trainin
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
 REMEDIES = {
     401: f"the token is missing, revoked or expired: {LOGIN}",
-    403: "this token may not write there: give it the right to, or choose another hub_model_id",
+    403: f"this token may not write there: choose another hub_model_id, or {LOGIN}",
     404: "there is no such repository: create it, or choose another hub_model_id",
     413: "too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
 }
@@ -41,18 +41,13 @@ def check_hub(hub_model_id: str, private: bool = False, setting: str = "push_to_
     except ValueError as error:
         raise ValueError(f"hub_model_id: {error}") from None
     api = HfApi()
-    user = ask(setting, api.whoami)
-    owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
-    repo_id = hub_model_id if "/" in hub_model_id else f"{user['name']}/{hub_model_id}"
-    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise ValueError(f"{setting}: the token of {user['name']} can only read; {LOGIN}.")
-    if repo_id.split("/")[0] not in owners:
-        names = ", ".join(owners)
-        raise ValueError(f"hub_model_id {repo_id}: this token publishes under {names}; choose one.")
+    user = ask(setting, api.whoami)["name"]
+    repo_id = hub_model_id if "/" in hub_model_id else f"{user}/{hub_model_id}"
     subject = f"hub_model_id {repo_id}"
     ask(subject, api.create_repo, repo_id, private=private, exist_ok=True)
     # The first question of every push. (create_repo is content with a repository that we may only read.)
     ask(subject, api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")])
+    bound_waiting(PUSH_SECONDS)
     return repo_id
 
 
@@ -62,23 +57,24 @@ def milestones_there(repo_id: str) -> list[int]:
     return sorted(int(tag.name[5:]) for tag in tags if re.fullmatch(r"step-\d+", tag.name, re.ASCII))
 
 
-def commit(repo_id: str, branch: str, additions: list, message: str, replaces: str) -> str:
+def commit(repo_id: str, snapshot, replaces: str) -> str:
     """One commit with everything in it; returns its hash. (upload_folder makes several of many files.)
 
     replaces: files of the branch that match this expression and are not added are deleted."""
-    api, added = HfApi(), {addition.path_in_repo for addition in additions}
+    api, names, branch = HfApi(), snapshot.names, snapshot.branch
     there = api.list_repo_files(repo_id, revision=branch)
-    stale = [name for name in there if re.fullmatch(replaces, name) and name not in added]
+    stale = [name for name in there if re.fullmatch(replaces, name) and name not in names]
+    additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in names]
     for addition in additions:  # several at once would use threads that hold up the exit of the process
         api.preupload_lfs_files(repo_id, [addition], revision=branch, free_memory=False)
     changes = [*additions, *(CommitOperationDelete(name) for name in stale)]
-    return api.create_commit(repo_id, changes, commit_message=message, revision=branch).oid
+    return api.create_commit(repo_id, changes, commit_message=snapshot.message, revision=branch).oid
 
 
-def ask(subject: str, call: Callable, *args, tries: int = 3, unreached: str = "", **kwargs) -> Any:
+def ask(subject: str, call: Callable, *args, unreached: str = "", **kwargs) -> Any:
     """`call(...)`, again after a passing trouble; what stays becomes a ValueError that says what to do.
     unreached: that, where it is not the Hub that is asked."""
-    for left in reversed(range(tries)):
+    for left in (2, 1, 0):
         try:
             return call(*args, **kwargs)
         except (RepositoryNotFoundError, RevisionNotFoundError):
@@ -108,7 +104,7 @@ class Trouble:
     """What an exception of the client means."""
 
     passing: bool  # worth another try
-    retry_after: float | None  # seconds, where the server names them
+    retry_after: float  # seconds, 0 where the server names none
     text: str  # one line, without the token
     remedy: str | None  # where we know one
 
@@ -120,7 +116,7 @@ def diagnose(error: BaseException) -> Trouble:
         chain.append(cause)
     responses = (getattr(e, "response", None) for e in chain)
     response = next((r for r in responses if hasattr(r, "status_code")), None)
-    status = retry_after = None
+    status, retry_after = None, 0.0
     if response is not None:
         status = response.status_code
         if re.fullmatch(r"\d+", asked := response.headers.get("retry-after", "")):

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import fsspec
-from huggingface_hub import CommitOperationAdd, HfApi, HfFileSystem, snapshot_download
+from huggingface_hub import HfApi, HfFileSystem, snapshot_download
 
-from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, ask, bound_waiting, check_hub, commit
+from utils.publishing.hub_client import BESIDE, BRANCH, ask, check_hub, commit
 from utils.publishing.secrets import without_secrets
 
 
@@ -33,7 +33,6 @@ class HubBranch:
         self.ask(HfApi().create_branch, self.repo_id, branch=BRANCH, exist_ok=True)
 
     def steps(self) -> list[int]:
-        bound_waiting(PUSH_SECONDS)
         self.revision = self.ask(HfApi().repo_info, self.repo_id, revision=BRANCH, timeout=10).sha
         return _complete(self.ask(HfApi().list_repo_files, self.repo_id, revision=self.revision))
 
@@ -48,8 +47,7 @@ class HubBranch:
 
     def upload(self, snapshot) -> str:
         """Make it the only checkpoint there: the hash of the commit."""
-        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
-        return commit(self.repo_id, BRANCH, additions, snapshot.message, "checkpoints/.*")
+        return commit(self.repo_id, snapshot, replaces="checkpoints/.*")
 
 
 class Bucket:
