@@ -5,16 +5,15 @@ later, ends it at once and harms nothing. Sooner ones are the same request: laun
 scheduler has also sent to the workers.
 
 What the launchers do with a signal that only they receive (read in their source, and tried):
-* accelerate launch, one process: dies at once without telling the script. Linux tells us (PR_SET_PDEATHSIG,
-  as SIGUSR2, never to be taken for somebody's second signal); elsewhere we look at the parent's id. Where the
-  launcher's end ends the job (Kubernetes), start `python train_clm.py` or torchrun, or signal the script.
+* accelerate launch, one process: dies at once without telling the script, so a thread looks at the parent's
+  id, and tells us by SIGUSR2, never to be taken for somebody's second signal. Where the launcher's end ends
+  the job (Kubernetes), start `python train_clm.py` or torchrun, or signal the script.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
 * accelerate launch on TPU: dies, and its child trains on. There this module runs in the launcher too.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import logging
@@ -39,7 +38,7 @@ SAME_REQUEST = 1.0  # seconds: signals that follow faster are one request
 XLA_CALLS = 10  # with several XLA processes every answer waits for the device, so only every tenth call asks
 
 # Signal handlers belong to the process, hence this one state per process. signum: the first stop signal or 0.
-_state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True, launcher=0, pid=0)
+_state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True, pid=0)
 _before = {}  # handlers that ours replaced
 
 
@@ -63,8 +62,9 @@ def handle_stop_signals(importing: bool = False) -> None:
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
             continue  # started with nohup
         _before[number] = signal.signal(number, _on_signal)
-    if not _state.forward:
-        _watch_launcher()
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+    if not forward and (launched or multiprocessing.parent_process()):  # a shell may leave its jobs behind
+        threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
 
 
 def _on_signal(number, frame):
@@ -105,19 +105,13 @@ def _signal_children(number):
             os.kill(child.pid, number)
 
 
-def _watch_launcher():
-    """Ask for LAUNCHER_GONE when the parent dies, if it is a launcher: a shell may leave its jobs behind."""
-    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if not launched and multiprocessing.parent_process() is None:
-        return
-    _state.launcher = os.getppid()
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(1, int(LAUNCHER_GONE), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
-    # The launcher may have died while we imported torch: our parent is then init, which is no Python.
-    if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
-        _say("the launcher is gone: stopped before the first step, nothing to save")
-        os._exit(128 + signal.SIGTERM)
+def _watch_launcher(parent):
+    # It may have died while we imported torch: our parent is then init, which is no Python.
+    lost = parent == 1 and sys.platform == "linux" and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    while os.getppid() == parent and not lost:
+        time.sleep(0.2)
+    if _before:
+        os.kill(os.getpid(), LAUNCHER_GONE)
 
 
 def exit_status(signum: int) -> int:
@@ -142,8 +136,6 @@ class StopSignals:
     @property
     def requested(self) -> int:
         """Signal number received by this process, or 0; for bounded waits outside the loop. Asks nobody."""
-        if not _state.signum and _state.launcher not in (0, os.getppid()):
-            _on_signal(LAUNCHER_GONE, None)
         return _state.signum
 
     def agreed(self) -> int:
