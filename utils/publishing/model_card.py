@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from utils.display.metrics import by_set
 from utils.display.progress import duration, readable
-
-TEMPLATE = Path(__file__).with_suffix(".md")
-# What the Hub shows beside the model; the other results stay in the card's table.
-METRICS = ("loss/eval", "perplexity", "bits_per_byte", "accuracy")
 
 
 def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_name: str, model_type: str,
                      dataset: str, seconds: float, settings: Mapping[str, Any],
                      results: Mapping[str, float], example: str, repo_id: str | None = None,
-                     base_model: str | None = None, license: str = "unknown", **numbers) -> None:  # fmt: skip
+                     base_model: str | None = None, **numbers) -> None:  # fmt: skip
     """Write output_dir/README.md, replacing it in one piece.
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
@@ -34,24 +30,14 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
     base_on_hub = base_model and not os.path.exists(base_model)
     sets = list(by_set(results, "loss/eval")) or [""]  # [""] where there is one, whose metrics bear no name
     table: dict[str, dict[str, str]] = {}  # metric -> evaluation set -> number
-    evaluations = []
     for key, value in results.items():
-        if value is None or not math.isfinite(value):
-            continue
-        name = next((name for name in sets if name and key.endswith(f"/{name}")), "")
-        metric = key.removesuffix(f"/{name}")
-        table.setdefault(metric, {})[name] = readable(value)
-        if metric in METRICS:
-            local = re.sub(r"[^\w.-]+", "-", name or Path(dataset).name) or "text"
-            evaluations.append(EvalResult(
-                task_type=pipeline_tag, dataset_type=dataset if dataset in on_hub and not name else local,
-                dataset_name=name or dataset, dataset_split="validation", metric_type=metric.split("/")[0],
-                metric_name=metric, metric_value=round(value, 6),
-            ))  # fmt: skip
+        if value is not None and math.isfinite(value):
+            name = next((name for name in sets if name and key.endswith(f"/{name}")), "")
+            table.setdefault(key.removesuffix(f"/{name}"), {})[name] = readable(value)
     data = ModelCardData(
-        license=license, library_name="transformers", pipeline_tag=pipeline_tag, model_name=model_name,
+        license="unknown", library_name="transformers", pipeline_tag=pipeline_tag,
         base_model=base_model if base_on_hub else None, datasets=on_hub or None,
-        tags=["pretraining", "accelerate", model_type], eval_results=evaluations or None,
+        tags=["pretraining", "accelerate", model_type],
     )  # fmt: skip
 
     def link(name: str, on_hub: bool, kind: str = "") -> str:
@@ -60,8 +46,8 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
     origin = f"trained further from {link(base_model, base_on_hub)}" if base_model else "trained from scratch"
     dataset_link = ", ".join(link(name, name in on_hub, "datasets/") for name in names)
     card = ModelCard.from_template(
-        data, template_path=str(TEMPLATE), title=model_name, model_type=model_type, **numbers,
-        origin=origin, dataset_link=dataset_link, duration=duration(seconds),
+        data, template_path=str(Path(__file__).with_suffix(".md")), title=model_name, model_type=model_type,
+        origin=origin, dataset_link=dataset_link, duration=duration(seconds), **numbers,
         settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
         sets=sets, results=table, example=json.dumps(example, ensure_ascii=False),
         address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),
