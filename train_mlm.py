@@ -111,7 +111,6 @@ class TrainArgs:
     save_total_limit: int = 2  # newest checkpoints kept
     keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
     milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
-    background_save: bool = True  # write checkpoints beside training; false: training waits
     max_eval_samples: int = 512  # rows per evaluation; 0: all
     prompts: list[str] = field(default_factory=PROMPTS.copy)  # filled at each evaluation; none: off
 

@@ -91,9 +91,7 @@ class Run:
         self.milestones = milestone_steps(args.milestones, steps.last, saves)
         ahead = self.milestones.difference(map(step_of, list_milestones(args.output_dir)))
         limit, models = args.save_total_limit, 1 + args.keep_best + len(ahead)
-        enough, disk = disk_space(args.output_dir, model, keep, limit, models)
-        if not enough:
-            raise ValueError(f"output_dir: {disk}.")
+        disk = disk_space(args.output_dir, model, keep, limit, models)
         self.lock = lock_output_dir(args.output_dir) if is_main else None  # until the end
         if self.store and args.resume_from_checkpoint == "auto":
             if fetched := fetch_checkpoint(self.store, args.output_dir):  # where this folder has none as new
@@ -104,7 +102,7 @@ class Run:
             "stable": stable,
         }  # fmt: skip
         self.code = code_version(args)
-        self.checkpoints = Checkpoints(accelerator, args.output_dir, limit, args.background_save)
+        self.checkpoints = Checkpoints(accelerator, args.output_dir, limit)
         self.checkpoints.kept_step = stable[1]  # runs of other lengths may begin there
         saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
         origin = without_secrets(self.checkpoints.origin)
@@ -130,7 +128,7 @@ class Run:
         accelerator.print(self._report(disk))
         self._tell_changes(saved)
         self._tell_unguarded()
-        self.watch, self.first_step = Watch(update, model, keep, known=(data, steps, args)), True
+        self.watch, self.begun = Watch(update, model, keep, known=(data, steps, args)), self.step
         if args.preflight and not saved:
             self._rehearse(update)
         self._keep_milestone()  # wanted only now, or lost with another machine
@@ -273,9 +271,8 @@ class Run:
     def next_step(self) -> None:
         """One more step is done: counted, shown, a milestone kept, and all processes agree about stopping."""
         self.state["step"] += 1
-        if self.first_step:
+        if self.step == self.begun + 1:
             self.watch.check()
-            self.first_step = False
         self.progress.update(self.step)
         self._keep_milestone()
         self.stop.agreed()

@@ -58,8 +58,7 @@ def main():
     seconds(copy)  # into pages that the system must find first
     folder = Path(tempfile.mkdtemp(dir=args.folder))
     background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
-    foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1, background=False)
-    background.reserve(model, keep)
+    foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1)
     first = {"seconds": seconds(background.save, 0, model, keep, {})}
     background.wait()
     dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
@@ -67,7 +66,7 @@ def main():
     for step in range(1, args.rounds + 1):
         copied, stalled = seconds(copy), seconds(background.save, step, model, keep, {})
         background.wait()
-        written = seconds(foreground.save, step, model, keep, {})
+        written = seconds(foreground.save, step, model, keep, {}, True)
         shutil.rmtree(folder / "foreground")
         rows.append((copied, stalled, seconds(lambda: subprocess.run(dd, capture_output=True)), written))
         (folder / "dd").unlink()

@@ -132,7 +132,7 @@ def settings(mapping: str, model_type: str, folder: Path) -> dict:
         "config_overrides": json.dumps(overrides(model_type)), "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 8, "max_eval_samples": 8, "max_train_steps": 3, "num_warmup_steps": 0,
         "learning_rate": 2e-3, "muon_learning_rate": 2e-3,
-        "logging_steps": 1, "eval_steps": 3, "save_steps": 1, "save_total_limit": 1, "background_save": False,
+        "logging_steps": 1, "eval_steps": 3, "save_steps": 1, "save_total_limit": 1,
         **({"keywords": ["none"]} if mapping == "causal" else {}),
         "prompts": ["import os"] if mapping == "causal" else ["It is [MASK]."],
     }  # fmt: skip

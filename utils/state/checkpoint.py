@@ -3,7 +3,7 @@
     checkpoints/step-00001000/
         model.safetensors      weights and buffers by name, tied ones once
         optimizer.safetensors  and one file for each other thing that is kept and has tensors, by its name
-        state.json             what is no tensor of them, the run's extra, random states of every process
+        state.json             what is no tensor of them, and the run's extra
         manifest.json          size and checksum of each file, written last
 
 What is cut up (FSDP) has a folder with a safetensors file of each process instead. All load with any number
@@ -39,18 +39,16 @@ SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
 class Checkpoints:
     """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
 
-    save_total_limit: complete checkpoints to keep, 0 or None for all. background: copy the state in memory
-    and write it beside training where memory allows."""
+    save_total_limit: complete checkpoints to keep, 0 for all. Random states are not kept: Run.seed_step."""
 
-    def __init__(self, accelerator, output_dir, save_total_limit: int | None = 2, background: bool = True):
+    def __init__(self, accelerator, output_dir, save_total_limit: int = 2):
         self.accelerator = accelerator
         self.folder = Path(output_dir) / "checkpoints"
         self.save_total_limit, self.kept_step = save_total_limit, 0  # beside those: the one of this step
-        self.background = background
+        self.background = True  # copy the state in memory, and write it beside training: while memory allows
         self.last_good = None  # Path of the newest complete checkpoint
         self.origin = None  # {"run": name, "step": step} of what was loaded, if it is another run's: a branch
         self.failure = None  # why the newest save failed, in words; None when it did not
-        self._written = None  # (step, state.json) of last_good
         self._origins = []  # the checkpoints, named by --resume_from_checkpoint, that this run descends from
         self._thread = None
         self._copies = {}  # {(thing, tensor name): host memory}
@@ -79,12 +77,10 @@ class Checkpoints:
             "origins": self._origins, "keep": trees,
             "classes": {name: _class_name(thing) for name, thing in keep.items()},
             "scaler": scaler.state_dict() if scaler is not None else None,
-            "random": training_state.gather_random_states(accelerator),
         })  # fmt: skip
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
-        # Sharded, all processes write together, and only the main one knows what was written last.
-        if sharded or accelerator.is_main_process and (step, text) != self._written:
+        if sharded or accelerator.is_main_process:
             background = self.background and not final
             for name in sharded if background else ():
                 tensors[name] = {path: value.to("cpu", copy=True) for path, value in tensors[name].items()}
@@ -99,11 +95,6 @@ class Checkpoints:
             failed = bytes([self.failure is not None])
             if b"\1" in training_state.gather_bytes(accelerator, failed):
                 raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
-
-    def reserve(self, model, keep: dict) -> None:
-        """Take the memory that background saves copy into: the first save would, and stall twice as long."""
-        if self.background:
-            self._copy_to_host(*self._collect(model, keep)[1:])
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -165,9 +156,9 @@ class Checkpoints:
                 retire(complete, ".tmp-old-")
             aside.rename(complete)
             flush(self.folder)
-            self.last_good, self._written = complete, (step, text)
-            keep = self.save_total_limit or 0
-            for path in (*list_checkpoints(self.folder)[:-keep], *self.folder.glob("bad-*")):
+            self.last_good = complete
+            old = list_checkpoints(self.folder)[: -self.save_total_limit]
+            for path in (*old, *self.folder.glob("bad-*")):
                 if path.name != f"step-{self.kept_step:08d}":
                     retire(path, ".tmp-old-")  # half deleted, it must not look like a damaged one
             for path in self.folder.glob(".tmp-old-*"):
@@ -182,7 +173,7 @@ class Checkpoints:
     # Loading
 
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
-        """Restore model, kept things and random states. Returns save's extra, None at the beginning.
+        """Restore model and kept things. Returns save's extra, None at the beginning.
 
         resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path, which means the
         newest that descends from it, if there is one: the command of a job that is started again goes on.
@@ -207,7 +198,6 @@ class Checkpoints:
             self.last_good = folder
             if folder.resolve().parent != self.folder.resolve():
                 self.origin = {"run": run_name(folder), "step": step}
-            self.reserve(model, keep)
         if self.accelerator.is_main_process:
             outdate(list_checkpoints(self.folder), step)
         self.accelerator.wait_for_everyone()
@@ -222,8 +212,8 @@ class Checkpoints:
                 continue
             was, now = state["classes"].get(name), _class_name(things[name])
             if name in keep and was != now:
-                another = training_state.ANOTHER
-                raise ValueError(f"keep: {name} is a {was} in {folder}, and a {now} now; {another}")
+                told = f"keep: {name} is a {was} in {folder}, and a {now} now"
+                raise ValueError(f"{told}; {training_state.ANOTHER}")
             if isinstance(tree, dict) and (parts := tree.get("__processes__")):
                 tree = parts[index % len(parts)]  # of more processes now, they are dealt again
             training_state.restore(folder, name, things[name], tree, model)
@@ -231,8 +221,6 @@ class Checkpoints:
             logger.warning("%s: not in %s, it begins anew", name, folder)
         if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        if index < len(state["random"]):
-            training_state.set_random_state(state["random"][index], self.accelerator.device)
 
     def _choose(self, resume_from) -> Path | None:
         """The verified checkpoint to load: the main process looks, all return the same."""
@@ -322,30 +310,27 @@ def thing_bytes(thing, model) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def disk_space(output_dir, model, keep: dict, save_total_limit: int | None, models=1) -> tuple[bool, str]:
-    """Whether the disk has room for the checkpoints of a run, and a sentence that says so.
+def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -> str:
+    """How much the checkpoints of a run need, and how much is free. ValueError where that is less.
 
     While a checkpoint is written, save_total_limit complete ones are there too; of the models for users one
-    at a time is replaced by a new file. What the run replaces is as good as free, nothing else in output_dir.
+    at a time is replaced by a new file. Checkpoints that the run replaces are as good as free.
     """
     weights = thing_bytes(model, model)
     each = weights + sum(thing_bytes(thing, model) for thing in keep.values())
-    count = (save_total_limit or 1) + 1
+    count = save_total_limit + 1
     needed = each * count + (models + 1) * weights
-    folder, own = Path(output_dir).absolute(), 0
-    walks = (os.walk(made) for made in list_checkpoints(folder / "checkpoints"))
-    replaced = [Path(place, name) for walk in walks for place, _, names in walk for name in names]
-    for path in [*replaced, *folder.glob("model*.safetensors")]:
-        with suppress(OSError):  # another run in this folder may delete it at this moment
-            own += path.stat().st_size
+    folder = Path(output_dir).absolute()
+    replaced = each * len(list_checkpoints(folder / "checkpoints"))
     while not folder.exists():
         folder = folder.parent
-    free = shutil.disk_usage(folder).free + own
+    free = shutil.disk_usage(folder).free + replaced
     kept = "the model" if models == 1 else f"{models} models"
-    text = f"{count} checkpoints of {_size(each)} and {kept} need {_size(needed)} in {output_dir}"
-    if needed <= free:
-        return True, f"{text}; {_size(free)} are free"
-    return False, f"{text}, but {_size(free)} are free: choose another output_dir or lower save_total_limit"
+    told = f"{count} checkpoints of {_size(each)} and {kept} need {_size(needed)} in {output_dir}"
+    if needed > free:
+        mended = "choose another output_dir or lower save_total_limit"
+        raise ValueError(f"output_dir: {told}, but {_size(free)} are free: {mended}.")
+    return f"{told}; {_size(free)} are free"
 
 
 def newest_extra(output_dir, resume_from: str) -> dict:

@@ -4,7 +4,6 @@ Names are those of the bare model, so that a state fits with and without DDP, co
 """
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -208,8 +207,8 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
         return [mine]
     sizes = accelerator.gather(torch.tensor([len(mine)], device=accelerator.device)).tolist()
     room = -(-max(sizes) // BYTES) * BYTES
-    padded = _bytes_tensor(mine.ljust(room, b"\0")).to(accelerator.device)
-    rows = accelerator.gather(padded).cpu().view(-1, room)
+    padded = torch.frombuffer(bytearray(mine.ljust(room, b"\0")), dtype=torch.uint8)
+    rows = accelerator.gather(padded.to(accelerator.device)).cpu().view(-1, room)
     return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -218,62 +217,15 @@ def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     of each]} and the tensors of all, "0/path", "1/path". What is cut up is everybody's and left as it is."""
     if accelerator.num_processes == 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         return tree, tensors
-    text = json.dumps(tree).encode()
-    mine = xxhash.xxh3_64_digest(text) + json.dumps(_sums(tensors)).encode()
-    if len({*gather_bytes(accelerator, mine)}) == 1:
+    if len({*gather_bytes(accelerator, digest(tree, tensors).encode())}) == 1:
         return tree, tensors
-    on_host = {path: value.cpu().contiguous() for path, value in tensors.items()}
-    texts, files = gather_bytes(accelerator, text), gather_bytes(accelerator, save(on_host))
-    trees, merged = [], {}
-    for i, (text, file) in enumerate(zip(texts, files, strict=True)):
+    i = accelerator.process_index
 
-        def renamed(node, i=i):
-            return node | {"__tensor__": f"{i}/{node['__tensor__']}"} if "__tensor__" in node else node
+    def renamed(node):
+        return node | {"__tensor__": f"{i}/{node['__tensor__']}"} if "__tensor__" in node else node
 
-        trees.append(json.loads(text, object_hook=renamed))
-        merged |= {f"{i}/{path}": tensor for path, tensor in load(file).items()}
-    return {"__processes__": trees}, merged
-
-
-def _sums(tensors: dict) -> list[int]:
-    """One number a tensor, of its bits: what differs on two processes differs here, without copies of it."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = [tensor.contiguous().reshape(-1) for tensor in tensors.values()]
-    sums = [values.view(integers[values.element_size()]).sum(dtype=torch.int64) for values in flat]
-    return torch.stack([value.cpu() for value in sums]).tolist() if sums else []
-
-
-# Random numbers
-
-
-def gather_random_states(accelerator) -> list[dict]:
-    """Python's, numpy's, torch's and the device's random states, JSON values of every process in order."""
-    device = accelerator.device
-    name, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest]}
-    state["torch"] = bytes(torch.get_rng_state().numpy()).hex()
-    if device.type not in ("cpu", "mps", "xla"):
-        state[device.type] = bytes(torch.get_device_module(device).get_rng_state(device).numpy()).hex()
-    elif device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        state["xla"] = int(xm.get_rng_state())
-    return [json.loads(text) for text in gather_bytes(accelerator, json.dumps(state).encode())]
-
-
-def set_random_state(state: dict, device) -> None:
-    version, keys, gauss = state["python"]
-    random.setstate((version, tuple(keys), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(_bytes_tensor(bytes.fromhex(state["torch"])))
-    if device.type == "xla" and "xla" in state:
-        import torch_xla.core.xla_model as xm
-
-        xm.set_rng_state(state["xla"])
-    elif device.type in state:
-        saved = _bytes_tensor(bytes.fromhex(state[device.type]))
-        torch.get_device_module(device).set_rng_state(saved, device)
-
-
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    tree = json.loads(json.dumps(tree), object_hook=renamed)
+    file = save({f"{i}/{path}": value.cpu().contiguous() for path, value in tensors.items()})
+    trees = [json.loads(text) for text in gather_bytes(accelerator, json.dumps(tree).encode())]
+    files = [load(content) for content in gather_bytes(accelerator, file)]
+    return {"__processes__": trees}, {path: value for found in files for path, value in found.items()}
