@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 from tests import forked
 from tests.ftp_server import PASSWORD
 from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
-from utils.publishing.fetch import fetch_checkpoint, refuse_another
 from utils.publishing.push import Pusher, Snapshot
-from utils.publishing.stores import open_store
+from utils.publishing.stores import fetch_checkpoint, open_store, refuse_another
 from utils.state.files import find_problem, seal, write_file
 
 KILLS = int(os.environ.get("BUCKET_KILLS", 4))

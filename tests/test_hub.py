@@ -27,10 +27,9 @@ PRELUDE = """
 import os, sys, time
 from pathlib import Path
 from utils.publishing import hub_client
-from utils.publishing.fetch import fetch_checkpoint
 from utils.publishing.hub_client import check_hub
 from utils.publishing.push import Pusher
-from utils.publishing.stores import HubBranch
+from utils.publishing.stores import HubBranch, fetch_checkpoint
 from utils.state.files import seal, write_file
 
 out = Path(sys.argv[1])
@@ -392,15 +391,15 @@ def test_killed_during_a_push(both, tmp_path, when):
 
 
 def test_commit_quota(hub, tmp_path):
-    """Beyond the quota snapshots wait and are replaced by newer ones; the last one does not wait."""
+    """While the Hub takes no more, snapshots wait as long as it asks, and are replaced by newer ones."""
+    hub.faults = [Fault("POST .*/commit/", status=429, headers={"Retry-After": "2"}, skip=2)]
     Program(hub, tmp_path, """
     pusher = Pusher(check_hub("ada/model"), out)
-    pusher.commits = type(pusher.commits)(maxlen=2)
     for step in (1, 2, 3, 4, 5):
         save(step)
         pusher.push(step)
-        wait(pusher, "done") if step < 3 else time.sleep(0.2)
-    assert "quota" in pusher.status, pusher.status
+        wait(pusher, "done", "retry") if step < 4 else time.sleep(0.2)
+    assert "again in" in pusher.status, pusher.status
     assert pusher.finish(10)
     """).end()
     assert steps(hub) == [1, 2, 5]
@@ -456,11 +455,13 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
         (out / "checkpoints" / name / "manifest.json").touch()
     for step in (10, 20):
         folder = out / f"checkpoints/step-{step:08d}"
-        (folder / "rng").mkdir(parents=True)
+        aside = folder.with_name(".tmp")
+        (aside / "rng").mkdir(parents=True)
         pusher.poll()
         names = "model.safetensors", "rng/0.pt"
-        seal(folder, {name: write_file(folder / name, [os.urandom(5000)]) for name in names}, step=step)
+        seal(aside, {name: write_file(aside / name, [os.urandom(5000)]) for name in names}, step=step)
         (out / "metrics.jsonl").write_text(f"up to step {step}")
+        aside.rename(folder)
         assert wait(pusher, "done")["push_step"] == step
     assert pusher.finish(10) and pusher.poll() == []
     tell("pushed")

@@ -24,13 +24,12 @@ from utils.entry import live_until_exit
 from utils.learning.evaluation import sums_over_dataset
 from utils.learning.optim import UpdateGuard, skipped_updates, stable_steps
 from utils.publishing.export import export_model
-from utils.publishing.fetch import fetch_checkpoint, refuse_another
-from utils.publishing.hub_client import check_hub, milestones_there
+from utils.publishing.hub_client import check_hub, tell_milestones
 from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
 from utils.publishing.push import NOT_THE_MODEL, Pusher
 from utils.publishing.secrets import without_secrets
-from utils.publishing.stores import open_store
+from utils.publishing.stores import fetch_checkpoint, open_store, refuse_another
 from utils.settings import as_list, changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints, disk_space, outdate, step_of, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
@@ -109,13 +108,14 @@ class Run:
         if saved:
             self.state = saved["state"] | ({"origin": origin} if origin else {})
             data.load_state_dict(saved["stream"])
+        begins = 0 if origin else self.step
         if is_main:
             if self.repo_id and (origin or not saved):
-                self._tell_milestones(milestones_there(self.repo_id))
-            outdate(list_milestones(args.output_dir), 0 if origin else self.step)
+                tell_milestones(self.repo_id, self.milestones)
+            outdate(list_milestones(args.output_dir), begins)
         if self.store:
-            told = args.resume_from_checkpoint != "auto"  # where to start
-            refuse_another(self.store, args.output_dir, (0 if origin else self.step) if told else math.inf)
+            auto = args.resume_from_checkpoint == "auto"
+            refuse_another(self.store, args.output_dir, math.inf if auto else begins)
         if self.repo_id or self.store:
             self.pusher = Pusher(self.repo_id, args.output_dir, self.store)
         if self.step >= steps.last and not self.state["evaluation_due"]:
@@ -195,14 +195,6 @@ class Run:
             attention=self.config._attn_implementation,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"
-
-    def _tell_milestones(self, there: list[int]) -> None:
-        """What the Hub has as this run begins is of another: ours to move, not to delete."""
-        moved = " (until this run makes it)"
-        names = ", ".join(f"step-{step}{moved if step in self.milestones else ''}" for step in there)
-        if there:
-            print(f"hub        {self.repo_id} has revisions of an earlier run: {names}; "
-                  f"`hf repos tag delete {self.repo_id} NAME` deletes one", flush=True)  # fmt: skip
 
     def _tell_changes(self, saved: dict | None) -> None:
         """What may differ from the run so far, and does."""

@@ -51,10 +51,15 @@ def check_hub(hub_model_id: str, private: bool = False, setting: str = "push_to_
     return repo_id
 
 
-def milestones_there(repo_id: str) -> list[int]:
-    """The steps of the tags step-N. ValueError with the remedy."""
+def tell_milestones(repo_id: str, planned: set[int]) -> None:
+    """What is there as a run begins is of another: the run's to move, not to delete. ValueError."""
     tags = ask(f"hub_model_id {repo_id}", HfApi().list_repo_refs, repo_id).tags
-    return sorted(int(tag.name[5:]) for tag in tags if re.fullmatch(r"step-\d+", tag.name, re.ASCII))
+    steps = sorted(int(tag.name[5:]) for tag in tags if re.fullmatch(r"step-\d+", tag.name, re.ASCII))
+    moved = " (until this run makes it)"
+    names = ", ".join(f"step-{step}{moved if step in planned else ''}" for step in steps)
+    if steps:
+        print(f"hub        {repo_id} has revisions of an earlier run: {names}; "
+              f"`hf repos tag delete {repo_id} NAME` deletes one", flush=True)  # fmt: skip
 
 
 def commit(repo_id: str, snapshot, replaces: str) -> str:

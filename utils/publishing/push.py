@@ -15,7 +15,6 @@ import shlex
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,13 +26,11 @@ from huggingface_hub.errors import RevisionNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 
 from utils.display.progress import readable
-from utils.publishing.fetch import newest_checkpoint
 from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, Trouble, commit, diagnose
 from utils.publishing.milestones import list_milestones
-from utils.state.checkpoint import step_of
+from utils.state.checkpoint import list_checkpoints, step_of
 from utils.state.files import find_problem
 
-COMMITS_PER_HOUR = 100  # the Hub takes about 128; what is left is for the last pushes and for the user
 WEIGHTS = r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 NOT_THE_MODEL = [word for name in ("checkpoints/*", "milestones/*", ".*") for word in ("--exclude", name)]
 ALL = r"(?!\.gitattributes$).*"
@@ -57,10 +54,6 @@ class Snapshot:
         """In which the newest snapshot replaces the older ones: the branch, or the tag of a milestone."""
         return f"step-{self.step}" if self.branch == MILESTONES else self.branch
 
-    @property
-    def waits(self) -> bool:
-        return self.state in ("waiting", "retry")
-
 
 class Pusher:
     """Made on the main process, after check_hub; `poll` it at every log interval, and after `finish`.
@@ -77,10 +70,9 @@ class Pusher:
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
         self.changed = threading.Condition()  # guards what follows
         self.newest: dict[str, Snapshot] = {}  # of each lane
-        self.finishing = self.finished = False
+        self.finished = False
         self.events: list[dict] = []
         self.error = self.said = ""
-        self.commits: deque[float] = deque(maxlen=COMMITS_PER_HOUR)  # when the newest were made
         os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{PUSH_SECONDS}s")  # of 300, times its tries
         disable_progress_bars()  # they would write over ours
         threading.Thread(target=self._work, name="hub-push", daemon=True).start()
@@ -129,8 +121,6 @@ class Pusher:
         """Wait up to `timeout` seconds for the newest snapshots to arrive: True if they did. Ends pushing."""
         self._push_checkpoint()
         with self.changed:
-            self.finishing = True
-            self.changed.notify_all()
             newest = self.newest.values()
             self.changed.wait_for(lambda: all(s.state in ("done", "failed") for s in newest), timeout)
             self.finished = True
@@ -155,12 +145,12 @@ class Pusher:
 
     def _push_checkpoint(self) -> None:
         """Freeze the newest complete checkpoint and what belongs beside it, unless that was done before."""
-        step, folder = newest_checkpoint(self.output_dir) if self.store else (-1, None)
-        if not folder or BRANCH in self.newest and self.newest[BRANCH].step == step:
+        made = list_checkpoints(self.output_dir / "checkpoints") if self.store else []
+        if not made or BRANCH in self.newest and self.newest[BRANCH].step == step_of(made[-1]):
             return
-        files = [p.relative_to(self.output_dir).as_posix() for p in folder.rglob("*") if p.is_file()]
+        files = [p.relative_to(self.output_dir).as_posix() for p in made[-1].rglob("*") if p.is_file()]
         files += [name for name in BESIDE if (self.output_dir / name).is_file()]
-        self._freeze(step, BRANCH, files, f"Training state after step {step}")
+        self._freeze(step_of(made[-1]), BRANCH, files, f"Training state after step {step_of(made[-1])}")
 
     def _freeze(self, step: int, branch: str, names: list[str], message: str) -> None:
         folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
@@ -179,8 +169,8 @@ class Pusher:
 
     def _queue(self, snapshot: Snapshot) -> None:
         with self.changed:
-            older = self.newest.pop(snapshot.lane, None)  # and to the end of the queue
-            if older and older.waits:
+            waiting, older = self._waiting(), self.newest.pop(snapshot.lane, None)  # the new one goes last
+            if older in waiting:
                 self._record(older, "replaced")
             self.newest[snapshot.lane] = snapshot
             self.changed.notify_all()
@@ -204,9 +194,6 @@ class Pusher:
         while True:
             with self.changed:
                 self.changed.wait_for(self._waiting)
-                if len(self.commits) == self.commits.maxlen and not self.finishing:
-                    seconds = 3600 + self.commits[0] - time.monotonic()
-                    self._pause(seconds, f"next push in {math.ceil(seconds / 60)} min (commit quota)")
                 if self.finished:
                     return
                 # Milestones can wait
@@ -229,13 +216,10 @@ class Pusher:
                 failures = 0
                 self.status = f"step {snapshot.step} pushed"
                 seconds = round(time.monotonic() - started, 2)
-                bucket = snapshot.branch == BRANCH and not self.store.repo_id
-                if not bucket and revision != snapshot.lane:  # a tag that was there cost no commit
-                    self.commits.append(time.monotonic())
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
 
     def _waiting(self) -> list[Snapshot]:
-        return [snapshot for snapshot in self.newest.values() if snapshot.waits]
+        return [snapshot for snapshot in self.newest.values() if snapshot.state in ("waiting", "retry")]
 
     def _upload(self, snapshot: Snapshot) -> str:
         """The hash of the commit, the tag of a milestone that arrived before a kill, or a bucket's folder."""
@@ -265,19 +249,14 @@ class Pusher:
         return [*there.extra_paths, *(file["path"] for file in there.mismatches)]
 
     def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
-        """Wait, longer each time, or as long as asked; by then a newer one may have come."""
-        longest = 5 if self.finishing else 120
-        seconds = max(min(longest, 2.0**failures) * random.uniform(0.5, 1), trouble.retry_after)
+        """Wait, longer each time, or as long as asked: the Hub takes about 128 commits per hour. By then a
+        newer one may have come."""
+        seconds = max(min(15, 2.0**failures) * random.uniform(0.5, 1), trouble.retry_after)
         told = {"error": trouble.text, "tries": snapshot.tries, "wait": round(seconds, 1)}
         with self.changed:
             self._record(snapshot, "retry", **told)
             newest = self.newest[snapshot.lane]
             if newest is not snapshot:
                 self._record(snapshot, "replaced")
-            status = f"pushing step {newest.step} again in {math.ceil(seconds)} s"
-            self._pause(seconds, status, trouble.retry_after > 0)
-
-    def _pause(self, seconds: float, status: str, asked: bool = False) -> None:
-        """The end of the run cuts short what had begun before it, unless the server has asked for it."""
-        self.status, before = status, self.finishing
-        self.changed.wait_for(lambda: self.finished or self.finishing and not (before or asked), seconds)
+            self.status = f"pushing step {newest.step} again in {math.ceil(seconds)} s"
+            self.changed.wait_for(lambda: self.finished, seconds)
