@@ -99,7 +99,6 @@ class TrainArgs:
     keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
-    skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
 
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
@@ -215,7 +214,7 @@ def main(args: TrainArgs | None = None) -> None:
     run.plan(lm, "causal")
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
     autocast_forward(model)
-    guard = UpdateGuard(accelerator, optimizer, outlier_factor=args.skip_outlier_updates)
+    guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
 
     def update(micro_batches: list[dict]) -> None:

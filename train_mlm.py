@@ -101,7 +101,6 @@ class TrainArgs:
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
-    skip_outlier_updates: float = 0.0  # skip gradient norms so many times the usual, too; 0: off
 
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
@@ -239,7 +238,7 @@ def main(args: TrainArgs | None = None) -> None:
     run.plan(lm, kind, predicted=args.mlm_probability)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
     autocast_forward(model)
-    guard = UpdateGuard(accelerator, optimizer, outlier_factor=args.skip_outlier_updates)
+    guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train_mlm", *(["train_nsp"] if args.next_sentence else []), total="train")
 
     def update(micro_batches: list[dict]) -> None:

@@ -68,7 +68,7 @@ MAY_CHANGE = set(
     "gradient_checkpointing gradient_accumulation_steps milestones stable attn_implementation".split()
 )
 # Settings that are gone, and their values that did nothing: runs with them go on.
-GONE = {"pair_label_is_next": 0}
+GONE = {"skip_outlier_updates": 0.0, "pair_label_is_next": 0}
 # So may the length of a run whose learning rate stands still, while it does: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
@@ -79,7 +79,7 @@ POSITIVE = set(
 )
 NOT_NEGATIVE = set(
     "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
-    "num_decay_steps min_lr_ratio muon_learning_rate seed skip_outlier_updates max_eval_samples eval_steps "
+    "num_decay_steps min_lr_ratio muon_learning_rate seed max_eval_samples eval_steps "
     "max_train_samples save_steps show".split()
 )
 BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1,
@@ -103,6 +103,7 @@ ELSEWHERE = {name: there for names, there in {
     "train_file validation_file": "--dataset_name and --eval_dataset_name take files and folders, too.",
     "dataloader_num_workers preprocessing_num_workers": "leave it out: rows are ready, all cores tokenize.",
     "optim": "--optimizer_type adamw or muon; build_optimizer in the script's main makes it.",
+    "skip_outlier_updates": "git apply docs/edits/outlier-updates.diff.",
     "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
 }.items() for name in names.split()}  # fmt: skip
 

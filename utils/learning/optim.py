@@ -87,48 +87,41 @@ def stable_steps(args, steps):
 
 
 class UpdateGuard:
-    """Skips an update whose gradient norm is not finite, or is an outlier: of all optimizers together.
+    """Skips an update whose gradient norm is not finite: of all optimizers together.
 
     All processes judge alike. Fused AdamW changes nothing when its `found_inf` is 1 (made for GradScaler), so
     the host need not ask. With any other optimizer the host reads the norm and drops the gradients. Under
     fp16 GradScaler owns `found_inf` and skips what is not finite by itself."""
 
-    WARMUP = 20  # accepted updates before outliers are judged
-    HORIZON = 100  # updates that the running mean of accepted norms looks back, about
-
-    def __init__(self, accelerator, *optimizers, outlier_factor=0.0):
-        """outlier_factor: skip norms above this multiple of the running mean of accepted norms; 0 = never."""
+    def __init__(self, accelerator, *optimizers):
         if accelerator.scaler is not None and len(optimizers) > 1:
             raise ValueError("mixed_precision: fp16 is for one optimizer, as accelerate divides the "
                              "gradients of a second one twice by its scale; use bf16 or no.")  # fmt: skip
         self.optimizers = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers]
-        self.outlier_factor, self.scaler = outlier_factor, accelerator.scaler
+        self.scaler = accelerator.scaler
         # Fused SGD knows `found_inf` too, but a skipped first update leaves its momentum unset.
         obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
         self.obeyed = self.scaler is None and all(obey)
         device = self.optimizers[0].param_groups[0]["params"][0].device
         self.norm = torch.zeros((), device=device)  # of the newest gradient
-        self.mean, self.accepted = 0.0, 0.0  # of accepted gradient norms, and how many; tensors once in use
         self.consecutive = 0  # updates skipped in a row, as of the last read
         self._pending, self._unread = [], []  # flags still on the device; flags on the host
 
-    def judge(self, grad_norm):
-        """After clipping, before optimizer.step(), once per update. grad_norm: 0-d, not clipped.
+    def judge(self, grad_norm, limit=None):
+        """After clipping, before optimizer.step(), once per update. grad_norm: 0-d, not clipped; above
+        `limit` (a number or 0-d, the same on all processes) the update is skipped, too.
 
         Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. The norm stays in `.norm`."""
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
         norm = self.norm = norm.detach().float()
         skip = ~torch.isfinite(norm)
-        if self.outlier_factor:
-            skip = skip | (self.accepted >= self.WARMUP) & (norm > self.outlier_factor * self.mean)
-            self.accepted = self.accepted + ~skip
-            weight = 1 / self.accepted.clamp(1, self.HORIZON)  # a plain mean first, an exponential one later
-            self.mean = self.mean + torch.where(skip, 0.0, (norm - self.mean) * weight)
+        if limit is not None:
+            skip = skip | (norm > limit)
         flag = pending = skip.float()
         if self.obeyed:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag
-        elif self.scaler is None or self.outlier_factor:
+        elif self.scaler is None or limit is not None:
             sync()  # else XLA would compute the gradient twice: for the host, and for the step
             pending = flag.cpu()
             if pending:
@@ -152,11 +145,9 @@ class UpdateGuard:
     def state_dict(self):
         """Numbers and a list, fit for JSON."""
         self._fetch()
-        mean, accepted = float(self.mean), float(self.accepted)
-        return {"mean": mean, "accepted": accepted, "consecutive": self.consecutive, "unread": self._unread}
+        return {"consecutive": self.consecutive, "unread": self._unread}
 
     def load_state_dict(self, state):
-        self.mean, self.accepted = state["mean"], state["accepted"]
         self.consecutive, self._pending, self._unread = state["consecutive"], [], list(state["unread"])
 
 
