@@ -96,8 +96,7 @@ def test_schedules_may_end_above_zero(kind):
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(("linear", 11, 10), "num_warmup_steps"), (("warmup_stable_decay", 4, 10, 7), "num_decay_steps"),
-     (("constant", 0, 10, 0, 0.1), "min_lr_ratio")],
+    [(("linear", 11, 10), "num_warmup_steps"), (("warmup_stable_decay", 4, 10, 7), "num_decay_steps")],
 )
 def test_a_schedule_that_cannot_be_is_refused_by_name(arguments, named):
     with pytest.raises(ValueError, match=named):

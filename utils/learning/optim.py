@@ -15,14 +15,12 @@ def parameter_groups(model, weight_decay):
     """Two groups for an optimizer, every trainable parameter once, also when tied: first the matrices and
     embeddings, which decay; then biases and norms, told by their modules' class, as GPT-2's are ln_1, ln_f.
     """
-    decayed, plain, seen = [], [], set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and parameter not in seen:
-                seen.add(parameter)
-                norm_or_bias = name.endswith("bias") or "Norm" in type(module).__name__
-                (plain if parameter.ndim < 2 or norm_or_bias else decayed).append(parameter)
-    assert seen == {p for p in model.parameters() if p.requires_grad}
+    decayed, plain = [], []
+    for name, parameter in model.named_parameters():
+        module = model.get_submodule(name.rpartition(".")[0])
+        norm_or_bias = name.endswith("bias") or "Norm" in type(module).__name__
+        if parameter.requires_grad:
+            (plain if parameter.ndim < 2 or norm_or_bias else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
@@ -74,8 +72,6 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
         name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     elif min_lr_ratio and name == "linear":
         name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
-    elif min_lr_ratio:
-        raise ValueError(f"min_lr_ratio: {name} has no such end; leave it at 0")
     return get_scheduler(name, optimizer, num_warmup_steps, last, options)
 
 
