@@ -18,11 +18,7 @@ from utils.learning.model import ONLY_ON
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
-class _Running(threading.local):  # some TPUs run two processes as threads of one
-    rows_in_order = False  # while a loss module runs its model on rows that bring no positions
-
-
-_running = _Running()
+_running = threading.local()  # rows_in_order: of a thread, as some TPUs run two processes as threads of one
 
 
 def trust_row_positions():
@@ -35,7 +31,7 @@ def trust_row_positions():
         return
 
     def find_packed_sequence_indices(position_ids):
-        return None if _running.rows_in_order else search(position_ids)
+        return None if getattr(_running, "rows_in_order", False) else search(position_ids)
 
     find_packed_sequence_indices.of_transformers = search
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
@@ -90,6 +86,23 @@ class ModelLoss(nn.Module):
         head = self.lm.get_output_embeddings()
         outer = getattr(self.lm, "lm_head", None)  # ESM adds a bias of its own to a projection without
         return head.weight, getattr(outer, "bias", None) if head.bias is None else head.bias
+
+    def _cross_entropy(self, batch, pick, targets, weights, with_correct=False):
+        """pick: from [B, T, D or V] the [N, D or V] that predict the targets [N]; weights [N]. Returns what
+        the model gives, and as `linear_cross_entropy` (weighted sum of losses, losses [N], correct [N])."""
+        token_loss = self.token_loss if self.training else None
+        if self.splits_head:
+            out, (weight, bias) = self._run(self.lm.base_model, batch), self._projection()
+            hidden = self._transform(pick(out.last_hidden_state))
+            return out, *linear_cross_entropy(
+                hidden, weight, targets, weights, bias, self.chunk_softmax, with_correct, token_loss
+            )
+        out = self._run(self.lm, batch)
+        logits = pick(_logits(out)).float()
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        trained = losses if token_loss is None else replaced_losses(token_loss, logits, targets)
+        correct = (logits.argmax(1) == targets) & (targets != IGNORED) if with_correct else None
+        return out, (trained * weights).sum(), losses, correct
 
     def _router_loss_weight(self):
         """Of the loss that keeps the experts of a mixture equally busy, in training; 0 for none."""
@@ -151,26 +164,17 @@ class CausalLMLoss(ModelLoss):
 
         Returns (loss, row_losses): row_losses [B], detached, the mean cross-entropy over T - 1 predictions of
         each row; loss, a scalar, the mean of row_weights * row_losses (in training those of token_loss)."""
-        input_ids, token_loss = batch["input_ids"], self.token_loss if self.training else None
+        input_ids = batch["input_ids"]
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
         targets = input_ids[:, 1:].reshape(-1)
         if row_weights is None:
             row_weights = torch.ones(rows, device=input_ids.device)
         token_weights = row_weights[:, None].expand(rows, predicted).reshape(-1)
-        if self.splits_head:
-            hidden = self._run(self.lm.base_model, batch).last_hidden_state[:, :-1].flatten(0, 1)
-            weight, bias = self._projection()
-            loss_sum, losses, _ = linear_cross_entropy(
-                hidden, weight, targets, token_weights, bias, self.chunk_softmax, token_loss=token_loss
-            )
-        else:
-            out = self._run(self.lm, batch)
-            logits = out.logits[:, :-1].flatten(0, 1).float()
-            losses = F.cross_entropy(logits, targets, reduction="none")
-            trained = losses if token_loss is None else replaced_losses(token_loss, logits, targets)
-            loss_sum = (trained * token_weights).sum()
-            if self.training and (weight := self._router_loss_weight()):
-                loss_sum = loss_sum + rows * predicted * weight * out.aux_loss
+        out, loss_sum, losses, _ = self._cross_entropy(
+            batch, lambda x: x[:, :-1].flatten(0, 1), targets, token_weights
+        )
+        if self.training and (weight := self._router_loss_weight()):
+            loss_sum = loss_sum + rows * predicted * weight * out.aux_loss
         return loss_sum / (rows * predicted), losses.detach().view(rows, predicted).mean(1)
 
 
@@ -195,21 +199,10 @@ class MaskedLMLoss(ModelLoss):
         mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
         nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses, nsp_row_losses [B]."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
-        token_loss = self.token_loss if self.training else None
-        if self.splits_head:
-            out, (weight, bias) = self._run(self.lm.base_model, batch), self._projection()
-            hidden = self._transform(_gather_slots(out.last_hidden_state, slots))
-            loss_sum, losses, correct = linear_cross_entropy(
-                hidden, weight, labels, torch.ones_like(labels, dtype=torch.float32), bias,
-                self.chunk_softmax, with_correct=True, token_loss=token_loss,
-            )  # fmt: skip
-        else:
-            out = self._run(self.lm, batch)
-            logits = _gather_slots(_logits(out), slots).float()
-            losses = F.cross_entropy(logits, labels, reduction="none")
-            trained = losses if token_loss is None else replaced_losses(token_loss, logits, labels)
-            loss_sum = trained.sum()
-            correct = (logits.argmax(1) == labels) & (labels != IGNORED)
+        out, loss_sum, losses, correct = self._cross_entropy(
+            batch, lambda x: _gather_slots(x, slots), labels,
+            torch.ones_like(labels, dtype=torch.float32), with_correct=True,
+        )  # fmt: skip
         sums = {
             "mlm_loss_sum": loss_sum, "mlm_correct": correct.sum(), "mlm_tokens": (labels != IGNORED).sum(),
             "mlm_row_losses": losses.detach().view(slots.shape).sum(1),
@@ -223,11 +216,11 @@ class MaskedLMLoss(ModelLoss):
                 scores = self.lm.cls.seq_relationship(pooled).float()
             else:
                 scores = out.seq_relationship_logits.float()
-            rows, next_sentence_label = len(next_sentence_label), next_sentence_label.flatten()
-            counted = next_sentence_label != IGNORED
-            losses = F.cross_entropy(scores, next_sentence_label, reduction="none")
-            sums["nsp_loss_sum"], sums["nsp_row_losses"] = losses.sum(), losses.detach().view(rows, -1).sum(1)
-            sums["nsp_correct"] = ((scores.argmax(1) == next_sentence_label) & counted).sum()
+            targets = next_sentence_label.flatten()
+            losses, counted = F.cross_entropy(scores, targets, reduction="none"), targets != IGNORED
+            sums["nsp_loss_sum"] = losses.sum()
+            sums["nsp_row_losses"] = losses.detach().view(len(next_sentence_label), -1).sum(1)
+            sums["nsp_correct"] = ((scores.argmax(1) == targets) & counted).sum()
             sums["nsp_rows"] = counted.sum()
         return sums
 
