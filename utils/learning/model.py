@@ -11,7 +11,7 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, activations
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import is_flash_attn_2_available
 
 from utils.learning.local_attention import LOCAL, pays, slides
@@ -61,8 +61,6 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     made, dtype = MODEL_CLASSES[kind], torch.float32  # transformers would keep that of the file
     if attn == "auto" and pays(config, block_size) and not _without_attention(LOCAL, kind, config):
         attn = LOCAL
-    if attn in ("eager", "sdpa", LOCAL):  # else transformers takes sdpa where the model can
-        config._attn_implementation = attn
     if model_name_or_path:
         model = made.from_pretrained(model_name_or_path, config=config, dtype=dtype).train()  # with dropout
     else:
@@ -72,7 +70,7 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
     freeze_unused(model, kind, block_size)
-    if attn in ONLY_ON:  # not on the CPU, where the model still is
+    if attn != "auto":  # sdpa where the model can; last, as some run only where the model will be
         model.set_attn_implementation(attn)
     return model
 
@@ -123,10 +121,9 @@ def use_one_kernel_gelu(model):
     """Replace GELUs written out in eight operations, which keep several copies of the widest activation for
     backward, by torch's kernel of the same formula. The configuration, and so what is saved, stays as it is.
     """
-    names = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
-    written_out = tuple(getattr(activations, name) for name in names)
+    written_out = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, written_out):
+        if type(module).__name__ in written_out:
             model.set_submodule(name, nn.GELU(approximate="tanh"))
 
 
@@ -298,10 +295,9 @@ def _typed(text, default):
     """`text` as the type of `default`; where that is None, as JSON if it is some."""
     if isinstance(default, (int, float, str)) and not isinstance(default, bool):
         return type(default)(text)
-    try:
+    value = text
+    with contextlib.suppress(ValueError):
         value = None if text.lower() == "none" else json.loads(text.lower())
-    except ValueError:
-        value = text
     if isinstance(default, bool) and not isinstance(value, bool):
         raise ValueError
     return value
