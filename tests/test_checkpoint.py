@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import resource
 import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -40,8 +42,7 @@ def build(accelerator, seed=0, width=16):
 
 
 def train(accelerator, model, optimizer, steps):
-    """Losses of some steps; random numbers are those of the first one, as Run.seed_step makes them."""
-    torch.manual_seed(0)
+    """Losses of some steps; the random numbers go on from where they are."""
     losses = []
     for _ in range(steps):
         tokens = torch.randint(0, 50, (8,))
@@ -58,7 +59,7 @@ def weights(model):
 
 
 def test_a_restored_run_continues_exactly(accelerator, tmp_path):
-    """Losses, weights, learning rate, the script's extra; tied weights are tied."""
+    """Losses, weights, learning rate, all random states, the script's extra; tied weights are tied."""
     model, optimizer = build(accelerator)
     train(accelerator, model, optimizer, 3)
     optimizer.param_groups[0]["lr"] = 0.005
@@ -66,6 +67,7 @@ def test_a_restored_run_continues_exactly(accelerator, tmp_path):
     checkpoints = Checkpoints(accelerator, tmp_path)
     checkpoints.save(3, model, {"optimizer": optimizer}, extra)
     losses = train(accelerator, model, optimizer, 5)
+    drawn = random.random(), np.random.rand()
     checkpoints.wait()
 
     again, again_optimizer = build(accelerator, seed=1)
@@ -74,6 +76,7 @@ def test_a_restored_run_continues_exactly(accelerator, tmp_path):
     assert again[4].weight is again[0].weight
     assert again_optimizer.param_groups[0]["lr"] == 0.005
     assert train(accelerator, again, again_optimizer, 5) == losses
+    assert (random.random(), np.random.rand()) == drawn
     for name, tensor in weights(model).items():
         assert tensor.equal(again.state_dict()[name]), name
 
@@ -524,10 +527,11 @@ def train(model, optimizer, steps, average=None):
         if average:
             average.add()
 
-def outcome(model, average):  # sums over weights and average after one more step
+def outcome(model, average):  # a random number, and sums over weights and average after one more step
+    drawn = torch.rand(1).item()
     tensors = [*model.parameters(), *average.tensors.values()]
     whole = [getattr(t, "full_tensor", lambda t=t: t)() for t in tensors]
-    return [p.double().sum().item() for p in whole]
+    return drawn, [p.double().sum().item() for p in whole]
 
 outcomes = {}
 for saved_as in ("ddp", "fsdp"):
@@ -539,6 +543,7 @@ for saved_as in ("ddp", "fsdp"):
     checkpoints.save(0, model, keep, {"step": 0})  # leaves no trace in a fresh state
     assert checkpoints.load("auto", model, keep) == {"step": 0} and not optimizer.state
     train(model, optimizer, 2, average)
+    torch.manual_seed(accelerator.process_index)
     checkpoints.save(2, model, keep, {"step": 2})
     train(model, optimizer, 1, average)  # while it is written
     outcomes[saved_as, "unbroken"] = outcome(model, average)
@@ -569,19 +574,21 @@ for saved_as in ("ddp", "fsdp"):
         assert "the last state was not saved" in str(error)
     assert Checkpoints(accelerator, place).load("auto", model, keep) == {"step": 2}
 with open(f"{folder}/{accelerator.process_index}.json", "w") as file:
-    json.dump([[*key, value] for key, value in outcomes.items()], file)
+    json.dump([[*key, *value] for key, value in outcomes.items()], file)
 accelerator.end_training()
 """
 
 
 def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_path):
-    """Replicated and sharded, saved beside training, into either."""
+    """Replicated and sharded, saved beside training, into either; each process has its random state back."""
     result = forked.run_code(SEVERAL, [tmp_path], processes=2)
     assert result.returncode == 0, result.stderr[-3000:]
 
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    unbroken = outcomes[0][0][2]
-    for saved_as, loaded_as, sums in outcomes[0] + outcomes[1]:
+    drawn = [{line[2] for line in of_rank} for of_rank in outcomes]
+    assert len(drawn[0]) == len(drawn[1]) == 1 and drawn[0] != drawn[1]
+    unbroken = outcomes[0][0][3]
+    for saved_as, loaded_as, _, sums in outcomes[0] + outcomes[1]:
         assert sums == pytest.approx(unbroken, rel=1e-6), (saved_as, loaded_as)
 
     for saved_as in ("ddp", "fsdp"):  # neither sharded nor several, here
@@ -589,6 +596,7 @@ def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_p
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
         checkpoints = Checkpoints(accelerator, tmp_path / saved_as)
         assert checkpoints.load("auto", model, {"optimizer": optimizer}) == {"step": 2}
+        assert torch.rand(1).item() in drawn[0]
         model(torch.arange(12.0).view(2, 6) / 10).square().sum().backward()
         optimizer.step()
         assert [p.double().sum().item() for p in model.parameters()] == pytest.approx(unbroken[:4], rel=1e-6)

@@ -391,6 +391,21 @@ def test_killed_during_a_push(both, tmp_path, when):
 
 
 def test_commit_quota(hub, tmp_path):
+    """Beyond the quota snapshots wait and are replaced by newer ones; some commits are kept for the end."""
+    Program(hub, tmp_path, """
+    pusher = Pusher(check_hub("ada/model"), out)
+    pusher.commits_per_hour = 2
+    for step in (1, 2, 3, 4, 5):
+        save(step)
+        pusher.push(step)
+        wait(pusher, "done") if step < 3 else time.sleep(0.2)
+    assert "quota" in pusher.status, pusher.status
+    assert pusher.finish(10)
+    """).end()
+    assert steps(hub) == [1, 2, 5]
+
+
+def test_the_hubs_own_quota(hub, tmp_path):
     """While the Hub takes no more, snapshots wait as long as it asks, and are replaced by newer ones."""
     hub.faults = [Fault("POST .*/commit/", status=429, headers={"Retry-After": "2"}, skip=2)]
     Program(hub, tmp_path, """

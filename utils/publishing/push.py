@@ -31,6 +31,8 @@ from utils.publishing.milestones import list_milestones
 from utils.state.checkpoint import list_checkpoints, step_of
 from utils.state.files import find_problem
 
+# The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
+COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
 WEIGHTS = r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 NOT_THE_MODEL = [word for name in ("checkpoints/*", "milestones/*", ".*") for word in ("--exclude", name)]
 ALL = r"(?!\.gitattributes$).*"
@@ -63,6 +65,7 @@ class Pusher:
 
     say: Callable[[str], Any] = print  # gets what a person should read, where `poll` and `finish` are called
     status = ""  # a few words for the progress line
+    commits_per_hour = COMMITS_PER_HOUR  # beyond, pushes wait, and newer ones replace them meanwhile
 
     def __init__(self, repo_id: str | None, output_dir: str | os.PathLike, store=None):
         self.repo_id, self.output_dir, self.store = repo_id, Path(output_dir), store
@@ -70,7 +73,8 @@ class Pusher:
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
         self.changed = threading.Condition()  # guards what follows
         self.newest: dict[str, Snapshot] = {}  # of each lane
-        self.finished = False
+        self.finishing = self.finished = False
+        self.commits: list[float] = []  # when they were made
         self.events: list[dict] = []
         self.error = self.said = ""
         os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{PUSH_SECONDS}s")  # of 300, times its tries
@@ -121,7 +125,8 @@ class Pusher:
         """Wait up to `timeout` seconds for the newest snapshots to arrive: True if they did. Ends pushing."""
         self._push_checkpoint()
         with self.changed:
-            newest = self.newest.values()
+            newest, self.finishing = self.newest.values(), True
+            self.changed.notify_all()
             self.changed.wait_for(lambda: all(s.state in ("done", "failed") for s in newest), timeout)
             self.finished = True
             lost = [snapshot for snapshot in newest if snapshot.state != "done"]
@@ -194,6 +199,7 @@ class Pusher:
         while True:
             with self.changed:
                 self.changed.wait_for(self._waiting)
+                self._wait_for_quota()
                 if self.finished:
                     return
                 # Milestones can wait
@@ -217,6 +223,17 @@ class Pusher:
                 self.status = f"step {snapshot.step} pushed"
                 seconds = round(time.monotonic() - started, 2)
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
+                if len(revision) == 40:  # else a tag that was there, or a bucket's folder
+                    self.commits.append(time.monotonic())
+
+    def _wait_for_quota(self) -> None:
+        while not self.finished:
+            limit = self.commits_per_hour + (KEPT_FOR_THE_END if self.finishing else 0)
+            seconds = 3600 - (time.monotonic() - self.commits[-limit]) if len(self.commits) >= limit else 0
+            if seconds <= 0:
+                return
+            self.status, hurry = f"next push in {math.ceil(seconds / 60)} min (commit quota)", self.finishing
+            self.changed.wait_for(lambda hurry=hurry: self.finished or self.finishing and not hurry, seconds)
 
     def _waiting(self) -> list[Snapshot]:
         return [snapshot for snapshot in self.newest.values() if snapshot.state in ("waiting", "retry")]
@@ -249,8 +266,7 @@ class Pusher:
         return [*there.extra_paths, *(file["path"] for file in there.mismatches)]
 
     def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
-        """Wait, longer each time, or as long as asked: the Hub takes about 128 commits per hour. By then a
-        newer one may have come."""
+        """Wait, longer each time, or as long as asked. By then a newer one may have come."""
         seconds = max(min(15, 2.0**failures) * random.uniform(0.5, 1), trouble.retry_after)
         told = {"error": trouble.text, "tries": snapshot.tries, "wait": round(seconds, 1)}
         with self.changed:

@@ -3,7 +3,7 @@
     checkpoints/step-00001000/
         model.safetensors      weights and buffers by name, tied ones once
         optimizer.safetensors  and one file for each other thing that is kept and has tensors, by its name
-        state.json             what is no tensor of them, and the run's extra
+        state.json             what is no tensor of them, the run's extra, random states of every process
         manifest.json          size and checksum of each file, written last
 
 What is cut up (FSDP) has a folder with a safetensors file of each process instead. All load with any number
@@ -39,7 +39,7 @@ SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
 class Checkpoints:
     """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
 
-    save_total_limit: complete checkpoints to keep, 0 for all. Random states are not kept: Run.seed_step."""
+    save_total_limit: complete checkpoints to keep, 0 for all."""
 
     def __init__(self, accelerator, output_dir, save_total_limit: int = 2):
         self.accelerator = accelerator
@@ -104,10 +104,10 @@ class Checkpoints:
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
         """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of what is cut up."""
         training_state.reshard(model)
-        if "model" in keep:
-            raise ValueError("keep: the model is kept as `model`; give yours another name")
-        trees, tensors = {}, {}
-        for name, thing in {"model": model, **keep}.items():
+        if taken := {"model", "random"} & keep.keys():
+            raise ValueError(f"keep: {taken.pop()} is kept anyway; give yours another name")
+        trees, tensors, random = {}, {}, training_state.RandomStates(self.accelerator.device)
+        for name, thing in {"model": model, **keep, "random": random}.items():
             trees[name], tensors[name] = training_state.freeze(thing, model)
             if thing is not model and not training_state.bare_optimizer(thing):
                 found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
@@ -173,7 +173,7 @@ class Checkpoints:
     # Loading
 
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
-        """Restore model and kept things. Returns save's extra, None at the beginning.
+        """Restore model, kept things and random states. Returns save's extra, None at the beginning.
 
         resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path, which means the
         newest that descends from it, if there is one: the command of a job that is started again goes on.
@@ -204,7 +204,8 @@ class Checkpoints:
         return extra
 
     def _restore(self, folder, state, model, keep):
-        index, things = self.accelerator.process_index, {"model": model, **keep}
+        index, random = self.accelerator.process_index, training_state.RandomStates(self.accelerator.device)
+        things = {"model": model, **keep, "random": random}
         training_state.reshard(model)
         for name, tree in state["keep"].items():
             if name not in things:

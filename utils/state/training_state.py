@@ -4,6 +4,7 @@ Names are those of the bare model, so that a state fits with and without DDP, co
 """
 
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -229,3 +230,27 @@ def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     trees = [json.loads(text) for text in gather_bytes(accelerator, json.dumps(tree).encode())]
     files = [load(content) for content in gather_bytes(accelerator, file)]
     return {"__processes__": trees}, {path: value for found in files for path, value in found.items()}
+
+
+class RandomStates:
+    """Python's, numpy's, torch's and the device's, of this process: for what is drawn outside of a step."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def state_dict(self) -> dict:
+        name, keys, *rest = np.random.get_state()
+        state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
+        state["torch"] = torch.get_rng_state().tolist()
+        if self.device.type not in ("cpu", "mps", "xla"):
+            of_device = torch.get_device_module(self.device).get_rng_state(self.device)
+            state[self.device.type] = of_device.tolist()
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+        if self.device.type in state:
+            of_device = torch.tensor(state[self.device.type], dtype=torch.uint8)
+            torch.get_device_module(self.device).set_rng_state(of_device, self.device)
