@@ -42,11 +42,6 @@ class Accounting:
         self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
         account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
 
-    def share_after_filtering(self) -> str:
-        """As the Hugging Face course prints it: documents with a keyword (duplicates too), of all read."""
-        found = self.read - self.unreadable - self.empty - self.filtered
-        return f"{found / max(self.read, 1):.2%} of data after filtering."
-
     def table(self, title="") -> str:
         rows = [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
         if self.tokens and self.seconds:

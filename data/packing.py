@@ -206,8 +206,6 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
                   f"{block_size} tokens: holding out {fraction:.2g}", flush=True)
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
             print(split.counts.table(f"{source.name}, {name}"))
-        if corpus.keywords:
-            print(train.share_after_filtering(), flush=True)
         if train.evaluated:
             print(f"{train.evaluated:,} documents of {corpus.name} are in the evaluation data too: they are "
                   "not trained on", flush=True)

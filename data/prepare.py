@@ -103,8 +103,6 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
         if account["read"] or account["rows"]:
             shards = len(manifest["splits"][split]["shards"])
             print(Accounting(**account).table(f"{folder.url}, {split}: {shards} shards"))
-    if "keywords" in settings:
-        print(Accounting(**manifest["accounting"]["train"]).share_after_filtering())
     return manifest
 
 

@@ -221,7 +221,7 @@ def short_names(names: tuple[str, ...]) -> list[str]:
     for name in names:
         name = printable(with_split(Source(name)).dataset_name).removesuffix("?***")
         parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
-        ending = r"(\.(jsonl|json|csv|txt|parquet|arrow|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
+        ending = r"(\.(jsonl|json|csv|txt|parquet|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
         stem = re.sub(ending, "", (parts or [name])[-1])
         numbered = (f"{stem}-{number}" for number in itertools.count(2))
         short.append(next(found for found in itertools.chain([stem], numbered) if found not in short))

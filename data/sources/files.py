@@ -3,11 +3,11 @@
     .jsonl           one row per line; a line that is no JSON object with the text column is unreadable (None)
     .json            the same, or one array of objects (which is held in memory whole)
     .csv             one row per record; the first record names the columns
-    .parquet .arrow  one row per row
+    .parquet         one row per row
     .txt             one document per file, or per article of WikiText. A file above 256 KiB is cut at blank
                      lines into documents of about 64 KiB.
 
-All but .parquet and .arrow may be compressed (.gz, .bz2, .xz, .zst). Where some file names of a folder or
+All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Where some file names of a folder or
 glob have the word "train", the words train / validation, valid, val, dev / test name splits, and a file that
 belongs to none of them, or to two, is a mistake; otherwise all is "train". Other types are counted.
 """
@@ -30,7 +30,7 @@ from fsspec.utils import infer_compression
 
 from data.sources.storage import explained, is_transient, open_url, printable
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
+SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
 METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json"}  # of data sets, beside their files
 # What file systems keep that changes with a file's content, beside its size: local, S3, GCS, Azure, http, hf.
@@ -154,9 +154,9 @@ def _file_rows(urls, part: int = 0, parts: int = 1) -> Iterator[dict]:
     whole = len(urls) >= parts
     readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
     if {suffix(url) for url in urls} - readers.keys():
-        from data.sources.tables import arrow_documents, parquet_documents
+        from data.sources.tables import parquet_documents
 
-        readers |= {".parquet": parquet_documents, ".arrow": arrow_documents}
+        readers[".parquet"] = parquet_documents
     for url in urls[part::parts] if whole else urls:
         with fsspec.open(url, "rb") as file:
             try:

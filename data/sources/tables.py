@@ -1,4 +1,4 @@
-"""Arrow and Parquet: documents from such files, token rows to and from them.
+"""Parquet: documents from such files, token rows to and from them.
 
 Imported where a table is at hand only: pyarrow takes 30 MB that a run from prepared rows need not hold.
 """
@@ -16,20 +16,6 @@ def parquet_documents(file) -> Iterator[dict]:
     """One dict of columns per row of a Parquet file, open for reading."""
     for batch in pq.ParquetFile(file).iter_batches(batch_size=256):
         yield from table_documents(batch)
-
-
-def arrow_documents(file) -> Iterator[dict]:
-    """The same from an Arrow file or stream."""
-    magic = file.read(6)
-    file.seek(0)
-    if magic == b"ARROW1":
-        reader = pa.ipc.open_file(file)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
-    else:
-        batches = pa.ipc.open_stream(file)
-    for batch in batches:
-        for start in range(0, batch.num_rows, 256):
-            yield from table_documents(batch.slice(start, 256))
 
 
 def table_documents(table) -> Iterable[dict]:
