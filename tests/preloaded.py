@@ -7,6 +7,7 @@ gc.disable()  # until all is imported: nothing of it is garbage
 import io
 from pathlib import Path
 
+import datasets  # noqa: F401  which accelerate imports where there are several processes
 import matplotlib.pyplot
 import torch
 import torch.distributed.fsdp  # noqa: F401
