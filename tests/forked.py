@@ -25,10 +25,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+from huggingface_hub import constants
+
 from tests.runs import PROJECT, arguments, environment
 
 OURS = ("data", "utils", "train_clm", "train_mlm")
-READ_AT_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "TORCH_LOGS")
+READ_AT_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE")
 
 context = multiprocessing.get_context("forkserver")
 _servers = {}  # one for each environment that the libraries were imported in
@@ -143,6 +145,7 @@ def _run(places, what, words, files, env, picture):
     assert "tests.preloaded" in sys.modules, "the server could not import it"
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
+    constants.HF_HUB_DISABLE_XET = env.get("HF_HUB_DISABLE_XET") == "1"  # as if it were imported now
     sys.dont_write_bytecode = False  # whatever the environment says, or each run would compile them anew
     if not picture:
         sys.modules["matplotlib.figure"] = None  # importing it fails

@@ -1,13 +1,13 @@
 """train_clm.py on real text, at 1 and 2 processes.
 
-The run of two processes is launched as users launch it; the others are forked (tests/forked.py): the same
-script, without the launcher, which starts one process in tests/test_readme.py.
+The run of two processes is launched as users launch it, from a launcher that is forked; the others are forked
+themselves (tests/forked.py): the same script, without the launcher, which starts one process in
+tests/test_readme.py.
 """
 
 import functools
 import json
 import math
-import subprocess
 import time
 
 import pytest
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.order import evaluation_rows
 from data.packing import PackedRows
 from tests import forked
-from tests.runs import PROJECT, TINY, command, environment, metrics, run, write_corpus
+from tests.runs import PROJECT, TINY, command, environment, metrics, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,12 @@ def trained(workspace, name, processes=1, start=forked.run, **changes):
     return workspace / name
 
 
+def launched(script, flags, processes, env=None):
+    """By `accelerate launch ...`, which starts processes of Python."""
+    words = command(script, flags, processes)[3:]
+    return forked.run("accelerate.commands.launch", words, env=env or environment(processes))
+
+
 @pytest.fixture(scope="module")
 def one_process(workspace):
     return trained(workspace, "one", start=functools.partial(forked.run, picture=True))
@@ -52,7 +58,7 @@ def one_process(workspace):
 
 @pytest.fixture(scope="module")
 def two_processes(workspace):
-    return trained(workspace, "two", processes=2, start=run, per_device_train_batch_size=4)
+    return trained(workspace, "two", processes=2, start=launched, per_device_train_batch_size=4)
 
 
 def first_moments(output_dir):
@@ -95,9 +101,13 @@ def test_compiled_it_is_the_same_run_and_nothing_is_compiled_after_the_start(how
     words = ["--config_file", "accelerate_configs/cpu.yaml", "--dynamo_backend", "aot_eager", *how]
     args = launch_command_parser().parse_args([*words, "train_clm.py"])
     handed_on = prepare_simple_launcher_cmd_env(_validate_launch_command(args)[0])[1]
-    log = workspace / f"{name}.log"
-    env = handed_on | environment(TORCH_LOGS="recompiles", PYTHONUNBUFFERED="1")
-    process = forked.start(PROJECT, "train_clm.py", flags(workspace, name, preflight=True), log, env=env)
+    log, script = workspace / f"{name}.log", workspace / "told.py"
+    script.write_text(  # as TORCH_LOGS=recompiles, which torch reads when it is imported
+        "import runpy, torch; torch._logging.set_logs(recompiles=True)\n"
+        "runpy.run_path('train_clm.py', run_name='__main__')\n"
+    )
+    env = handed_on | environment(PYTHONUNBUFFERED="1")
+    process = forked.start(PROJECT, str(script), flags(workspace, name, preflight=True), log, env=env)
     process.join(200)
     output = log.read_text()
     assert process.exitcode == 0, output[-3000:]
@@ -240,11 +250,7 @@ def test_processes_that_do_not_see_each_other_are_stopped(workspace):
     """A GPU configuration on a machine without GPUs starts N runs that would overwrite each other."""
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without an accelerator")
-    settings = flags(workspace, "apart")
-    result = subprocess.run(
-        command("train_clm.py", settings, processes=2), cwd=PROJECT, env=environment(), capture_output=True,
-        text=True, timeout=200,
-    )  # fmt: skip
+    result = launched("train_clm.py", flags(workspace, "apart"), 2, environment())
     assert result.returncode != 0 and result.stderr.count("error:") == 1
     assert "ACCELERATE_USE_CPU" in result.stderr and not (workspace / "apart").exists()
 
