@@ -1,6 +1,6 @@
 """train_clm.py publishing on a Hub on loopback: every claim with the real script, client and HTTP.
 
-The first run is `python train_clm.py`, the others are forked (tests/forked.py).
+Runs are forked (tests/forked.py); a process of its own that publishes, to its end, is in test_hub.py.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import forked
 from tests.hub_server import TOKEN, Fault, HubServer
-from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+from tests.runs import PROJECT, TINY, metrics, write_corpus
 
 REPO = "ada/tiny"
 ALWAYS = float("inf")
@@ -110,12 +110,7 @@ def published(hub, folder):
 
 
 def test_every_save_is_a_revision(hub, corpus, tmp_path):
-    words = [sys.executable, "train_clm.py", *arguments(settings(corpus, tmp_path))]
-    done = subprocess.run(
-        words, cwd=PROJECT, env=environment(hub), capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    without_token(done.stdout + done.stderr, tmp_path)
+    end(start(hub, corpus, tmp_path, picture=True), 0, tmp_path)
     assert published(hub, tmp_path / "revisions")[-1] == 6
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
     lines = [json.loads(line) for line in (tmp_path / "tiny/metrics.jsonl").read_text().splitlines()]

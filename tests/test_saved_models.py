@@ -53,7 +53,7 @@ def saved(request, tmp_path_factory):
     flags = {"dataset_name": write_corpus(folder / "corpus.jsonl"), "keywords": "none", "vocab_size": 1024,
              "cache_dir": folder / "cache", "output_dir": folder / "run", **changes}  # fmt: skip
     line = [sys.executable, script, "--max_train_steps", "12", *arguments(flags)]
-    if request.param != "mlm":  # for the other two, forked; `python train_clm.py` is in tests/test_hub_run.py
+    if request.param != "mlm":  # for the other two, forked; `python train_clm.py` is in tests/test_readme.py
         done = python(*line[1:])
     else:
         done = subprocess.run(line, cwd=PROJECT, env=environment(), capture_output=True, text=True)
