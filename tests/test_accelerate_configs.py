@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,15 +11,11 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-PROJECT = Path(__file__).resolve().parents[1]
+from tests import forked
+from tests.runs import PROJECT, environment
+
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 TARGETS = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
-
-
-def launch(config, *flags, script, env=(), timeout=120):
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *flags, script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **dict(env)}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def test_one_yaml_per_target():
@@ -79,12 +74,13 @@ def test_two_cpu_processes_under_multi_gpu_yaml_form_one_group(tmp_path):
         "a.end_training()\n"
     )
     config = next(path for path in CONFIGS if path.stem == "multi_gpu")
-    flags = ["--num_processes", "2", "--mixed_precision", "no"]
-    done = launch(config, *flags, script=script, env={"ACCELERATE_USE_CPU": "true"})
+    flags = ["--config_file", config, "--num_processes", "2", "--mixed_precision", "no"]
+    done = forked.run("accelerate.commands.launch", [*flags, script], env=environment(2))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [2, "cpu", "no", 3.0]
 
 
+@pytest.mark.slow
 def test_the_slurm_script_starts_one_group_and_its_signal_reaches_the_scripts_alone(tmp_path):
     """srun and scontrol are stand-ins that put both nodes on this machine; no Slurm has run it."""
     tools = {

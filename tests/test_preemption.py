@@ -68,21 +68,24 @@ if __name__ == "__main__":
 
 
 class Job:
-    """A script, forked or by a launcher; its output, the ids of the processes that run main, and its end."""
+    """A script, forked or by a launcher; its output, the ids of the processes that run main, and its end.
+    A launcher that is a module is forked, too; one that is a file imports the script."""
 
     def __init__(self, folder, *launcher, arguments=("train", "0.5")):
         (folder / "job.py").write_text(JOB)
-        script = ["job.py"] if not launcher or launcher[0] == "-m" else []
         self.log = folder / "log"
         self.launched = None
+        env = os.environ | {"PYTHONPATH": f"{PROJECT}:{folder}", "ACCELERATE_USE_CPU": "true"}
         if not launcher:
             self.process = forked.start(PROJECT, str(folder / "job.py"), arguments, self.log)
-            return
-        environment = os.environ | {"PYTHONPATH": f"{PROJECT}:{folder}", "ACCELERATE_USE_CPU": "true"}
-        self.process = self.launched = subprocess.Popen(
-            [sys.executable, *launcher, *script, *arguments], cwd=folder, env=environment,
-            stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        elif not launcher[0].endswith(".py"):
+            words = [*launcher[1:], "job.py", *arguments]
+            self.process = forked.start(PROJECT, launcher[0], words, self.log, env=env, cwd=folder)
+        else:
+            self.process = self.launched = subprocess.Popen(
+                [sys.executable, *launcher, *arguments], cwd=folder, env=env,
+                stdout=open(self.log, "w"), stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
 
     @property
     def output(self):
@@ -112,9 +115,9 @@ class Job:
         return status
 
 
-ACCELERATE = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
+ACCELERATE = ("accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1",
               "--mixed_precision", "no", "--dynamo_backend", "no", "--cpu")  # fmt: skip
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -151,10 +154,8 @@ def test_one_process_under_accelerate_launch_saves_when_its_launcher_is_stopped(
     """The launcher forwards nothing and dies; Ctrl-C in a terminal reaches both of them."""
     job = Job(tmp_path, *ACCELERATE, arguments=("train", "2"))
     job.wait_for("ready")
-    if how == "terminal":
-        os.killpg(job.process.pid, signal.SIGINT)
-    else:
-        os.kill(job.process.pid, how)
+    for pid in [job.process.pid, *job.workers] if how == "terminal" else [job.process.pid]:
+        os.kill(pid, signal.SIGINT if how == "terminal" else how)
     job.end()
     number = 2 if how == "terminal" else 15
     assert f"by {number}" in job.output and "saved" in job.output and "second signal," not in job.output

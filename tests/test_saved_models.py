@@ -4,8 +4,6 @@ import ast
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,7 @@ from transformers import (
 )
 
 from tests import forked
-from tests.runs import PROJECT, arguments, environment, metrics, write_corpus
+from tests.runs import PROJECT, arguments, metrics, write_corpus
 from train_clm import PROMPTS
 
 ROBERTA = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64"
@@ -52,11 +50,7 @@ def saved(request, tmp_path_factory):
     folder.mkdir()
     flags = {"dataset_name": write_corpus(folder / "corpus.jsonl"), "keywords": "none", "vocab_size": 1024,
              "cache_dir": folder / "cache", "output_dir": folder / "run", **changes}  # fmt: skip
-    line = [sys.executable, script, "--max_train_steps", "12", *arguments(flags)]
-    if request.param != "mlm":  # for the other two, forked; `python train_clm.py` is in tests/test_readme.py
-        done = python(*line[1:])
-    else:
-        done = subprocess.run(line, cwd=PROJECT, env=environment(), capture_output=True, text=True)
+    done = python(script, "--max_train_steps", "12", *arguments(flags))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return SimpleNamespace(path=folder / "run", out=done.stdout, kind=request.param)
 

@@ -1,7 +1,6 @@
 """train_mlm.py as users run it, masked LM alone and with next-sentence prediction, at 1 and 2 processes.
 
-All are forked (tests/forked.py) but the slow one, launched; tests/test_saved_models.py runs `python
-train_mlm.py`.
+All are forked (tests/forked.py) but the slow one, launched.
 """
 
 import json
