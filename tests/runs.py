@@ -18,7 +18,7 @@ TINY = {
     "config_overrides": "n_layer=2,n_embd=32,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
     "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "max_eval_samples": 50,
     "learning_rate": 2e-3, "muon_learning_rate": 2e-3, "max_train_steps": 6, "num_warmup_steps": 2,
-    "logging_steps": 1, "eval_steps": 3, "save_steps": 3, "prompts": ["import os"], "preflight": False,
+    "logging_steps": 1, "eval_steps": 3, "save_steps": 3, "prompts": ["none"], "preflight": False,
 }  # fmt: skip
 
 

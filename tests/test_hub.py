@@ -350,7 +350,7 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
     save(2)
     pusher.push(2)
     sys.exit(0 if pusher.finish(3) else 1)
-    """, fresh=how == "silent")
+    """, fresh=how == "silent" and both.uses_xet)
     assert "'done'" in program.told()
     if how == "gone":
         both.stop()
