@@ -11,7 +11,8 @@ from tests.forked import free_port
 
 LONGEST = """test_edits test_hub test_readme test_train_clm test_hub_run test_train_mlm test_milestones
     test_losses test_crash test_model_types test_plan test_fsdp test_saved_models test_preemption test_prepare
-    test_secrets test_bad_input""".split()
+    test_secrets test_bad_input test_tokenizer test_bucket test_corpus test_shards test_pairs
+    test_gradient_checkpointing test_preview test_streams""".split()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the threads of all workers would wait for each other
 gc.disable()  # until all is imported: nothing of it is garbage

@@ -162,15 +162,17 @@ def accuracy_on_the_other_half(x, y):
     return ((x[half:] @ w > 0) == (y[half:] > 0)).double().mean().item()
 
 
+@functools.cache
+def real_lengths(corpus):
+    texts = (document["text"] for document in itertools.islice(load_corpus(Source(corpus)), 2600))
+    return [[len(sentence.split()) for sentence in split_sentences(text)] for text in texts]
+
+
 @pytest.mark.parametrize("room", [61, 125])
 @pytest.mark.parametrize("corpus", ["installed-docs", "articles"])
 def test_the_surface_does_not_give_the_label_away(corpus, room):
     """4,000 pairs of real sentences (a token a word here), or of long articles such as WikiText's."""
-    if corpus == "articles":
-        lengths = random_lengths(180, (60, 180), (3, 50))
-    else:
-        texts = (document["text"] for document in itertools.islice(load_corpus(Source(corpus)), 2600))
-        lengths = [[len(sentence.split()) for sentence in split_sentences(text)] for text in texts]
+    lengths = random_lengths(180, (60, 180), (3, 50)) if corpus == "articles" else real_lengths(corpus)
     found = []
     for seed in range(3):
         pairs = list(PairBuilder(room, seed).pairs(numbered(lengths)))

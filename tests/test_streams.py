@@ -23,10 +23,10 @@ T = 32
 def made(tmp_path_factory):
     """A source with duplicates, its shards (seven for training, unequal), its tokenizer."""
     folder = tmp_path_factory.mktemp("streams")
-    texts = make_texts(170)
-    source = write_jsonl(folder / "texts.jsonl", texts[:100] + texts[:30] + texts[100:])
+    texts = make_texts(70)
+    source = write_jsonl(folder / "texts.jsonl", texts[:40] + texts[:15] + texts[40:])
     tokenizer = save_tokenizer(folder / "tokenizer")
-    assert run(source, folder / "shards", tokenizer, shard_mb=0.017) == 0
+    assert run(source, folder / "shards", tokenizer, shard_mb=0.006) == 0
     return {"shards": str(folder / "shards"), "cache": str(folder / "cache"),
             "corpus": load_corpus(Source(source)), "tokenizer": load_tokenizer(tokenizer)}
 
