@@ -30,7 +30,7 @@ from tests.runs import PROJECT, TINY, metrics, write_corpus
 
 FOLDER = PROJECT / "docs" / "edits"
 DIFFS = sorted(FOLDER.glob("*.diff"))
-STEPS, KILL_AFTER, SAVE_STEPS = 20, 8, 5
+STEPS, KILL_AFTER, SAVE_STEPS = 15, 6, 5
 LONGER = {"distillation": 25, "growing-sequence-length": 25}  # others: 15 changed lines
 FLAGS = {
     **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
@@ -51,6 +51,7 @@ class Edit:
     settings: dict = field(default_factory=dict)  # of the edit: few steps for things that take thousands
     observes: bool = False  # it trains the same weights as the script as it is; all others must not
     two_processes: bool = True  # which give the same losses
+    slow: bool = False  # others go through the same places; all are applied
     check: Callable = lambda runs: None  # that it does what it says
 
 
@@ -202,7 +203,7 @@ def check_growing_sequence_length(runs):
 
 
 EDITS = {
-    "z-loss": Edit(check=check_z_loss),
+    "z-loss": Edit(check=check_z_loss, slow=True),
     "label-smoothing": Edit("train_mlm.py", check=check_label_smoothing),
     "ema": Edit(settings={"ema_decay": 0.9}, observes=True, check=check_ema),
     "outlier-updates": Edit(
@@ -210,17 +211,19 @@ EDITS = {
     ),
     "growing-batch": Edit(settings={"batch_growth_steps": 7}, check=check_growing_batch),
     "second-optimizer": Edit(check=check_second_optimizer),
-    "layer-wise-learning-rates": Edit(settings={"layer_decay": 0.5}, check=check_layer_wise_learning_rates),
+    "layer-wise-learning-rates": Edit(
+        settings={"layer_decay": 0.5}, check=check_layer_wise_learning_rates, slow=True
+    ),
     "frozen-embeddings": Edit(settings={"frozen_embedding_steps": 10}, check=check_frozen_embeddings),
     "whole-word-masking": Edit("train_mlm.py", check=check_evaluation_is_comparable),
-    "decaying-mask-rate": Edit("train_mlm.py", check=check_evaluation_is_comparable),
+    "decaying-mask-rate": Edit("train_mlm.py", check=check_evaluation_is_comparable, slow=True),
     "isolated-documents": Edit(
         flags={"dataset_name": "{workspace}/short.jsonl", "cache_dir": "{workspace}/short-cache"},
         check=check_isolated_documents,
     ),
-    "metric-per-layer": Edit(observes=True, check=check_metric_per_layer),
+    "metric-per-layer": Edit(observes=True, check=check_metric_per_layer, slow=True),
     "own-corpus": Edit(
-        settings={"preset": "topics", "dataset_name": "python-topics"}, check=check_own_corpus
+        settings={"preset": "topics", "dataset_name": "python-topics"}, check=check_own_corpus, slow=True
     ),
     "distillation": Edit(
         flags={"tokenizer_name": "{workspace}/teacher"},
@@ -315,7 +318,10 @@ def killed(process, folder: Path, log: Path) -> None:
     assert process.exitcode == -9 and steps_logged(folder) < STEPS
 
 
-@pytest.fixture(scope="module", params=DIFFS, ids=lambda diff: diff.stem)
+@pytest.fixture(
+    scope="module", ids=lambda diff: diff.stem,
+    params=[pytest.param(diff, marks=[pytest.mark.slow] * EDITS[diff.stem].slow) for diff in DIFFS],
+)  # fmt: skip
 def runs(request, workspace):
     """Output folders of one edit's runs: whole, killed and continued, of two processes; and of the script
     as it is. Two at a time."""
@@ -437,7 +443,10 @@ def test_processes_of_which_one_is_slower_rehearse_alike(workspace, tmp_path):
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
-def test_it_is_short_explained_and_tested(diff):
+def test_it_is_short_explained_and_tested(diff, tmp_path):
+    apply(diff, tmp_path)
+    for script in tmp_path.glob("train_*.py"):
+        compile(script.read_text(), script, "exec")
     text, mark, hunks = diff.read_text().partition("\n--- ")
     changed = [line for line in (mark + hunks).splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert 0 < len(changed) <= LONGER.get(diff.stem, 15)

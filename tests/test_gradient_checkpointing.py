@@ -13,11 +13,16 @@ SCRIPTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    return {"dataset_name": write_corpus(folder / "corpus.jsonl"), "cache_dir": folder / "cache"}
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_is_the_same_run(script, processes, tmp_path):
-    flags = {**TINY, "dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "cache_dir": tmp_path / "cache",
-             "max_train_steps": 3, **SCRIPTS[script]}  # fmt: skip
+def test_it_is_the_same_run(script, processes, data, tmp_path):
+    flags = {**TINY, **data, "max_train_steps": 3, **SCRIPTS[script]}
     if script == "train_mlm.py":
         del flags["keywords"]
     lines = []

@@ -393,10 +393,14 @@ def trusted(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("split", "compiled"),
-    [(True, False), (False, False), (True, True), pytest.param(False, True, marks=pytest.mark.slow)],
-)
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+    ("model_type", "split", "compiled"),
+    [
+        ("gpt2", True, False), ("gpt2", False, False), ("llama", True, False), ("llama", False, False),
+        ("gpt2", True, True), pytest.param("gpt2", False, True, marks=pytest.mark.slow),
+        pytest.param("llama", True, True, marks=pytest.mark.slow),
+        pytest.param("llama", False, True, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type, split, compiled, trusted):
     lm = small_model(model_type).double()
     model = CausalLMLoss(lm)

@@ -198,7 +198,7 @@ def test_every_command_is_run_here_or_has_its_reason():
         assert any(line.startswith(start) for line in commands()), f"on no page any more: {start}"
 
 
-# Two processes are launched in test_train_clm.py, too.
+# What needs long; two processes are launched in test_accelerate_configs.py, too.
 LONG = [pytest.param(start, marks=pytest.mark.slow) if "benchmarks" in start or "USE_CPU" in start else start
         for start in SMALL]  # fmt: skip
 

@@ -1,8 +1,8 @@
 """train_clm.py on real text, at 1 and 2 processes.
 
-The run of two processes is launched as users launch it, from a launcher that is forked; the others are forked
-themselves (tests/forked.py): the same script, without the launcher, which starts one process in
-tests/test_readme.py.
+Runs are forked (tests/forked.py): the same script, without the launcher, which starts one process in
+tests/test_readme.py, two of another script in tests/test_accelerate_configs.py, and two of this one where the
+tests are slow.
 """
 
 import functools
@@ -58,7 +58,7 @@ def one_process(workspace):
 
 @pytest.fixture(scope="module")
 def two_processes(workspace):
-    return trained(workspace, "two", processes=2, start=launched, per_device_train_batch_size=4)
+    return trained(workspace, "two", processes=2, per_device_train_batch_size=4)
 
 
 def first_moments(output_dir):
@@ -91,6 +91,12 @@ def test_two_processes_train_like_one(one_process, two_processes):
         for key in a:
             rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
             assert a[key] == pytest.approx(b[key], rel=rel), (a, b)
+
+
+@pytest.mark.slow
+def test_launched_on_two_processes_it_is_the_same_run(workspace, two_processes):
+    folder = trained(workspace, "launched", processes=2, start=launched, per_device_train_batch_size=4)
+    assert metrics(folder) == metrics(two_processes)
 
 
 @pytest.mark.parametrize("how", [[], ["--dynamo_use_regional_compilation"]], ids=["whole", "by blocks"])
