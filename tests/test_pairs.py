@@ -1,5 +1,6 @@
 """data/pairs.py: sentences, pairs of both labels, rows on disk."""
 
+import functools
 import itertools
 import json
 import math
