@@ -236,7 +236,7 @@ def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                   eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
                   pack: bool = False) -> PreparedRows:
-    """prepare_rows for sentence pairs: the same arguments, cache and accounts; train and eval are PairRows,
+    """prepare_rows for sentence pairs: the same arguments, cache and accounts; the splits are PairRows,
     which `pack` makes of the same files. Raises ValueError where the text gives no pairs."""
     fraction = None if eval_corpus else validation_fraction
     names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]

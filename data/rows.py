@@ -297,7 +297,7 @@ def prepare(sources: Sources, accelerator) -> "Data":
             evals[name] = set_aside(stream(found, shuffle_rows=0))
         elif name not in evals:
             evals[name] = make(found, validation_fraction=None).train
-    for rows in train.values() if recipe.next_sentence else ():
+    for rows in train.values() if recipe.pack_pairs else ():
         accelerator.print(f"data       {len(rows.rows):,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
     _await_all(accelerator.num_processes)

@@ -46,7 +46,10 @@ def read_manifest(url: str) -> dict[str, Any] | None:
             return None
     with explained(f"{url}/{MANIFEST}", "read"):
         manifest = json.loads(folder.read(MANIFEST))
-    return manifest if isinstance(manifest, dict) and manifest.get("format") == FORMAT else None
+    made = manifest.get("format") if isinstance(manifest, dict) else None
+    if str(made).startswith("token-rows") and made != FORMAT:
+        raise ValueError(f"{url}: format {made!r}, and this version reads {FORMAT!r}. Prepare it again.")
+    return manifest if made == FORMAT else None
 
 
 def is_shards(url: str) -> bool:

@@ -52,7 +52,7 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{asked} cannot be loaded: {str(error).strip()}\n  Remedies: check "
-                         "spelling, network and login, or leave it empty to train one.") from error
+                         "spelling, network and login.") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{asked} has no tokenizer.json; choose one that has")
     return tokenizer

@@ -91,6 +91,16 @@ def test_names_are_those_of_the_bare_model(accelerator, tmp_path):
     assert all(saved[name].equal(bare[name]) for name in bare)
 
 
+def test_the_memory_reserved_is_what_the_saves_copy_into(accelerator, tmp_path):
+    model, optimizer = build(accelerator)
+    train(accelerator, model, optimizer, 1)
+    checkpoints = Checkpoints(accelerator, tmp_path)
+    checkpoints.reserve(model, {"optimizer": optimizer})
+    taken = {place: copy.data_ptr() for place, copy in checkpoints._copies.items()}
+    checkpoints.save(1, model, {"optimizer": optimizer}, {})
+    assert len(taken) > 10 and taken == {place: c.data_ptr() for place, c in checkpoints._copies.items()}
+
+
 def test_a_save_in_the_background_is_the_save_in_the_foreground(accelerator, tmp_path):
     """Byte by byte, although training goes on while it is written; also when the copy's memory is reused."""
     model, optimizer = build(accelerator, width=1500)

@@ -159,7 +159,7 @@ def test_a_setting_that_is_gone_locks_no_run_out_that_did_not_use_it():
         args = train_clm.TrainArgs()
         assert not hasattr(args, name)
         assert changed_settings(asdict(args) | {name: did_nothing}, args) == []
-        assert f"{name}: 5 in the run, missing now" in changed_settings(asdict(args) | {name: 5}, args)
+        assert f"{name}: 5 in the run, gone now" in changed_settings(asdict(args) | {name: 5}, args)
 
 
 def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):

@@ -84,6 +84,7 @@ NOT_NEGATIVE = set(
 )
 BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1,
          "mlm_probability": 1, "eval_mlm_probability": 1}  # fmt: skip
+PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 # What transformers' scripts and nanoGPT have a setting for that no name here is near to, and what does it.
 ELSEWHERE = {name: there for names, there in {
@@ -96,14 +97,16 @@ ELSEWHERE = {name: there for names, there in {
     "max_seq_length": "--block_size.",
     "batch_size": "--per_device_train_batch_size.",
     "lr": "--learning_rate.",
-    "eval_strategy save_strategy checkpointing_steps": "--eval_steps, --save_steps; 0: once per epoch.",
+    "eval_strategy eval_interval save_strategy checkpointing_steps":
+        "--eval_steps, --save_steps; 0: once per epoch.",
     "with_tracking logging_dir": "--report_to names the trackers; they write to --output_dir.",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew.",
     "do_train do_eval": "leave it out: both are done; --eval_only true only evaluates.",
     "train_file validation_file": "--dataset_name and --eval_dataset_name take files and folders, too.",
     "dataloader_num_workers preprocessing_num_workers": "leave it out: rows are ready, all cores tokenize.",
     "optim": "--optimizer_type adamw or muon; build_optimizer in the script's main makes it.",
-    "skip_outlier_updates": "git apply docs/edits/outlier-updates.diff.",
+    "skip_outlier_updates": "docs/edits/outlier-updates.diff, an edit of train_clm.py.",
+    "pair_label_is_next background_save": "leave it out: it is gone.",
     "hub_token": "the environment's: HF_TOKEN, or `hf auth login`.",
 }.items() for name in names.split()}  # fmt: skip
 
@@ -235,7 +238,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
         was, is_now = without_secrets((was, is_now))  # as they were saved
         if as_list(was) != as_list(is_now):
             shown = [" ".join(map(str, as_list(value))) or "none" for value in (was, is_now)]
-            lines.append(f"{name}: {shown[0]} in the run, {shown[1]} now")
+            lines.append(f"{name}: {shown[0]} in the run, {'gone' if name in GONE else shown[1]} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
     return [first, *lines] if lines else []
 
@@ -253,7 +256,7 @@ def folder_problems(name: str, folder: str) -> list[str]:
         trouble = "is a file, not a folder" if there == path else f"cannot be made, {there} is not a folder"
     elif not os.access(there, os.W_OK | os.X_OK):
         trouble = f"cannot be written ({there} is not writable)"
-    elif longest > os.pathconf(there, "PC_NAME_MAX"):
+    elif longest > os.pathconf(there, "PC_NAME_MAX") or len(os.fsencode(path)) > PATH_BYTES:
         trouble = f"cannot be made, its name is too long ({longest} bytes in one folder's name)"
     else:
         return []

@@ -40,7 +40,7 @@ class Source:
 
 @dataclass
 class Corpus:
-    """A re-iterable stream of documents in a fixed order. It pickles, for dataloader workers."""
+    """A re-iterable stream of documents in a fixed order. It pickles."""
 
     source: Source
     text_column: str

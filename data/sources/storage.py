@@ -102,7 +102,9 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
         if not network and not isinstance(error, kinds):
             raise
         remedy = f"Check its spelling{' and the room there' if verb == 'written' else ''}."
-        if network or isinstance(error, PermissionError | ConnectionError):
+        if isinstance(error, ImportError):
+            remedy = "Then try again."
+        elif network or isinstance(error, PermissionError | ConnectionError):
             remedy = "Check your credentials (the Hub's: `hf auth login`), its spelling and the network."
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise ValueError(f"{url} cannot be {verb}: {reason}. {remedy}") from error

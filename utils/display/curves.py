@@ -68,13 +68,14 @@ def _fill(figure, histories: dict[Path, list[dict]], x: str):
         name = names[i] if names.count(names[i]) == 1 else str(run)
         if origin := read_run(run).get("origin"):  # a branch
             name += f", from {origin['run']} at step {origin['step']:,}"
+            loss.axvline(*_positions(lines, [origin["step"]], x), color=COLOURS[i % len(COLOURS)], ls="-.")
         plain = any("loss/train_plain" in line for line in lines)
         train, colour = "loss/train_plain" if plain else "loss/train", COLOURS[i % len(COLOURS)]
         _plot(loss, _series(lines, train, x), True, label="training" if alone else name, color=colour)
         for key in PANELS:
             _plot(axes[key], _series(lines, key, x), key != "learning_rate", color=colour)
         for place, (label, loss_key, accuracy_key) in enumerate(evals, start=1):
-            style = {"ls": DASHES[place % len(DASHES)], "color": colour}
+            style = {"ls": DASHES[1 + (place - 1) % (len(DASHES) - 1)], "color": colour}
             if alone:
                 style["color"] = COLOURS[place % len(COLOURS)]
             _plot(loss, _series(lines, loss_key, x), label=label if alone else "", **style)
@@ -95,7 +96,7 @@ def _fill(figure, histories: dict[Path, list[dict]], x: str):
         _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
     else:  # the dashes of a set are the same for all runs
         for place, (label, *_) in enumerate(evals, start=1):
-            loss.plot([], [], color=COLOURS[-1], ls=DASHES[place % len(DASHES)], label=label)
+            loss.plot([], [], color=COLOURS[-1], ls=DASHES[1 + (place - 1) % (len(DASHES) - 1)], label=label)
     handles, labels = loss.get_legend_handles_labels()
     columns = 140 // (10 + max(map(len, labels))) or 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -52,10 +52,10 @@ class Progress:
         new = {name: text for name, shown in named.items() if (text := numbers(record, *shown))}
         if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
             new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        mfu = record.get("mfu")
-        more = {"mfu": mfu is not None and f"{mfu:.1%}", "skipped": record.get("skipped_updates"),
-                "left": eta is not None and duration(eta), "hub": hub}  # fmt: skip
-        new |= {name: str(value) for name, value in more.items() if value}
+        mfu, skipped = record.get("mfu"), record.get("skipped_updates")
+        more = {"mfu": "" if mfu is None else f"{mfu:.1%}", "skipped": str(skipped or ""),
+                "left": "" if eta is None else duration(eta), "hub": hub}  # fmt: skip
+        new |= {name: text for name, text in more.items() if text}
         self.shown |= new
         if self.plain:
             line = "  ".join(f"{name} {value}" for name, value in new.items())

@@ -17,7 +17,6 @@ from utils.learning.model import ONLY_ON
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
-
 _running = threading.local()  # rows_in_order: of a thread, as some TPUs run two processes as threads of one
 
 
@@ -87,13 +86,15 @@ class ModelLoss(nn.Module):
         outer = getattr(self.lm, "lm_head", None)  # ESM adds a bias of its own to a projection without
         return head.weight, getattr(outer, "bias", None) if head.bias is None else head.bias
 
-    def _cross_entropy(self, batch, pick, targets, weights, with_correct=False):
+    def _cross_entropy(self, batch, pick, targets, weights, with_correct=False, keep=False):
         """pick: from [B, T, D or V] the [N, D or V] that predict the targets [N]; weights [N]. Returns what
-        the model gives, and as `linear_cross_entropy` (weighted sum of losses, losses [N], correct [N])."""
+        the model gives (of a split head only to `keep`: [B, T, D] go before the logits come), and as
+        `linear_cross_entropy` (weighted sum of losses, losses [N], correct [N])."""
         token_loss = self.token_loss if self.training else None
         if self.splits_head:
             out, (weight, bias) = self._run(self.lm.base_model, batch), self._projection()
             hidden = self._transform(pick(out.last_hidden_state))
+            out = out if keep else None
             return out, *linear_cross_entropy(
                 hidden, weight, targets, weights, bias, self.chunk_softmax, with_correct, token_loss
             )
@@ -202,6 +203,7 @@ class MaskedLMLoss(ModelLoss):
         out, loss_sum, losses, correct = self._cross_entropy(
             batch, lambda x: _gather_slots(x, slots), labels,
             torch.ones_like(labels, dtype=torch.float32), with_correct=True,
+            keep="next_sentence_label" in batch,
         )  # fmt: skip
         sums = {
             "mlm_loss_sum": loss_sum, "mlm_correct": correct.sum(), "mlm_tokens": (labels != IGNORED).sum(),

@@ -61,6 +61,8 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     made, dtype = MODEL_CLASSES[kind], torch.float32  # transformers would keep that of the file
     if attn == "auto" and pays(config, block_size) and not _without_attention(LOCAL, kind, config):
         attn = LOCAL
+    if attn in ("eager", "sdpa", LOCAL):  # else transformers takes sdpa where the model can
+        config._attn_implementation = attn
     if model_name_or_path:
         model = made.from_pretrained(model_name_or_path, config=config, dtype=dtype).train()  # with dropout
     else:
@@ -70,7 +72,7 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         model.generation_config.max_length = block_size
     use_one_kernel_gelu(model)
     freeze_unused(model, kind, block_size)
-    if attn != "auto":  # sdpa where the model can; last, as some run only where the model will be
+    if attn in ONLY_ON:  # not on the CPU, where the model still is
         model.set_attn_implementation(attn)
     return model
 

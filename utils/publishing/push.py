@@ -73,6 +73,7 @@ class Pusher:
         shutil.rmtree(self.frozen, ignore_errors=True)  # of a killed run
         self.changed = threading.Condition()  # guards what follows
         self.newest: dict[str, Snapshot] = {}  # of each lane
+        self.wanted: dict[str, Snapshot] = {}  # of each branch, also what could not be frozen
         self.finishing = self.finished = False
         self.commits: list[float] = []  # when they were made
         self.events: list[dict] = []
@@ -129,7 +130,7 @@ class Pusher:
             self.changed.notify_all()
             self.changed.wait_for(lambda: all(s.state in ("done", "failed") for s in newest), timeout)
             self.finished = True
-            lost = [snapshot for snapshot in newest if snapshot.state != "done"]
+            lost = [s for s in (self.newest | self.wanted).values() if s.state != "done"]
         shutil.rmtree(self.frozen, ignore_errors=True)  # an upload under way now fails before its commit
         for snapshot in lost:
             self.said, command = self.error, "the same command again"
@@ -151,15 +152,19 @@ class Pusher:
     def _push_checkpoint(self) -> None:
         """Freeze the newest complete checkpoint and what belongs beside it, unless that was done before."""
         made = list_checkpoints(self.output_dir / "checkpoints") if self.store else []
-        if not made or BRANCH in self.newest and self.newest[BRANCH].step == step_of(made[-1]):
+        if not made or BRANCH in self.wanted and self.wanted[BRANCH].step == step_of(made[-1]):
             return
-        files = [p.relative_to(self.output_dir).as_posix() for p in made[-1].rglob("*") if p.is_file()]
+        files = []
+        with suppress(FileNotFoundError):  # a newer one takes its place
+            files = [p.relative_to(self.output_dir).as_posix() for p in made[-1].rglob("*") if p.is_file()]
+        if f"checkpoints/{made[-1].name}/manifest.json" not in files:
+            return
         files += [name for name in BESIDE if (self.output_dir / name).is_file()]
         self._freeze(step_of(made[-1]), BRANCH, files, f"Training state after step {step_of(made[-1])}")
 
     def _freeze(self, step: int, branch: str, names: list[str], message: str) -> None:
         folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
-        snapshot = Snapshot(step, branch, folder, sorted(names), message)
+        snapshot = self.wanted[branch] = Snapshot(step, branch, folder, sorted(names), message)
         try:
             for name in snapshot.names:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +174,7 @@ class Pusher:
                         continue
                 shutil.copyfile(self.output_dir / name, folder / name)
         except OSError as error:  # a full disk, most likely: no reason to end the training
-            self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
+            return self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
         self._queue(snapshot)
 
     def _queue(self, snapshot: Snapshot) -> None:
@@ -223,7 +228,7 @@ class Pusher:
                 self.status = f"step {snapshot.step} pushed"
                 seconds = round(time.monotonic() - started, 2)
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
-                if len(revision) == 40:  # else a tag that was there, or a bucket's folder
+                if snapshot.branch != BRANCH or self.store.repo_id:  # else a bucket's folder
                     self.commits.append(time.monotonic())
 
     def _wait_for_quota(self) -> None:
@@ -263,16 +268,19 @@ class Pusher:
     def _differing(self, snapshot: Snapshot, revision: str) -> list[str]:
         """Files that the Hub has not at this revision, or with another hash."""
         there = HfApi().verify_repo_checksums(self.repo_id, revision=revision, local_dir=snapshot.folder)
-        return [*there.extra_paths, *(file["path"] for file in there.mismatches)]
+        differing = [*there.extra_paths, *(file["path"] for file in there.mismatches)]
+        return [name for name in differing if name in snapshot.names]  # not what has come since
 
     def _retry_later(self, snapshot: Snapshot, trouble: Trouble, failures: int) -> None:
         """Wait, longer each time, or as long as asked. By then a newer one may have come."""
-        seconds = max(min(15, 2.0**failures) * random.uniform(0.5, 1), trouble.retry_after)
-        told = {"error": trouble.text, "tries": snapshot.tries, "wait": round(seconds, 1)}
         with self.changed:
+            hurry, asked = self.finishing, trouble.retry_after
+            seconds = max(min(5 if hurry else 60, 2.0**failures) * random.uniform(0.5, 1), asked)
+            told = {"error": trouble.text, "tries": snapshot.tries, "wait": round(seconds, 1)}
             self._record(snapshot, "retry", **told)
             newest = self.newest[snapshot.lane]
             if newest is not snapshot:
                 self._record(snapshot, "replaced")
             self.status = f"pushing step {newest.step} again in {math.ceil(seconds)} s"
-            self.changed.wait_for(lambda: self.finished, seconds)
+            patient = hurry or asked
+            self.changed.wait_for(lambda: self.finished or self.finishing and not patient, seconds)

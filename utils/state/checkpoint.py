@@ -39,7 +39,7 @@ SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
 class Checkpoints:
     """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
 
-    save_total_limit: complete checkpoints to keep, 0 for all."""
+    save_total_limit: complete checkpoints to keep."""
 
     def __init__(self, accelerator, output_dir, save_total_limit: int = 2):
         self.accelerator = accelerator
@@ -95,6 +95,11 @@ class Checkpoints:
             failed = bytes([self.failure is not None])
             if b"\1" in training_state.gather_bytes(accelerator, failed):
                 raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
+
+    def reserve(self, model, keep: dict) -> None:
+        """Take the memory that background saves copy into: the first save would, and stall thrice as long."""
+        if self.background:
+            self._copy_to_host(*self._collect(model, keep)[1:])
 
     def wait(self) -> None:
         """Until nothing is being written."""
@@ -198,6 +203,7 @@ class Checkpoints:
             self.last_good = folder
             if folder.resolve().parent != self.folder.resolve():
                 self.origin = {"run": run_name(folder), "step": step}
+            self.reserve(model, keep)
         if self.accelerator.is_main_process:
             outdate(list_checkpoints(self.folder), step)
         self.accelerator.wait_for_everyone()
@@ -315,14 +321,15 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -
     """How much the checkpoints of a run need, and how much is free. ValueError where that is less.
 
     While a checkpoint is written, save_total_limit complete ones are there too; of the models for users one
-    at a time is replaced by a new file. Checkpoints that the run replaces are as good as free.
+    at a time is replaced by a new file. What the run replaces is as good as free.
     """
     weights = thing_bytes(model, model)
     each = weights + sum(thing_bytes(thing, model) for thing in keep.values())
     count = save_total_limit + 1
     needed = each * count + (models + 1) * weights
     folder = Path(output_dir).absolute()
-    replaced = each * len(list_checkpoints(folder / "checkpoints"))
+    exported = [place for place in (folder, folder / "best") if any(place.glob("model*.safetensors"))]
+    replaced = each * len(list_checkpoints(folder / "checkpoints")) + weights * len(exported)
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free + replaced

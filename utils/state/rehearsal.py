@@ -35,11 +35,11 @@ BY_TORCH |= {"found_inf", "grad_scale", "step", "_opt_called", "_step_count"}
 
 @contextlib.contextmanager
 def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
-    """Inside the block the run may update, evaluate and complete; afterwards the model and all that is kept
-    are as they were, bit for bit.
+    """Inside the block the run may update, evaluate and complete; afterwards the model, all that is kept and
+    the random states are as they were, bit for bit.
 
     A real checkpoint is written before and read back after; RuntimeError where they differ, and what `watch`
-    raises. Yields its folder."""
+    raises. Yields its folder. The memory for background saves of `checkpoints` is taken."""
     folder = checkpoints.folder.parent / ".preflight"
     if accelerator.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
@@ -51,6 +51,7 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     yield folder
     watch.check()
     model.zero_grad(set_to_none=True)
+    checkpoints.reserve(model, keep)  # before the optimizer's state is gone again
     rehearsed.load("auto", model, keep)
     watch.check_restored()
     after = _digests(model, keep)
