@@ -421,6 +421,7 @@ def test_the_hubs_own_quota(hub, tmp_path):
 
 
 def test_a_full_disk_does_not_end_training(hub, tmp_path):
+    hub.faults = [Fault("POST .*/commit/", status=503)]
     Program(hub, tmp_path, """
     import resource
     pusher = Pusher(check_hub("ada/model"), out)
@@ -434,7 +435,14 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
     (out / "large.json").unlink()
     save(2)
     pusher.push(2)
-    assert pusher.finish(10)
+    wait(pusher, "retry")  # it waits in full, and stays when the next one finds no room
+    (out / "large.json").write_bytes(b"x" * 100_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    pusher.push(3)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = []
+    pusher.say = said.append
+    assert not pusher.finish(10) and "'Step 3' did not reach ada/model" in said[-1], said
     """).end()
     assert steps(hub) == [2]
 
