@@ -69,8 +69,7 @@ def start(
     early = {name: env[name] for name in READ_AT_IMPORT if env.get(name, "0") != "0"}
     server = _servers.setdefault(tuple(early.items()), forkserver.ForkServer())
     server.set_forkserver_preload(["tests.preloaded"])
-    no_thread = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # of pyarrow's memory: tests/preloaded.py
-    clean = {name: value for name, value in environment(PYTHONPATH=str(PROJECT), **no_thread).items()
+    clean = {name: value for name, value in environment(PYTHONPATH=str(PROJECT)).items()
              if name not in READ_AT_IMPORT}  # fmt: skip
     with (mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
           mock.patch.dict(os.environ, clean | early, clear=True)):  # of the server, at its start

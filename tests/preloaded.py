@@ -5,7 +5,10 @@ import gc
 gc.disable()  # until all is imported: nothing of it is garbage
 
 import io
+import os
 from pathlib import Path
+
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow's memory: see below
 
 import datasets  # noqa: F401  which accelerate imports where there are several processes
 import matplotlib.pyplot
