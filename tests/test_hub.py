@@ -478,13 +478,11 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
         (out / "checkpoints" / name / "manifest.json").touch()
     for step in (10, 20):
         folder = out / f"checkpoints/step-{step:08d}"
-        aside = folder.with_name(".tmp")
-        (aside / "rng").mkdir(parents=True)
+        (folder / "rng").mkdir(parents=True)
         pusher.poll()
         names = "model.safetensors", "rng/0.pt"
-        seal(aside, {name: write_file(aside / name, [os.urandom(5000)]) for name in names}, step=step)
+        seal(folder, {name: write_file(folder / name, [os.urandom(5000)]) for name in names}, step=step)
         (out / "metrics.jsonl").write_text(f"up to step {step}")
-        aside.rename(folder)
         assert wait(pusher, "done")["push_step"] == step
     assert pusher.finish(10) and pusher.poll() == []
     tell("pushed")
@@ -499,6 +497,8 @@ def test_training_state_comes_back_on_another_machine(both, tmp_path):
     (new / ".fetch-killed" / "checkpoints").mkdir(parents=True)  # what a kill has left
     (new / "checkpoints" / "step-00000099-keep").mkdir(parents=True)
     (new / "checkpoints" / "step-00000099-keep" / "manifest.json").touch()
+    (new / "checkpoints" / folder.name).mkdir()  # copied by hand, and not to the end
+    (new / "checkpoints" / folder.name / "model.safetensors").write_bytes(b"the first half")
     input()
     assert fetch_checkpoint(store, new) == new / "checkpoints" / folder.name
     assert fetch_checkpoint(store, new) is None

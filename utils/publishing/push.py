@@ -228,7 +228,8 @@ class Pusher:
                 self.status = f"step {snapshot.step} pushed"
                 seconds = round(time.monotonic() - started, 2)
                 self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
-                if snapshot.branch != BRANCH or self.store.repo_id:  # else a bucket's folder
+                bucket = snapshot.branch == BRANCH and not self.store.repo_id
+                if not bucket and revision != snapshot.lane:  # a tag that was there cost no commit
                     self.commits.append(time.monotonic())
 
     def _wait_for_quota(self) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import fsspec
 from huggingface_hub import HfApi, HfFileSystem, snapshot_download
 
-from utils.publishing.hub_client import BESIDE, BRANCH, ask, check_hub, commit
+from utils.publishing.hub_client import BESIDE, BRANCH, PUSH_SECONDS, ask, bound_waiting, check_hub, commit
 from utils.publishing.secrets import without_secrets
 from utils.state.checkpoint import list_checkpoints, step_of
 from utils.state.files import find_problem
@@ -70,6 +70,7 @@ class Bucket:
     repo_id = None
 
     def __init__(self, url: str, limit: int = 0):
+        bound_waiting(PUSH_SECONDS)  # of hf://buckets
         self.url, self.name, self.limit = url, without_secrets(url), limit
         unreached = "check the address, your credentials and the network"
         self.ask = partial(ask, f"checkpoint_url {self.name}", unreached=unreached)
@@ -163,7 +164,8 @@ def fetch_checkpoint(store, output_dir: str | os.PathLike) -> Path | None:
     output_dir = Path(output_dir)
     for left in output_dir.glob(".fetch-*"):  # by a kill
         shutil.rmtree(left, ignore_errors=True)
-    have = max(map(step_of, list_checkpoints(output_dir / "checkpoints")), default=-1)
+    made = list_checkpoints(output_dir / "checkpoints")
+    have = max((step_of(path) for path in made if (path / "manifest.json").exists()), default=-1)
     steps = store.steps()
     if have >= 0 and _another_run(store, steps, output_dir):
         return None
@@ -178,6 +180,7 @@ def fetch_checkpoint(store, output_dir: str | os.PathLike) -> Path | None:
                 if Path(folder, beside).exists():
                     os.replace(Path(folder, beside), output_dir / beside)
             (output_dir / "checkpoints").mkdir(exist_ok=True)
+            shutil.rmtree(output_dir / name, ignore_errors=True)  # without a manifest: it did not finish
             os.replace(Path(folder, name), output_dir / name)
         return output_dir / name
     if steps and have < 0:
