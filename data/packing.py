@@ -144,13 +144,15 @@ class PackedRows(torch.utils.data.Dataset):
         row -1 is padding. For a DataLoader whose collate_fn passes batches on unchanged."""
         position, epoch, row = np.array(keys, np.int64).reshape(-1, 3).T
         columns = self.take(row)
-        for name in columns.keys() & self.blanks.keys():
-            columns[name][row < 0] = self.blanks[name]
+        if (padding := row < 0).any():
+            for name in columns.keys() & self.blanks.keys():
+                columns[name][padding] = self.blanks[name]
         return as_batch(columns | {"position": position, "epoch": epoch, "row": row})
 
 
 def as_batch(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(column.astype(np.int64, "C")) for name, column in columns.items()}
+    whole = {name: np.ascontiguousarray(column, np.int64) for name, column in columns.items()}
+    return {name: torch.from_numpy(column) for name, column in whole.items()}
 
 
 @dataclass

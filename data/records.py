@@ -130,7 +130,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
     waiting = {split: [records.pending.get(split, np.empty(0, dtype))] for split in SPLITS}
     lengths = {split: len(ids) for split, [ids] in waiting.items()}
 
-    def documents_of(name: str, corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, tuple]]:
+    def noted(name: str, corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, tuple]]:
         """(text, (split of its tokens, its bytes, the account up to it))"""
         documents = clean_documents(corpus, counts, records, records.evaluated)
         for document in show_progress(documents, counts, f"preparing {corpus.name}, {name}"):
@@ -151,7 +151,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
         counts = records.begin(name)
         if counts.read:
             print(f"{name}: going on after document {counts.read:,}", file=sys.stderr, flush=True)
-        documents = documents_of(name, corpora[name], counts)
+        documents = noted(name, corpora[name], counts)
         for ids, (split, size, so_far) in tokenize_documents(documents, tokenizer, fim):
             waiting[split].append(ids)
             held = records.held[split]

@@ -416,4 +416,3 @@ class Data:
         """Whether batches are copied from pinned memory, while the device computes: to a GPU. From other
         memory each copy would make the host wait for all that the GPU has been given to do."""
         return self.accelerator.device.type not in ("cpu", "mps", "xla")
-
