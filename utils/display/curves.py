@@ -16,7 +16,7 @@ from utils.display.metrics import by_set, read_metrics, read_run
 from utils.display.progress import numbers, readable
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
-DASHES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1))]  # training, then evaluation sets
+DASHES = [(0, (6, 1, 1, 1, 1, 1)), "--", "-.", ":"]  # of evaluation sets, from the second on
 FEW = 40  # up to here a curve shows its points, beyond it is smoothed
 PALE = 0.3  # how opaque the curve of all points is, below the smoothed one
 PANELS = {"learning_rate": "learning rate", "grad_norm": "gradient norm",
@@ -75,7 +75,7 @@ def _fill(figure, histories: dict[Path, list[dict]], x: str):
         for key in PANELS:
             _plot(axes[key], _series(lines, key, x), key != "learning_rate", color=colour)
         for place, (label, loss_key, accuracy_key) in enumerate(evals, start=1):
-            style = {"ls": DASHES[1 + (place - 1) % (len(DASHES) - 1)], "color": colour}
+            style = {"ls": DASHES[place % len(DASHES)], "color": colour}
             if alone:
                 style["color"] = COLOURS[place % len(COLOURS)]
             _plot(loss, _series(lines, loss_key, x), label=label if alone else "", **style)
@@ -96,7 +96,7 @@ def _fill(figure, histories: dict[Path, list[dict]], x: str):
         _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
     else:  # the dashes of a set are the same for all runs
         for place, (label, *_) in enumerate(evals, start=1):
-            loss.plot([], [], color=COLOURS[-1], ls=DASHES[1 + (place - 1) % (len(DASHES) - 1)], label=label)
+            loss.plot([], [], color=COLOURS[-1], ls=DASHES[place % len(DASHES)], label=label)
     handles, labels = loss.get_legend_handles_labels()
     columns = 140 // (10 + max(map(len, labels))) or 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -114,8 +114,7 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
     if precision == "bf16" and device.type == "cpu" and (takes := bf16_seconds()) > 1:
         return [f"mixed_precision: on this CPU a matrix product in bf16 takes {takes:.2g} x the time of "
                 "float32, measured now; use --mixed_precision no."]  # fmt: skip
-    ask = getattr(_module(device), "is_bf16_supported", None)
-    if precision == "bf16" and ask and not ask(including_emulation=False):
+    if precision == "bf16" and computes_bf16(device) is False:
         return ["mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."]
     return []
 
@@ -129,6 +128,15 @@ def bf16_seconds() -> float:
         a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
         fastest.append(min(timed(torch.matmul, a, b) for _ in range(6)))
     return fastest[1] / fastest[0]
+
+
+def computes_bf16(device: torch.device) -> bool | None:
+    """Whether an accelerator itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
+    ask = getattr(_module(device), "is_bf16_supported", None)
+    try:
+        return ask and ask(including_emulation=False)
+    except TypeError:  # only one maker's emulates
+        return ask()
 
 
 def launched(kind: DistributedType, processes: int, local: int) -> str:

@@ -106,13 +106,17 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
 
+    def _things(self, model, keep) -> dict:
+        """All that is saved and restored, by name. ValueError for a name that is taken."""
+        if taken := {"model", "random"} & keep.keys():
+            raise ValueError(f"keep: {taken.pop()} is kept anyway; give yours another name")
+        return {"model": model, **keep, "random": training_state.RandomStates(self.accelerator.device)}
+
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
         """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of what is cut up."""
         training_state.reshard(model)
-        if taken := {"model", "random"} & keep.keys():
-            raise ValueError(f"keep: {taken.pop()} is kept anyway; give yours another name")
-        trees, tensors, random = {}, {}, training_state.RandomStates(self.accelerator.device)
-        for name, thing in {"model": model, **keep, "random": random}.items():
+        trees, tensors = {}, {}
+        for name, thing in self._things(model, keep).items():
             trees[name], tensors[name] = training_state.freeze(thing, model)
             if thing is not model and not training_state.bare_optimizer(thing):
                 found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
@@ -210,8 +214,7 @@ class Checkpoints:
         return extra
 
     def _restore(self, folder, state, model, keep):
-        index, random = self.accelerator.process_index, training_state.RandomStates(self.accelerator.device)
-        things = {"model": model, **keep, "random": random}
+        index, things = self.accelerator.process_index, self._things(model, keep)
         training_state.reshard(model)
         for name, tree in state["keep"].items():
             if name not in things:
