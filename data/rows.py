@@ -300,18 +300,19 @@ def prepare(sources: Sources, accelerator) -> "Data":
     for rows in train.values() if recipe.pack_pairs else ():
         accelerator.print(f"data       {len(rows.rows):,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
-    _await_all(accelerator.num_processes)
+    _await_all(accelerator)
     evals = {name: evals[name] for name in [*(sources.evals if named else sources.train), *evals]}
     return Data(recipe, accelerator, tokenizer, _together(recipe, train), evals)
 
 
-def _await_all(processes: int) -> None:
+def _await_all(accelerator) -> None:
     """Until every machine has its rows. No collective: one that waits for 10 minutes (NCCL) ends the run."""
-    if processes > 1 and dist.is_initialized():
+    if accelerator.num_processes > 1 and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-        arrived = store.add("prepared", 1)  # a multiple of `processes` when all have
-        while store.add("prepared", 0) < arrived + -arrived % processes:
+        arrived = store.add("prepared", 1)  # a multiple of the processes when all have
+        while store.add("prepared", 0) < arrived + -arrived % accelerator.num_processes:
             time.sleep(0.1)
+        accelerator.wait_for_everyone()  # the first one may leave at once, and the store with it
 
 
 class Data:
