@@ -83,7 +83,7 @@ class TrainArgs:
     per_device_train_batch_size: int = 8  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
-    optimizer_type: str = "muon"  # on the matrices of the blocks, AdamW on the rest; or adamw on all
+    optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
     learning_rate: float = 1e-2  # peak, of AdamW; with adamw on all rather 2e-3
     muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only

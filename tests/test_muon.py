@@ -1,4 +1,4 @@
-"""Muon on the matrices of the blocks, AdamW on the rest, against torch.optim.Muon and torch.optim.AdamW."""
+"""Muon on the matrices of the hidden layers, AdamW on the rest, against torch.optim.Muon and torch.optim.AdamW."""
 
 import time
 
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from tests.forked import finish, start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 from utils.learning import muon
-from utils.learning.muon import MuonAdamW, block_matrices, orthogonalize
+from utils.learning.muon import MuonAdamW, hidden_matrices, orthogonalize
 from utils.learning.optim import build_optimizer
 
 SHAPES = [(8, 8), (8, 24), (24, 8), (8, 24), (5, 7)]
@@ -75,20 +75,21 @@ def test_a_skipped_update_changes_nothing():
 @pytest.mark.parametrize("kind, sizes", [
     ("gpt2", dict(n_layer=2, n_embd=32, n_head=2)),
     ("llama", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
+    ("llama", dict(num_hidden_layers=2, hidden_size=100, intermediate_size=48, num_attention_heads=2)),  # V x V
     ("roberta", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
     ("modernbert", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
 ])
-def test_every_matrix_of_the_blocks_and_nothing_else(kind, sizes):
+def test_every_matrix_of_the_hidden_layers_and_nothing_else(kind, sizes):
     config = AutoConfig.for_model(kind, vocab_size=100, pad_token_id=1, bos_token_id=0, eos_token_id=2,
                                   cls_token_id=0, sep_token_id=2, **sizes)
     masked = kind in ("roberta", "modernbert")
     lm = (AutoModelForMaskedLM if masked else AutoModelForCausalLM).from_config(config)
     outside = {p for m in (lm.get_input_embeddings(), lm.get_output_embeddings()) for p in m.parameters()}
-    matrices = block_matrices(lm)
+    matrices = hidden_matrices(lm)
     assert matrices and not matrices & outside
     names = [name for name, parameter in lm.named_parameters() if parameter in matrices]
-    assert all(".0." in name or ".1." in name for name in names), "of the two blocks"
-    expected = [n for n, p in lm.named_parameters() if p.ndim == 2 and (".0." in n or ".1." in n)]
+    head = {"roberta": ["lm_head.dense.weight"], "modernbert": ["head.dense.weight"]}.get(kind, [])
+    expected = [n for n, p in lm.named_parameters() if p.ndim == 2 and (".0." in n or ".1." in n or n in head)]
     assert names == expected
     optimizer = build_optimizer(lm, 1e-3, 0.1, optimizer_type="muon", muon_learning_rate=2e-2)
     held = [p for group in optimizer.param_groups for p in group["params"]]

@@ -17,7 +17,7 @@ from utils.display.progress import readable
 from utils.display.throughput import flops_per_token, peak_flops
 from utils.learning.fused_head import chunk_rows
 from utils.learning.model import MODEL_CLASSES, use_one_kernel_gelu
-from utils.learning.muon import AT_ONCE, block_matrices
+from utils.learning.muon import AT_ONCE, hidden_matrices
 
 
 def estimate(
@@ -51,7 +51,7 @@ def estimate(
         use_one_kernel_gelu(model)
         parameters = sum(p.numel() for p in model.parameters())
         weights = {p.untyped_storage()._cdata for p in model.parameters()}
-        matrices = sum(p.numel() for p in block_matrices(model)) if optimizer_type == "muon" else 0
+        matrices = sum(p.numel() for p in hidden_matrices(model)) if optimizer_type == "muon" else 0
         bounds = []  # of what each block keeps, within `kept`
         for module in model.modules() if gradient_checkpointing else ():
             if isinstance(module, GradientCheckpointingLayer):

@@ -1,4 +1,4 @@
-"""Muon for the matrices of the blocks and AdamW for the rest, as one optimizer.
+"""Muon for the matrices of the hidden layers and AdamW for the rest, as one optimizer.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) moves a matrix along the momentum of its
 gradient with all singular values set to about one; here with the step size of Liu et al. ("Muon is Scalable
@@ -8,7 +8,9 @@ for LLM Training", 2025, arXiv 2502.16982), so that learning rates and weight de
 import math
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, Jordan et al.
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
@@ -18,16 +20,21 @@ if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
     PRECISION["cpu"] = torch.bfloat16
 
 
-def block_matrices(lm) -> set:
-    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists; no embeddings."""
-    lists = [module for module in lm.modules() if isinstance(module, torch.nn.ModuleList)]
+def hidden_matrices(model) -> set:
+    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists, and the square ones of other
+    layers, as in the head of a masked model: AdamW at the embeddings' rate would throw that one about. No
+    embeddings, no projection on the vocabulary."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {id(module) for blocks in lists for module in blocks.modules()}
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outer += [lm.get_output_embeddings() for lm in model.modules() if isinstance(lm, PreTrainedModel)]
+    outer = {module.weight for module in outer if module is not None}
     return {
         parameter
-        for module in lm.modules()
-        if id(module) in inside and not isinstance(module, torch.nn.Embedding)
+        for module in model.modules()
         for parameter in module.parameters(recurse=False)
-        if parameter.ndim == 2 and parameter.requires_grad
+        if parameter.ndim == 2 and parameter.requires_grad and parameter not in outer
+        and (id(module) in inside or isinstance(module, nn.Linear) and len(set(parameter.shape)) == 1)
     }
 
 

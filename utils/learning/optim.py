@@ -4,7 +4,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import get_scheduler
 
-from utils.learning.muon import MuonAdamW, block_matrices
+from utils.learning.muon import MuonAdamW, hidden_matrices
 from utils.xla import sync
 
 SCHEDULES = ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
@@ -28,11 +28,11 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
                     muon_learning_rate=0.0):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
-    "muon": the matrices of the blocks by Muon, at muon_learning_rate or, where that is 0, the same."""
+    "muon": the matrices of the hidden layers by Muon, at muon_learning_rate or, where that is 0, the same."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     groups = parameter_groups(model, weight_decay)
     if optimizer_type == "muon":
-        matrices, decayed = block_matrices(model), groups[0]["params"]
+        matrices, decayed = hidden_matrices(model), groups[0]["params"]
         groups[0]["params"] = [weight for weight in decayed if weight not in matrices]
         groups.append({
             "params": [weight for weight in decayed if weight in matrices], "weight_decay": weight_decay,
