@@ -69,7 +69,8 @@ def start(
     early = {name: env[name] for name in READ_AT_IMPORT if env.get(name, "0") != "0"}
     server = _servers.setdefault(tuple(early.items()), forkserver.ForkServer())
     server.set_forkserver_preload(["tests.preloaded"])
-    clean = {name: value for name, value in environment(PYTHONPATH=str(PROJECT)).items()
+    path = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    clean = {name: value for name, value in environment(PYTHONPATH=path).items()
              if name not in READ_AT_IMPORT}  # fmt: skip
     with (mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
           mock.patch.dict(os.environ, clean | early, clear=True)):  # of the server, at its start

@@ -261,7 +261,7 @@ def test_on_a_gpu_a_whole_step_waits_for_nothing(tmp_path):
     model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
     guard = UpdateGuard(accelerator, optimizer)
     trust_row_positions()
-    recipe = SimpleNamespace(per_device_train_batch_size=8, seed=0)
+    recipe = SimpleNamespace(per_device_train_batch_size=8, seed=0, streaming=False)
     data = Data(recipe, accelerator, None, PackedRows(tmp_path / "rows.npy"), {})
     steps = SimpleNamespace(micro_batches=lambda step: 1, rows_before=lambda step: 8 * step, last=8)
     try:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch.distributed as dist
 from accelerate.utils import set_seed
 
 from utils import xla
@@ -44,6 +45,8 @@ class Run:
     def __init__(self, args, accelerator, task: Task):
         """ValueError where processes form no group, or a push could not work."""
         check_launch(accelerator)
+        if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+            accelerator.wait_for_everyone = dist.barrier  # accelerate's wants a GPU for each, if there is one
         self.args, self.accelerator, self.task = args, accelerator, task
         self.is_main = accelerator.is_main_process
         live_until_exit(self)  # with the accelerator, and the model in it

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.measure import interleaved, machine, peak_memory
@@ -31,12 +32,12 @@ STEPS = 24  # of the runs that are compared
 BASE = {  # small and without dropout, so that runs can be compared
     "vocab_size": 1024, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
-    "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": ["pandas", "sklearn"],
+    "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "none",
 }  # fmt: skip
 SMALL = {
     "clm": {"config_overrides": "n_layer=2,n_embd=64,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},
     "mlm": {
-        "keywords": "none", "config_overrides": "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,"
+        "config_overrides": "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,"
         "intermediate_size=128,local_attention=16",
     },
 }  # fmt: skip
@@ -47,7 +48,7 @@ LARGE = {  # over BASE: the models that people know, by the scripts' own setting
 }  # fmt: skip
 NAMED = {
     "clm": {"config_overrides": "vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},  # 124 M
-    "mlm": {"keywords": "none", "config_overrides": "vocab_size=50368"},  # 149 M
+    "mlm": {"config_overrides": "vocab_size=50368"},  # 149 M
 }
 
 
@@ -69,14 +70,17 @@ def inside(script: str, argv: list[str]) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, small: bool):
-        self.folder, self.small = folder, small
+    def __init__(self, folder: Path, small: bool, dataset_name: str):
+        self.folder, self.small, self.dataset_name = folder, small, dataset_name
 
     def run(self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0) -> dict:
         """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
         out = self.folder / name
         command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
-        settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache", "log_level": "warning"}
+        settings = {
+            **settings, "dataset_name": self.dataset_name, "output_dir": out, "cache_dir": self.folder / "cache",
+            "log_level": "warning",
+        }  # fmt: skip
         with open(f"{out}.log", "w") as log:
             process = subprocess.Popen(
                 [*command, *arguments(settings)], cwd=PROJECT, env=os.environ | (env or {}), stdout=log,
@@ -212,6 +216,7 @@ def main():
     )
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
     parser.add_argument("--scripts", nargs="*", default=["clm", "mlm"])
+    parser.add_argument("--dataset_name", default="installed-python", help="what the runs train on")
     parser.add_argument("--output_dir", help="keeps the runs")
     parser.add_argument("--append", help="a file that the table is appended to, such as docs/measured.md")
     args = parser.parse_args()
@@ -219,13 +224,13 @@ def main():
     try:
         folder = Path(args.output_dir or scratch).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        bench, peak = Bench(folder, args.small), matmul_flops(args.small)
+        bench, peak = Bench(folder, args.small, args.dataset_name), matmul_flops(args.small)
         lines = [("a matrix product", f"{peak / 1e12:,.2f} TFLOP/s")]
         for script in args.scripts:
-            for look in (bench.against_the_cpu, bench.killed, bench.waits, bench.graphs):
+            speed = partial(bench.speed, peak=peak)
+            for look in (bench.against_the_cpu, bench.killed, bench.waits, bench.graphs, speed):
                 lines.append(look(script))
                 print(*lines[-1], sep=": ", flush=True)
-            lines.append(bench.speed(script, peak))
         lines += beside_others(args.small)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
