@@ -15,6 +15,8 @@ LONGEST = """test_edits test_hub test_readme test_train_clm test_hub_run test_tr
     test_gradient_checkpointing test_preview test_streams""".split()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the threads of all workers would wait for each other
+if "GPU" not in os.environ:  # several processes share this machine, and digits are compared with a CPU's
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 gc.disable()  # until all is imported: nothing of it is garbage
 
 
