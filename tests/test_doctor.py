@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,45 +24,40 @@ from utils.display.doctor import (
     precision_warnings,
     report,
 )
+from utils.steps import Steps
 
 PROJECT = Path(__file__).resolve().parents[1]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CPU = torch.device("cpu")
 
 
+def block(model="m", parameters=1, memory=None, start=0, micro_batches=None):
+    """32 rows x 8 micro-batches of 128 tokens, 600 steps."""
+    accelerator = Accelerator(cpu=True)
+    settings = SimpleNamespace(per_device_train_batch_size=32, gradient_accumulation_steps=8, block_size=128,
+                               max_train_steps=600)  # fmt: skip
+    steps = Steps(settings, accelerator, None, micro_batches)
+    return report(
+        accelerator, steps, start, model=model, parameters=parameters, attention="sdpa", memory=memory
+    )
+
+
 def test_the_block_multiplies_the_batch_out():
-    text = report(
-        Accelerator(cpu=True), model="gpt2", parameters=124_000_000, rows=32, accumulation=8, block_size=128,
-        max_steps=600, tokens=600 * 32_768, start=100, memory=3 * 2**30,
-    )  # fmt: skip
+    text = block("gpt2", 124_000_000, 3 * 2**30, start=100)
     assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step\n" in text
     assert "600 steps = 19.7 M tokens; 100 are done" in text
-    assert "gpt2, 124.0 M parameters" in text
+    assert "gpt2, 124.0 M parameters, attention: sdpa" in text
     assert re.search(r"about 3\.0 GiB per process of [\d.,]+ GiB", text)
     assert "one process, cpu" in text and "float32" in text
 
 
-def test_the_block_claims_no_loss_scaling_where_there_is_none():
-    text = report(
-        Accelerator(cpu=True), model="m", parameters=1, rows=1, accumulation=1, block_size=1, max_steps=1,
-        tokens=1, precision="fp16",
-    )  # fmt: skip
-    assert "float16 autocast\n" in text and "scaling" not in text and "fp16 is not for cpu" in text
-
-
 def test_the_block_says_when_the_batch_changes():
-    text = report(
-        Accelerator(cpu=True), model="gpt2", parameters=124_000_000, rows=32, accumulation=8, block_size=128,
-        max_steps=600, tokens=2 * 600 * 32_768,
-    )  # fmt: skip
+    text = block(micro_batches=lambda step: 16 if step else 8)
     assert "32,768 tokens per step at first" in text and "600 steps = 39.3 M tokens" in text
 
 
 def test_the_block_says_when_memory_will_not_do():
-    text = report(
-        Accelerator(cpu=True), model="m", parameters=1, rows=1, accumulation=1, block_size=1, max_steps=1,
-        tokens=1, memory=2 * memory_of(CPU),
-    )  # fmt: skip
+    text = block(memory=2 * memory_of(CPU))
     assert "warning" in text and "halve per_device_train_batch_size" in text
 
 
@@ -113,16 +109,13 @@ def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_p
     assert "AMD driver is loaded" in lines("cpu", 0, 1, drivers={str(driver): "AMD"})
 
 
-def test_precision_is_judged_by_what_the_device_says():
+def test_precision_is_judged_by_what_the_device_says(monkeypatch):
     assert precision_warnings("no", CPU) == []
-    assert "fp16 is not for cpu" in precision_warnings("fp16", CPU)[0]
     assert bool(precision_warnings("bf16", CPU)) == (bf16_seconds() > 1)
-    block = report(
-        Accelerator(cpu=True), model="gpt2", parameters=10**6, rows=1, accumulation=1, block_size=128,
-        max_steps=1, tokens=128, precision="bf16",
-    )  # fmt: skip
-    assert "bfloat16 autocast\n" in block
-    assert ("use --mixed_precision no" in block) == (bf16_seconds() > 1)
+    monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
+    text = block()
+    assert "bfloat16 autocast\n" in text
+    assert ("use --mixed_precision no" in text) == (bf16_seconds() > 1)
 
 
 def test_the_end_of_another_process_is_told_from_errors_of_our_own():

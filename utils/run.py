@@ -183,19 +183,16 @@ class Run:
         self.stop = StopSignals(accelerator)
 
     def _report(self, disk: str) -> str:
-        args, steps, rows = self.args, self.steps, self.args.per_device_train_batch_size
+        args, rows = self.args, self.args.per_device_train_batch_size
         others = (thing for thing in self.keep.values() if not bare_optimizer(thing))
         kept = sum(thing_bytes(thing, self.model) for thing in others)
         names = "optimizer_type", "gradient_checkpointing"  # an edit may have neither
         more = {name: getattr(args, name) for name in names if hasattr(args, name)}
         more |= {"kind": self.kind, "predicted": self.predicted, "kept_bytes": kept}
         block = report(
-            self.accelerator, model=args.model_name_or_path or args.model_type, parameters=self.parameters,
-            rows=rows, accumulation=steps.micro_batches(0), max_steps=steps.last, start=self.step,
-            block_size=steps.tokens_before(1) // steps.rows_before(1), tokens=steps.tokens_before(steps.last),
+            self.accelerator, self.steps, self.step, model=args.model_name_or_path or args.model_type,
+            parameters=self.parameters, attention=self.config._attn_implementation,
             memory=peak_memory(self.accelerator, self.config, rows, args.block_size, **more),
-            precision=xla.xla_precision() if xla.is_xla() else None,
-            attention=self.config._attn_implementation,
         )  # fmt: skip
         return f"{block}\ndisk       {disk}"
 

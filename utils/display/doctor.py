@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType, DynamoBackend, is_torch_xla_available
+from accelerate.utils import DistributedType, DynamoBackend
 
 from utils.display.throughput import device_name, timed
+from utils.xla import is_xla, xla_precision
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast"}
+PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
 
 
 def check_devices() -> None:
@@ -42,29 +43,27 @@ def check_launch(accelerator) -> None:
                      f"overwrite each other's files. {remedy}")  # fmt: skip
 
 
-def report(accelerator, *, model: str, parameters: int, rows: int, accumulation: int, block_size: int,
-           max_steps: int, tokens: int, start: int = 0, memory: float | None = None,
-           precision: str | None = None, attention: str = "") -> str:  # fmt: skip
+def report(accelerator, steps, start: int, *, model: str, parameters: int, attention: str,
+           memory: float | None = None) -> str:  # fmt: skip
     """The block printed before training starts, warnings at its end.
 
-    parameters: of the whole model; rows: B, per micro-batch and process; accumulation: micro-batches of the
-    first step; tokens: of all `max_steps` steps and processes; start: steps done already; memory: estimated
-    bytes per process; precision: "no", "bf16" or "fp16" where accelerate does not know (XLA)."""
-    precision = precision or accelerator.mixed_precision
+    steps: as utils.steps.Steps; start: those done already; parameters: of the whole model; attention: what
+    computes it; memory: estimated bytes per process."""
+    precision = xla_precision() if is_xla() else accelerator.mixed_precision
     processes, device, local = accelerator.num_processes, accelerator.device, local_processes()
-    step_rows, compiler = rows * accumulation * processes, accelerator.state.dynamo_plugin.backend
-    changing = tokens != max_steps * step_rows * block_size
+    accumulation, compiler = steps.micro_batches(0), accelerator.state.dynamo_plugin.backend
+    rows, step_tokens = steps.rows_before(1), steps.tokens_before(1)
+    tokens = steps.tokens_before(steps.last)
     lines = [
         f"target     {launched(accelerator.distributed_type, processes, local)}, {device_name(device)}",
         f"precision  {PRECISIONS.get(precision, precision)}"
-        + (" with loss scaling" if getattr(accelerator, "scaler", None) else "")
         + ("" if compiler == DynamoBackend.NO else f", compiled with {compiler.value.lower()}"),
-        f"batch      {counted(rows, 'row')} x {counted(accumulation, 'micro-batch')} x "
-        f"{counted(processes, 'process')} = {step_rows:,} rows = {step_rows * block_size:,} tokens per step"
-        + (" at first" if changing else ""),
-        f"steps      {max_steps:,} steps = {_millions(tokens)} tokens"
+        f"batch      {counted(rows // (accumulation * processes), 'row')} x "
+        f"{counted(accumulation, 'micro-batch')} x {counted(processes, 'process')} = {rows:,} rows = "
+        f"{step_tokens:,} tokens per step" + (" at first" if tokens != steps.last * step_tokens else ""),
+        f"steps      {steps.last:,} steps = {_millions(tokens)} tokens"
         + (f"; {start:,} are done" if start else ""),
-        f"model      {model}, {_millions(parameters)} parameters{attention and f', attention: {attention}'}",
+        f"model      {model}, {_millions(parameters)} parameters, attention: {attention}",
     ]
     doubts = device_warnings(device.type, torch.accelerator.device_count(), local)
     doubts += precision_warnings(precision, device)
@@ -101,7 +100,7 @@ def device_warnings(device: str, devices: int, processes: int, env: Mapping = os
                  for file, maker in drivers.items() if Path(file).exists()]  # fmt: skip
         if not lines and ("ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env):
             lines.append(f"device: launched for an accelerator, none is visible{hiding(env)}: on the CPU.")
-    if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_torch_xla_available(check_is_tpu=True):
+    if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_xla(check_is_tpu=True):
         lines.append("device: torch_xla found no TPU, this is its CPU device (PJRT_DEVICE=CPU asks for it).")
     if device != "cpu" and processes < devices:
         lines.append(f"num_processes: {processes} of {devices} devices are used.")
@@ -109,8 +108,6 @@ def device_warnings(device: str, devices: int, processes: int, env: Mapping = os
 
 
 def precision_warnings(precision: str, device: torch.device) -> list[str]:
-    if precision == "fp16" and device.type in ("cpu", "xla"):
-        return [f"mixed_precision: fp16 is not for {device.type}; use bf16 or no."]
     if precision == "bf16" and device.type == "cpu" and (takes := bf16_seconds()) > 1:
         return [f"mixed_precision: on this CPU a matrix product in bf16 takes {takes:.2g} x the time of "
                 "float32, measured now; use --mixed_precision no."]  # fmt: skip
