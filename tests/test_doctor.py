@@ -93,9 +93,11 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
     assert re.search(r"2 processes were started, but each sees 1.*ACCELERATE_USE_CPU=true", done.stderr)
 
 
-def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path):
+def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path, monkeypatch):
     def lines(device="xpu", devices=2, processes=2, env=None, drivers=None):
-        return "\n".join(device_warnings(device, devices, processes, env or {}, drivers or {}))
+        monkeypatch.setattr("os.environ", env or {})
+        monkeypatch.setattr("utils.display.doctor.DRIVERS", drivers or {})
+        return "\n".join(device_warnings(device, devices, processes))
 
     on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     assert lines() == ""

@@ -3,11 +3,10 @@
 import functools
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 
 from utils.display.throughput import device_name, timed
 from utils.xla import is_xla, xla_precision
@@ -21,7 +20,7 @@ def check_devices() -> None:
     """Before the Accelerator is made: ValueError if this machine was given more processes than accelerators,
     of which some would end with "invalid device ordinal". None at all is for `check_launch`."""
     processes, devices = local_processes(), torch.accelerator.device_count()
-    if processes > devices > 0 and not asks_for_cpu():
+    if processes > devices > 0 and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         raise ValueError(f"num_processes: {processes} processes were started on this machine and it shows "
                          f"{counted(devices, 'device')}{hiding()}; each process needs its own. "
                          f"Launch with --num_processes {devices}.")  # fmt: skip
@@ -90,16 +89,15 @@ def lost_peer(error: RuntimeError) -> str | None:
             "all machines: it continues from the newest complete checkpoint.")  # fmt: skip
 
 
-def device_warnings(device: str, devices: int, processes: int, env: Mapping = os.environ,
-                    drivers: Mapping = DRIVERS) -> list[str]:  # fmt: skip
+def device_warnings(device: str, devices: int, processes: int) -> list[str]:
     """device: the type in use; devices: visible here; processes: on this machine."""
-    lines = []
-    if device == "cpu" and not asks_for_cpu(env):
+    lines, env = [], os.environ
+    if device == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         lines = [f"device: the {maker} driver is loaded, but torch {torch.__version__} sees none of "
-                 f"its devices{hiding(env)}: is this torch built for them?"
-                 for file, maker in drivers.items() if Path(file).exists()]  # fmt: skip
+                 f"its devices{hiding()}: is this torch built for them?"
+                 for file, maker in DRIVERS.items() if Path(file).exists()]  # fmt: skip
         if not lines and ("ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env):
-            lines.append(f"device: launched for an accelerator, none is visible{hiding(env)}: on the CPU.")
+            lines.append(f"device: launched for an accelerator, none is visible{hiding()}: on the CPU.")
     if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_xla(check_is_tpu=True):
         lines.append("device: torch_xla found no TPU, this is its CPU device (PJRT_DEVICE=CPU asks for it).")
     if device != "cpu" and processes < devices:
@@ -153,13 +151,9 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def asks_for_cpu(env: Mapping = os.environ) -> bool:
-    return env.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
-
-
-def hiding(env: Mapping = os.environ) -> str:
+def hiding() -> str:
     """" (CUDA_VISIBLE_DEVICES=...)" if such a variable is set, else ""."""
-    found = [f"{name}={env[name]!r}" for name in VISIBILITY if name in env]
+    found = [f"{name}={os.environ[name]!r}" for name in VISIBILITY if name in os.environ]
     return f" ({', '.join(found)})" if found else ""
 
 
