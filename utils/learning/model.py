@@ -11,6 +11,7 @@ import transformers
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.utils import is_flash_attn_2_available
 
@@ -92,29 +93,23 @@ def setting(config, name):
 
 def freeze_unused(model, kind, block_size):
     """No gradient for parameters that text alone does not reach, such as an unused pooler: DDP would wait for
-    it. Where a few tokens leave some out, a full row is trained on."""
+    it. A few tokens tell; where they leave some out, a full row is asked, too."""
     training, trained = model.training, {p for p in model.eval().parameters() if p.requires_grad}
 
-    def outputs(length):
+    def unreached(length):
         ids = torch.arange(length)[None] % model.config.vocab_size
         out = model(input_ids=ids, **CALL[kind])
-        return [value for value in out.values() if getattr(value, "grad_fn", None)]
+        nodes = new = {value.grad_fn for value in out.values() if getattr(value, "grad_fn", None)}
+        while new:
+            new = {parent for node in new for parent, _ in node.next_functions if parent} - nodes
+            nodes = nodes | new
+        hides = any(isinstance(node, BackwardCFunction) for node in nodes)  # its parameters, as Reformer's
+        reached = {getattr(node, "variable", None) for node in nodes}
+        return trained - reached - set(model.base_model.parameters() if hides else ())
 
     # Reformer's first row says how many buckets it has.
     few = block_size if getattr(model.config, "num_buckets", 0) is None else min(8, block_size)
-    nodes = new = {value.grad_fn for value in outputs(few)}
-    while new:
-        new = {parent for node in new for parent, _ in node.next_functions if parent} - nodes
-        nodes = nodes | new
-    reached = {getattr(node, "variable", None) for node in nodes}
-    if trained - reached:
-        try:
-            torch.autograd.backward([value.float().square().mean() for value in outputs(block_size)])
-            reached = {p for p in trained if p.grad is not None}
-        except (AssertionError, RuntimeError):  # Reformer's backward pass is its own, and only of training
-            reached.update(model.base_model.parameters())
-        model.zero_grad()
-    for parameter in trained - reached:
+    for parameter in unreached(few) and unreached(block_size):
         parameter.requires_grad_(False)
     model.train(training)
 
