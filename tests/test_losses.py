@@ -32,6 +32,7 @@ from utils.learning.fused_head import chunk_rows, linear_cross_entropy
 from utils.learning.losses import (
     CausalLMLoss,
     MaskedLMLoss,
+    _search,
     keytoken_row_weights,
     keytoken_table,
     trust_row_positions,
@@ -383,13 +384,10 @@ def test_under_autocast_a_loss_of_ones_own_sees_float32_and_is_as_exact():
 @pytest.fixture(params=[False, True], ids=["", "trusted"])
 def trusted(request, monkeypatch):
     """transformers as it is, or after trust_row_positions(), called twice."""
-    found = masking_utils.find_packed_sequence_indices
-    own = getattr(found, "of_transformers", found)
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", own)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", _search)
     if request.param:
         trust_row_positions()
         trust_row_positions()
-        assert masking_utils.find_packed_sequence_indices.of_transformers is own
     torch._dynamo.reset()
     return request.param
 

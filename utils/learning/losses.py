@@ -18,6 +18,11 @@ from utils.learning.model import ONLY_ON
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 _running = threading.local()  # rows_in_order: of a thread, as some TPUs run two processes as threads of one
+_search = masking_utils.find_packed_sequence_indices  # of transformers
+
+
+def _search_elsewhere(position_ids):
+    return None if getattr(_running, "rows_in_order", False) else _search(position_ids)
 
 
 def trust_row_positions():
@@ -25,15 +30,7 @@ def trust_row_positions():
     apart) while a module of this file runs its model on a batch without position_ids: they count from 0.
 
     The search waits for the device in each forward, and under torch.compile costs the causal kernel."""
-    search = masking_utils.find_packed_sequence_indices
-    if hasattr(search, "of_transformers"):
-        return
-
-    def find_packed_sequence_indices(position_ids):
-        return None if getattr(_running, "rows_in_order", False) else search(position_ids)
-
-    find_packed_sequence_indices.of_transformers = search
-    masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _search_elsewhere
 
 
 class ModelLoss(nn.Module):
