@@ -184,7 +184,7 @@ def test_a_model_without_sdpa_gets_what_transformers_takes():
         ("llama", "flex_attention", "cuda", "no", ""),
         ("gpt2", "local", "cpu", "no", "none of its layers is a sliding one"),
         pytest.param("gemma2", "local", "cpu", "no", "transformers' gemma2 cannot",  # caps scores
-                     marks=pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="an older transformers")),
+                     marks=pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="old transformers")),
         ("ministral", "local", "xla", "no", "cannot train on xla"),
         ("ministral", "local", "cuda", "bf16", ""),
         ("gpt2", "flash_attention_2", "cpu", "bf16", "cannot train on cpu"),

@@ -77,10 +77,8 @@ class Bench:
         """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
         out = self.folder / name
         command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
-        settings = {
-            **settings, "dataset_name": self.dataset_name, "output_dir": out, "cache_dir": self.folder / "cache",
-            "log_level": "warning",
-        }  # fmt: skip
+        settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache", "log_level": "warning"}
+        settings["dataset_name"] = self.dataset_name
         with open(f"{out}.log", "w") as log:
             process = subprocess.Popen(
                 [*command, *arguments(settings)], cwd=PROJECT, env=os.environ | (env or {}), stdout=log,

@@ -21,8 +21,8 @@ if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
 
 
 def hidden_matrices(model) -> set:
-    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists, and the square ones of other
-    layers, as in the head of a masked model: AdamW at the embeddings' rate would throw that one about. No
+    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists, and other layers' square
+    ones, as in the head of a masked model: AdamW at the embeddings' rate would throw that about. No
     embeddings, no projection on the vocabulary."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {id(module) for blocks in lists for module in blocks.modules()}
