@@ -4,10 +4,8 @@ import os
 import shutil
 from pathlib import Path
 
-from accelerate.utils import DistributedType
-
 from utils.publishing.secrets import without_secrets
-from utils.state.training_state import named_tensors
+from utils.state.training_state import clean_name, named_tensors
 
 
 def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
@@ -16,14 +14,11 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path) -> None:
     model: the prepared loss module, whose `.lm` is the transformers model. Called on all processes. Weights
     go through the CPU because save_pretrained cannot read XLA tensors."""
     unwrapped = accelerator.unwrap_model(model, keep_torch_compile=False)
-    if accelerator.distributed_type == DistributedType.FSDP:
-        weights = accelerator.get_state_dict(model)  # a collective; full tensors on the first process
-        weights = {name.removeprefix("lm."): value for name, value in weights.items()}
-    else:
-        weights = unwrapped.lm.state_dict()
+    weights = accelerator.get_state_dict(model, unwrap=False)  # FSDP: a collective; full ones on the first
     if accelerator.is_main_process:
+        weights = {clean_name(name): value for name, value in weights.items()}
         # A tied weight once: its copies do not tell save_pretrained that they are one.
-        weights = {name: weights[name].detach().cpu() for name in named_tensors(unwrapped.lm)}
+        weights = {name: weights[f"lm.{name}"].detach().cpu() for name in named_tensors(unwrapped.lm)}
         output_dir = Path(output_dir)
         temporary = output_dir / ".export"
         shutil.rmtree(temporary, ignore_errors=True)
