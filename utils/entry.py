@@ -15,6 +15,7 @@ from utils.publishing.secrets import without_secrets
 from utils.state.preemption import handle_stop_signals
 
 PROJECT = Path(__file__).resolve().parent.parent
+ALIVE = []  # what one of several processes does not take apart before it has left: see entry_point
 
 
 @contextlib.contextmanager
@@ -53,7 +54,8 @@ def entry_point(main: Callable) -> Callable:
     def run(*args):
         handle_stop_signals()
         sys.excepthook = _print_error
-        if not _several_processes() or multiprocessing.parent_process() is not None:
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if not several or multiprocessing.parent_process() is not None:
             return main(*args)
         status = 1
         try:
@@ -74,16 +76,3 @@ def entry_point(main: Callable) -> Callable:
 
 def _print_error(*error) -> None:
     print(without_secrets("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True)
-
-
-_alive = []
-
-
-def live_until_exit(thing) -> None:
-    """Of several processes none takes `thing` apart before it has left: see entry_point."""
-    if _several_processes():
-        _alive.append(thing)
-
-
-def _several_processes() -> bool:
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -21,7 +21,7 @@ from utils.display.plan import peak_memory
 from utils.display.progress import Progress, bar, duration, summarize
 from utils.display.throughput import Throughput, device_name, flops_per_token, peak_flops, timed
 from utils.display.trackers import log_to_trackers, start_trackers
-from utils.entry import live_until_exit
+from utils.entry import ALIVE
 from utils.learning.evaluation import sums_over_dataset
 from utils.learning.optim import UpdateGuard, skipped_updates, stable_steps
 from utils.publishing.export import export_model
@@ -49,7 +49,8 @@ class Run:
             accelerator.wait_for_everyone = dist.barrier  # accelerate's wants a GPU for each, if there is one
         self.args, self.accelerator, self.task = args, accelerator, task
         self.is_main = accelerator.is_main_process
-        live_until_exit(self)  # with the accelerator, and the model in it
+        if accelerator.num_processes > 1:
+            ALIVE.append(self)  # with the accelerator, and the model in it
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.repo_id = self.store = self.pusher = self.failure = None
         self.settings = settings = without_secrets(asdict(args))
