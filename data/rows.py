@@ -31,7 +31,7 @@ from data.pairs import PairRows, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
 from data.sources.storage import printable
-from data.streams import MappedSource, MixedStreams, ShardSource, StreamingRows, TextSource, first_rows
+from data.streams import MappedSource, ShardSource, StreamingRows, TextSource, first_rows
 from data.tokenizer import load_tokenizer
 
 
@@ -329,7 +329,7 @@ class Data:
         self.length: int | None = train.n_rows
         self.stream = None
         if recipe.streaming and not isinstance(train, PackedRows):
-            self.stream = (MixedStreams if isinstance(train, MixedRows) else StreamingRows)(
+            self.stream = StreamingRows(
                 train, batch_size=recipe.per_device_train_batch_size, seed=recipe.seed,
                 process_index=accelerator.process_index, num_processes=accelerator.num_processes)
         self.evaluations = {}
@@ -384,7 +384,7 @@ class Data:
         told, uses = {}, self.train.mixture.before(position).tolist()
         for number, (name, source) in enumerate(self.train.sources.items()):
             if source.n_rows is None:  # the window of the last row before this position knows its epoch
-                told[name] = (self.stream.streams[number].state_dict(position)["mark"] or [0, 0])[1]
+                told[name] = (self.stream.state_dict(position)[number]["mark"] or [0, 0])[1]
             else:
                 told[name] = uses[number] / source.n_rows
         return told

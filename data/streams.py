@@ -29,7 +29,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from data.cache import RowFile, build_once
 from data.filters import Accounting, clean_documents, in_validation
-from data.mixture import MixedRows, Mixture
+from data.mixture import MixedRows
 from data.order import CHUNK, epochs_and_rows, permuted
 from data.packing import PackedRows, token_dtype, tokenize_documents, tokenizer_fingerprint
 from data.shards import check_shards, read_shard, split_entry
@@ -195,85 +195,77 @@ def first_rows(source: TextSource, most: int, cache_dir: str) -> PackedRows:
 
 
 class StreamingRows(IterableDataset):
-    """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader of this batch_size.
+    """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader of this batch_size;
+    of MixedRows in the order of their positions, and "source", the number of the one that a row is of.
 
-    start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes. mixture,
-    number: positions are those of a mixture of which this is a source; rows say its number as "source"."""
+    start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes."""
 
-    def __init__(self, source: ShardSource | TextSource | MappedSource, *, batch_size: int, seed: int,
-                 process_index: int = 0, num_processes: int = 1, start: int = 0, stop: float = math.inf,
-                 mixture: Mixture | None = None, number: int = 0):
-        self.source, self.seed, self.batch_size = source, seed, batch_size
+    start = 0
+
+    def __init__(self, rows: ShardSource | TextSource | MixedRows, *, batch_size: int, seed: int,
+                 process_index: int = 0, num_processes: int = 1, stop: float = math.inf):
+        self.mixture = rows.mixture if isinstance(rows, MixedRows) else None
+        self.sources = [*rows.sources.values()] if self.mixture else [rows]
+        self.seed, self.batch_size, self.stop = seed, batch_size, stop
         self.process_index, self.num_processes = process_index, num_processes
-        self.start, self.stop, self.mixture, self.number = start, stop, mixture, number
-        self.mark: list[int] = []  # of the window to begin with; [] = the beginning of the stream
-        self.marks: deque[list[int]] = deque(maxlen=MARKS)  # of the windows since then
+        # Marks of the windows of each source: those to begin with ([]: the stream's first), and since then.
+        self.begun: list[list[int]] = [[] for _ in self.sources]
+        self.marks: list[deque[list[int]]] = [deque(maxlen=MARKS) for _ in self.sources]
 
-    def uses(self, position: int) -> int:
-        """Rows of this source before a position."""
-        return int(self.mixture.before(position)[self.number]) if self.mixture else position
+    def uses(self, position: int) -> list[int]:
+        """Rows of each source before a position."""
+        return self.mixture.before(position).tolist() if self.mixture else [position]
 
-    def state_dict(self, position: int) -> dict[str, Any]:
-        """What resumes the stream at `position` (rows consumed so far by all processes together)."""
-        uses = self.uses(position)
-        mark = max((mark for mark in self.marks.copy() if mark[0] < max(uses, 1)), default=self.mark)
-        return {"position": uses, "mark": mark, "source": self.source.fingerprint, "seed": self.seed}
+    def state_dict(self, position: int) -> dict[str, Any] | list[dict[str, Any]]:
+        """What resumes the stream at `position` (rows consumed so far by all processes together), of a
+        mixture a list."""
+        states = []
+        for uses, source, begun, marks in zip(self.uses(position), self.sources, self.begun, self.marks,
+                                            strict=True):
+            mark = max((mark for mark in marks.copy() if mark[0] < max(uses, 1)), default=begun)
+            states.append({"position": uses, "mark": mark, "source": source.fingerprint, "seed": self.seed})
+        return states if self.mixture else states[0]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError when the source is not the one the state comes from."""
-        if (state["source"], state["seed"]) != (self.source.fingerprint, self.seed):
+    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """`start` is to be set. Raises ValueError when a source is not the one that the state comes from."""
+        states = state if self.mixture else [state]
+        found = [(source.fingerprint, self.seed) for source in self.sources]
+        if found != [(state["source"], state["seed"]) for state in states]:
             raise ValueError("the stream is not the one this checkpoint was trained on: its source, its "
                              "settings or the seed changed. Restore them, or use another --output_dir.")
-        self.start, self.mark = state["position"], list(state["mark"])
-        self.marks.clear()
+        self.begun = [list(state["mark"]) for state in states]
+        for marks in self.marks:
+            marks.clear()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         assert self.start % (self.batch_size * self.num_processes) == 0, self.start
         assert get_worker_info() is None, "each worker would yield all rows"
-        for epoch, positions, row_ids, rows in _one_ahead(self._shares()):
+        used = self.mixture.millionths if self.mixture else [1]
+        return heapq.merge(*map(self._rows, np.flatnonzero(used).tolist()), key=lambda row: row["position"])
+
+    def _rows(self, number: int) -> Iterator[dict[str, Any]]:
+        """Those of a source."""
+        for epoch, positions, row_ids, rows in _one_ahead(self._shares(number)):
             for position, row, ids in zip(positions.tolist(), row_ids.tolist(), rows, strict=True):
                 tokens = torch.from_numpy(ids.astype(np.int64))
                 found = {"input_ids": tokens, "position": position, "epoch": epoch, "row": row}
-                yield found | ({"source": self.number} if self.mixture else {})
+                yield found | ({"source": number} if self.mixture else {})
 
-    def _shares(self) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window for this process."""
-        for window in self.source.windows(self.uses(self.start), self.seed, tuple(self.mark)):
+    def _shares(self, number: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
+        """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window of a source for this process."""
+        begin = self.uses(self.start)[number], self.seed, tuple(self.begun[number])
+        for window in self.sources[number].windows(*begin):
             first, n = window.first, len(window.row_ids)
-            positions = (self.mixture.positions(self.number, first, n, self.stop) if self.mixture
+            positions = (self.mixture.positions(number, first, n, self.stop) if self.mixture
                          else first + np.arange(n))
             if not len(positions) or positions[0] >= self.stop:
                 return
             if window.mark:
-                self.marks.append([first, *window.mark])
+                self.marks[number].append([first, *window.mark])
             mine = positions // self.batch_size % self.num_processes == self.process_index
             chosen = np.flatnonzero(mine & (self.start <= positions) & (positions < self.stop))
             if len(chosen):
                 yield window.epoch, positions[chosen], window.row_ids[chosen], window.load(chosen)
-
-
-class MixedStreams(IterableDataset):
-    """Rows of the sources of a mixture as StreamingRows yields them, in the order of the positions."""
-
-    start, stop = 0, math.inf
-
-    def __init__(self, rows: MixedRows, **settings):
-        self.streams = [StreamingRows(source, mixture=rows.mixture, number=number, **settings)
-                        for number, source in enumerate(rows.sources.values())]
-
-    def state_dict(self, position: int) -> list[dict[str, Any]]:
-        return [stream.state_dict(position) for stream in self.streams]
-
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """ValueError as of StreamingRows. `start` is to be set."""
-        for stream, state in zip(self.streams, states, strict=True):
-            stream.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        used = [stream for stream in self.streams if stream.mixture.millionths[stream.number]]
-        for stream in used:
-            stream.start, stream.stop = self.start, self.stop
-        return heapq.merge(*used, key=lambda row: row["position"])
 
 
 def _one_ahead(items: Iterator) -> Iterator:
