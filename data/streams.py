@@ -16,6 +16,7 @@ import hashlib
 import heapq
 import itertools
 import math
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,25 +135,17 @@ class TextSource:
                 if number >= document and held_out == (self.split == "validation"):
                     yield self.fim(text) if self.fim else text, number
 
-        T, full = self.block_size, size * self.block_size
-        held, arrived = deque(), 0  # (document, tokens delivered of it, tokens that wait), and how many wait
+        T, full, dtype = self.block_size, size * self.block_size, token_dtype(self.tokenizer)
+        waiting = array(dtype.char)  # less than `full` tokens: every block ends in the document that follows
         for ids, number in tokenize_documents(documents(), self.tokenizer, self.fim):
-            held.append((number, offset, ids[offset:]))
-            arrived, offset = arrived + len(ids) - offset, 0
-            if arrived < full:
-                continue
-            stream = np.concatenate([ids for _, _, ids in held])
-            for start in range(0, arrived - full + 1, full):
-                used = full
-                while len(held) > 1 and used >= len(held[0][2]):
-                    used -= len(held.popleft()[2])
-                number, delivered, ids = held[0]
-                held[0] = number, delivered + used, ids[used:]
-                yield stream[start : start + full].reshape(size, T), number, delivered + used
-            arrived %= full
-        if arrived >= T:
-            stream = np.concatenate([ids for _, _, ids in held])
-            yield stream[: arrived - arrived % T].reshape(-1, T), 0, 0
+            waiting.frombytes(ids[offset:].tobytes())
+            for end in range(full, len(waiting) + 1, full):
+                rows = np.array(waiting[end - full : end], dtype).reshape(size, T)
+                yield rows, number, len(ids) - (len(waiting) - end)
+            del waiting[: len(waiting) - len(waiting) % full]
+            offset = 0
+        if len(waiting) >= T:
+            yield np.array(waiting[: len(waiting) - len(waiting) % T], dtype).reshape(-1, T), 0, 0
 
 
 class MappedSource:
@@ -167,10 +160,8 @@ class MappedSource:
             epochs, rows = epochs_and_rows(first, first + CHUNK, self.n_rows, seed)
             for epoch in np.unique(epochs).tolist():
                 at = (epochs == epoch).nonzero()[0]
-                yield Window(first + int(at[0]), epoch, rows[at], partial(self._take, rows[at]))
-
-    def _take(self, row_ids, chosen) -> np.ndarray:
-        return self.rows.take(row_ids[chosen])["input_ids"]
+                yield Window(first + int(at[0]), epoch, rows[at],
+                             lambda chosen, row_ids=rows[at]: self.rows.take(row_ids[chosen])["input_ids"])
 
 
 def first_rows(source: TextSource, most: int, cache_dir: str) -> PackedRows:
