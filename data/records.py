@@ -28,8 +28,8 @@ class Records:
     """Progress of one preparation: progress/settings.json, then numbered .npz, never rewritten.
 
     After __init__, as of the last record: counts {split of the source: Accounting}, the last one's is being
-    read; shards {split: [entry of the manifest]}; held {split: [documents, bytes, tokens]}; pending, arrays
-    that wait for their shard; seen, evaluated: hashes of kept documents, of this split and of those before.
+    read; shards {split: [entry of the manifest]}; held {split: [documents, bytes, tokens]}; pending {split:
+    ids without a shard}; seen, evaluated: hashes of kept documents, of this split and of those before.
     part: "" or the folder of a part; elsewhere: what found_elsewhere in data/parts.py has found for it.
     """
 
@@ -39,7 +39,7 @@ class Records:
         self.counts: dict[str, Accounting] = {}
         self.shards: dict[str, list[dict]] = {split: [] for split in SPLITS}
         self.held = {split: [0, 0, 0] for split in SPLITS}
-        self.pending: dict[str, np.ndarray] = {}
+        self.pending: dict[str, array] = {}
         for name in (name for name in folder.names(f"{PROGRESS}/{part}") if name.endswith(".npz")):
             try:
                 with np.load(io.BytesIO(folder.read(f"{PROGRESS}/{part}{name}"))) as record:
@@ -53,7 +53,8 @@ class Records:
             for split, shards in state["shards"].items():
                 self.shards[split] += shards
             self.counts = {split: Accounting(**counts) for split, counts in state["counts"].items()}
-            self.held, self.pending = state["held"], arrays
+            self.held = state["held"]
+            self.pending = {split: array(ids.dtype.char, ids.tobytes()) for split, ids in arrays.items()}
             self.number += 1
         self._recorded()
 
@@ -127,8 +128,7 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
     rows = max(1, int(settings["shard_mb"] * 1e6) // (T * dtype.itemsize))
     # Tokens of a shard. Validation's is smaller, so that its waiting rows stay a small part of each record.
     full = dict.fromkeys(SPLITS, max(1, rows // 8) * T) | {"train": rows * T}
-    waiting = {split: [records.pending.get(split, np.empty(0, dtype))] for split in SPLITS}
-    lengths = {split: len(ids) for split, [ids] in waiting.items()}
+    waiting = records.pending = {split: array(dtype.char) for split in SPLITS} | records.pending
 
     def noted(name: str, corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, tuple]]:
         """(text, (split of its tokens, its bytes, the account up to it))"""
@@ -141,11 +141,10 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
 
     def write(split: str, unit: int) -> None:
         """The multiple of `unit` tokens that waits, as shards."""
-        stream = np.concatenate(waiting[split])
-        last = len(stream) - len(stream) % unit
-        for begin in range(0, last, full[split]):
-            records.write_shard(split, stream[begin : min(begin + full[split], last)].reshape(-1, T))
-        waiting[split], lengths[split] = [stream[last:].copy()], len(stream) - last
+        stream = np.array(waiting[split][: len(waiting[split]) // unit * unit], dtype)
+        for begin in range(0, len(stream), full[split]):
+            records.write_shard(split, stream[begin : begin + full[split]].reshape(-1, T))
+        del waiting[split][: len(stream)]
 
     for name in [*corpora][max(0, len(records.counts) - 1) :]:
         counts = records.begin(name)
@@ -153,19 +152,15 @@ def write_token_shards(corpora: dict[str, Corpus], tokenizer, records: Records, 
             print(f"{name}: going on after document {counts.read:,}", file=sys.stderr, flush=True)
         documents = noted(name, corpora[name], counts)
         for ids, (split, size, so_far) in tokenize_documents(documents, tokenizer, fim):
-            waiting[split].append(ids)
+            waiting[split].frombytes(ids.tobytes())
             held = records.held[split]
             held[:] = held[0] + 1, held[1] + size, held[2] + len(ids)
-            lengths[split] += len(ids)
-            if wrote := lengths[split] >= full[split]:
+            if wrote := len(waiting[split]) >= full[split]:
                 write(split, full[split])
             if wrote or time.monotonic() - records.last > SECONDS_BETWEEN_RECORDS:
-                records.pending = {split: np.concatenate(ids) for split, ids in waiting.items()}
-                waiting |= {split: [ids] for split, ids in records.pending.items()}
                 records.write(name, so_far)
         for split in SPLITS:
-            write(split, T)
-        records.pending = {split: ids for split, [ids] in waiting.items()}  # what fills no row
+            write(split, T)  # what fills no row waits
         records.write(name, counts)  # so that it is known whose hashes the records hold
 
 
