@@ -362,20 +362,15 @@ class Data:
 
     def loader(self, start: int, stop: int):
         """Batches of positions start to stop - 1; batch i goes to process i % processes."""
-        batch_size, pinned = self.recipe.per_device_train_batch_size, self._pins_memory
+        batch_size = self.recipe.per_device_train_batch_size
         if self.stream is None:
             order = (MixedOrder(self.train.sizes, self.train.mixture, start, stop)
                      if isinstance(self.train, MixedRows)
                      else SampleOrder(len(self.train), self.recipe.seed, start, stop))
-            return self._packed_loader(self.train, batch_size, order, self.collate)
+            return self._loader(self.train, batch_size, self.collate, sampler=order)
         self.stream.start, self.stream.stop = start, stop
-        loader = DataLoader(self.stream, batch_size, drop_last=True, pin_memory=pinned,
-                            collate_fn=lambda rows: self.collate(default_collate(rows)))
-        # The stream gives this process its own rows: accelerate must neither divide them again nor hand out
-        # those of the first process to all, as it does by default.
-        return prepare_data_loader(
-            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
-            dispatch_batches=False, non_blocking=pinned)
+        return self._loader(self.stream, batch_size, lambda rows: self.collate(default_collate(rows)),
+                            drop_last=True)
 
     def epochs(self, position: int) -> dict[str, float]:
         """Passes over each data set of a mixture before a position, of streamed text whole ones; else {}."""
@@ -396,7 +391,7 @@ class Data:
             drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
             order = evaluation_order(drawn, batch_size * self.accelerator.num_processes)
             collate = self.evaluation_collate or self.collate
-            self.evaluations[name] = self._packed_loader(rows, batch_size, order, collate)
+            self.evaluations[name] = self._loader(rows, batch_size, collate, sampler=order)
         return self.evaluations[name]
 
     def state_dict(self, position: int) -> dict | None:
@@ -407,13 +402,16 @@ class Data:
         if self.stream and state:
             self.stream.load_state_dict(state)
 
-    def _packed_loader(self, rows: PackedRows, batch_size: int, order, collate):
-        self.accelerator.dataloader_config.non_blocking = self._pins_memory
-        return self.accelerator.prepare(
-            DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=self._pins_memory))
-
-    @property
-    def _pins_memory(self) -> bool:
-        """Whether batches are copied from pinned memory, while the device computes: to a GPU. From other
-        memory each copy would make the host wait for all that the GPU has been given to do."""
-        return self.accelerator.device.type not in ("cpu", "mps", "xla")
+    def _loader(self, rows, batch_size: int, collate, **order):
+        # To a GPU batches are copied from pinned memory, while it computes. From other memory each copy would
+        # make the host wait for all that the GPU has been given to do.
+        pinned = self.accelerator.device.type not in ("cpu", "mps", "xla")
+        loader = DataLoader(rows, batch_size, collate_fn=collate, pin_memory=pinned, **order)
+        if rows is not self.stream:
+            self.accelerator.dataloader_config.non_blocking = pinned
+            return self.accelerator.prepare(loader)
+        # The stream gives this process its own rows: accelerate must neither divide them again nor hand out
+        # those of the first process to all, as it does by default.
+        return prepare_data_loader(
+            loader, self.accelerator.device, num_processes=1, process_index=0, put_on_device=True,
+            dispatch_batches=False, non_blocking=pinned)
