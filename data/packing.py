@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -155,15 +155,17 @@ def as_batch(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(column) for name, column in whole.items()}
 
 
-@dataclass
 class PreparedRows:
-    splits: dict[str, PackedRows]  # train, and validation where anything was to be held out
-    accounting: dict[str, dict]  # of each, an Accounting as a dictionary
-    folder: str
+    """splits of a folder: train, and validation where anything was to be held out; accounting: of each, an
+    Accounting as a dictionary; rows: the class of the splits."""
 
-    @property
-    def train(self) -> PackedRows:
-        return self.splits["train"]
+    def __init__(self, folder: Path, rows=PackedRows):
+        self.folder = str(folder)
+        self.accounting = json.loads((folder / "preparation.json").read_text())["accounting"]
+        self.splits = {split: rows(folder / f"{split}.npy") for split in self.accounting}
+        for split, account in self.accounting.items():
+            self.splits[split].bytes_per_token = account["bytes"] / max(account["tokens"], 1)
+        self.train = self.splits.get("train")
 
 
 def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
@@ -237,15 +239,7 @@ def prepare_splits(cache_dir, kind: str, settings: dict, write, rows=PackedRows)
         manifest = {"settings": settings, "accounting": write(folder)}
         (folder / "preparation.json").write_text(json.dumps(manifest, indent=1))
 
-    return open_prepared(build_once(cache_dir, kind, settings, build), rows)
-
-
-def open_prepared(folder: Path, rows=PackedRows) -> PreparedRows:
-    accounting = json.loads((folder / "preparation.json").read_text())["accounting"]
-    splits = {split: rows(folder / f"{split}.npy") for split in accounting}
-    for split, account in accounting.items():
-        splits[split].bytes_per_token = account["bytes"] / max(account["tokens"], 1)
-    return PreparedRows(splits, accounting, str(folder))
+    return PreparedRows(build_once(cache_dir, kind, settings, build), rows)
 
 
 class Split:

@@ -26,7 +26,7 @@ from data.fim import fill_in_middle
 from data.foreign import is_foreign
 from data.mixture import MixedOrder, MixedRows, Mixture, share_problems
 from data.order import SampleOrder, evaluation_order, evaluation_rows, keep_batch
-from data.packing import PackedRows, open_prepared, prepare_rows, tokenizer_fingerprint, trained_tokenizer
+from data.packing import PackedRows, PreparedRows, prepare_rows, tokenizer_fingerprint, trained_tokenizer
 from data.pairs import PairRows, prepare_pairs
 from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
 from data.sources.corpus import Corpus, Source, has_split, load_corpus, with_split
@@ -192,7 +192,7 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
         kinds, rows = "pairs-*", functools.partial(PairRows, pack=recipe.pack_pairs)
     cached = {}
     for folder in filter(is_whole, Path(recipe.cache_dir).glob(kinds)):
-        for kept in open_prepared(folder, rows).splits.values():
+        for kept in PreparedRows(folder, rows).splits.values():
             cached[kept.fingerprint] = kept
     shorts, saved = short_names(recipe.dataset_name), recipe.saved["train"]
     try:
