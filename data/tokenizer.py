@@ -101,6 +101,7 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         backend.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
         backend.decoder = decoders.Metaspace(prepend_scheme="first")
         trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
+        texts = itertools.chain(["\n\n\n"], texts)  # it knows only what two words share, as blank lines then
     else:
         backend = Tokenizer(models.WordPiece(unk_token=special["unk_token"]))
         backend.normalizer = normalizers.BertNormalizer(lowercase=False)
@@ -111,11 +112,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         within = {letter for text in texts for letter in LETTER.findall(normal(text))}
         common["special_tokens"] += [f"##{letter}" for letter in sorted(within)]
         trainer = trainers.WordPieceTrainer(**common)
-    pieces = (piece for text in texts for piece in split_text(text))
-    if algorithm == "unigram":  # its trainer thinks only of what two words share: here the blank line
-        pieces = itertools.chain(["\n\n\n"], pieces)
     try:
-        backend.train_from_iterator(pieces, trainer=trainer)
+        backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer=trainer)
     except Exception as error:  # the library raises bare Exceptions, as where Unigram finds too little
         raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
                          "lower vocab_size or take more text") from error
