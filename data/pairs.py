@@ -177,16 +177,21 @@ class PairRows(PackedRows):
             missing = most - rows.members.shape[1]
             rows.members = np.pad(rows.members, ((0, 0), (0, missing)), constant_values=-1)
 
-    def take_packed(self, row: np.ndarray) -> dict[str, np.ndarray]:
-        """input_ids, token_type_ids [B, T]; position_ids [B, T], from 0 on in each pair; attention_mask
-        [B, T], 1 in the first pair of a row, 2 in the second, ..., 0 in padding. And of each pair [B, M] its
-        number, pair (-1: none), where it begins, pair_start, and its next_sentence_label (-100: none)."""
-        pair, each, place = self.members[row], np.arange(len(row))[:, None], np.arange(self.block_size)
+    def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
+        """As PackedRows, with token_type_ids, attention_mask [B, T]: 1 in the first pair of a row, 2 in the
+        second, ..., 0 in padding; next_sentence_label [B]. Packed, position_ids [B, T], from 0 on in each
+        pair, too, and of each pair [B, M] its number, pair (-1: none), where it begins, pair_start, and its
+        next_sentence_label (-100: none)."""
+        pair = self.members[row] if self.pack else row[:, None]
+        each, place = np.arange(len(row))[:, None], np.arange(self.block_size)
         end_of_a, length, label = np.moveaxis(self.spans[pair].astype(np.int64), 2, 0)  # [B, M]
         label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
         ends = length.cumsum(1)
         nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
         real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
+        if not self.pack:
+            return super().take(row) | {"token_type_ids": real & (place >= end_of_a), "attention_mask": real,
+                                        "next_sentence_label": label[:, 0]}  # fmt: skip
         position = np.where(real, place - (ends - length)[each, nth], 0)
         return {
             "input_ids": np.where(real, self.rows[pair[each, nth], position], 0), "position_ids": position,
@@ -194,16 +199,6 @@ class PairRows(PackedRows):
             "attention_mask": np.where(real, nth + 1, 0), "pair": pair,
             "pair_start": np.where(pair < 0, 0, ends - length), "next_sentence_label": label,
         }  # fmt: skip
-
-    def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
-        """As PackedRows, with token_type_ids and attention_mask [B, T], next_sentence_label [B]."""
-        if self.pack:
-            return self.take_packed(row)
-        end_of_a, end, label = self.spans[row].astype(np.int64).T  # [B] each
-        place = np.arange(self.block_size)
-        real = place < end[:, None]  # [B, T]
-        return super().take(row) | {"token_type_ids": real & (place >= end_of_a[:, None]),
-                                    "attention_mask": real, "next_sentence_label": label}  # fmt: skip
 
 
 def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:

@@ -191,7 +191,7 @@ class MaskedLMLoss(ModelLoss):
         """batch: input_ids int64 [B, T], and what else `model_inputs` takes; slots int64 [B, K], the
         positions to predict; slot_labels int64 [B, K], -100 for an empty slot; next_sentence_label int64 [B]
         or not there, 0 = B follows A, 1 = random, -100 = not counted. [B, M] with several pairs to a row
-        (PairRows.take_packed), which begin at pair_start [B, M].
+        (PairRows.take), which begin at pair_start [B, M].
 
         Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training of token_loss, if there is one),
         mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
