@@ -50,7 +50,7 @@ def write_lines(path, lines):
 
 def test_installed_python_is_the_source_on_this_machine():
     corpus = load("installed-python")
-    assert corpus.columns == ["repo_name", "path", "copies", "size", "content", "license"]
+    assert list(next(iter(corpus))) == ["repo_name", "path", "copies", "size", "content", "license"]
     assert corpus.text_column == "content" and not has_split(corpus.source, "validation")
     head = list(itertools.islice(corpus, 400))
     assert head == list(itertools.islice(corpus, 400))

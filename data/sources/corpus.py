@@ -45,7 +45,6 @@ class Corpus:
     source: Source
     text_column: str
     fingerprint: str  # changes when the content may have changed; part of cache keys
-    columns: list[str]
     rows: Callable[[], Iterable[dict]]
 
     @property
@@ -98,7 +97,7 @@ def load_corpus(source: Source) -> Corpus:
         rows = partial(files.in_turn, partial(_article_rows, rows))
     if source.keep_duplicates:
         fingerprint = files.digest(fingerprint, "duplicates")
-    return Corpus(source, column, fingerprint, columns, partial(rows, *source.part))
+    return Corpus(source, column, fingerprint, partial(rows, *source.part))
 
 
 def has_split(source: Source, split: str) -> bool:

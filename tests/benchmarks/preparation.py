@@ -51,7 +51,7 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 
 def ours(texts, tokenizer, folder) -> int:
-    corpus = Corpus(Source("memory"), "text", "memory", ["text"], lambda: ({"text": text} for text in texts))
+    corpus = Corpus(Source("memory"), "text", "memory", lambda: ({"text": text} for text in texts))
     prepared = prepare_rows(corpus, tokenizer, block_size=BLOCK_SIZE, cache_dir=folder)
     return sum(account["tokens"] for account in prepared.accounting.values())
 
