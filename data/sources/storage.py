@@ -57,12 +57,12 @@ def with_retries(action: Callable, what: str, tries: int | None = None):
 def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: int | None = None) -> Iterator:
     """The items of start_at(position); after a failure that may pass, of start_at(items seen so far), with
     the backoff of `with_retries`, which starts over with every item that arrives."""
-    iterator, failures, delays = None, 0, DELAYS[:tries]
+    failures, delays = 0, DELAYS[:tries]
     while True:
         try:
-            iterator = start_at(position) if iterator is None else iterator
-            item = next(iterator)
-        except StopIteration:
+            for item in start_at(position):
+                position, failures = position + 1, 0
+                yield item
             return
         except Exception as error:
             if not is_transient(error) or failures == len(delays) and tries is not None:
@@ -75,10 +75,7 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: i
             told = f"warning: {named} failed ({reason}); next try in {delays[failures]} s"
             print(printable(told), file=sys.stderr, flush=True)
             time.sleep(delays[failures])
-            iterator, failures = None, failures + 1
-            continue
-        position, failures = position + 1, 0
-        yield item
+            failures += 1
 
 
 def bound_waiting() -> None:
