@@ -279,10 +279,10 @@ def main(args: TrainArgs | None = None) -> None:
         return totals
 
     # ---- The loop
-    if args.eval_only:
-        return run.evaluate_only(model, evaluate, data)
     # Whatever has state_dict and load_state_dict: saved, put back, rehearsed. Yours too.
     keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
+    if args.eval_only:
+        return run.evaluate_only(model, evaluate, data, keep)
     if not run.start(model, update, evaluate, data, steps, keep):
         return
     for micro_batches in data.batches(steps, run.step):

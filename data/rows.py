@@ -59,7 +59,7 @@ class Recipe:
     streaming: bool = False
     cache_dir: str = "cache"
     output_dir: str = ""
-    saved: dict | None = field(default=None, hash=False)  # fingerprints of the data of a run to continue
+    saved: dict | None = field(default=None, hash=False)  # name and fingerprints of a run's data, to continue
     seed: int = 42
     max_train_samples: int = 0
     max_eval_samples: int = 0
@@ -185,7 +185,8 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:
     """The rows and the tokenizer of the run to continue; None where the cache has not all of it."""
-    if not recipe.saved or recipe.streaming:
+    of_the_run = recipe.saved and recipe.saved["dataset_name"] == [*recipe.dataset_name]  # not another corpus
+    if not of_the_run or recipe.streaming:
         return None
     kinds, rows = "[rs][oh]*-*", PackedRows
     if recipe.next_sentence:

@@ -88,6 +88,9 @@ def check_ema(runs):
     assert forward(runs, runs.whole / "ema")
     middle = next(line for line in metrics(runs.whole) if "loss/eval" in line)
     assert 0.001 < middle["loss/ema"] - middle["loss/eval"] < 1  # behind, as the loss still falls
+    runs.again(eval_only=True, max_train_steps=5)
+    last, alone = metrics(folder)[-1], json.loads(runs.log.read_text().splitlines()[-1])
+    assert alone["loss/ema"] == pytest.approx(last["loss/ema"], rel=1e-6) != alone["loss/eval"]
 
 
 def check_outlier_updates(runs):
@@ -102,6 +105,19 @@ def check_outlier_updates(runs):
                 norms = [*norms[1:], line["grad_norm"]]
     assert [line["step"] for line in lines if line.get("event") == "skipped_update"] == expected
     assert 0 < len(expected) <= STEPS - 5
+
+
+def check_early_stopping(runs):
+    """At rates that are far too high some loss is worse than the one before; there the run is finished."""
+    folder = runs.again(patience=1, eval_steps=2, learning_rate=1.0, muon_learning_rate=1.0, logging_steps=1)
+    losses = [line["loss/eval"] for line in metrics(folder) if "loss/eval" in line]
+    assert len(losses) < STEPS // 2 and losses[-1] >= min(losses[:-1])
+    assert losses[:-1] == sorted(losses[:-1], reverse=True)
+    last = metrics(folder)[-1]["step"]
+    assert last == 2 * len(losses) and checkpoint(folder, last).exists() and forward(runs, folder)
+    lines = (folder / "metrics.jsonl").read_text()
+    runs.again(patience=1, eval_steps=2, learning_rate=1.0, muon_learning_rate=1.0, logging_steps=1)
+    assert (folder / "metrics.jsonl").read_text() == lines, "finished"
 
 
 def check_growing_batch(runs):
@@ -209,6 +225,7 @@ EDITS = {
     "outlier-updates": Edit(
         settings={"outlier_factor": 1, "usual_updates": 5}, check=check_outlier_updates
     ),
+    "early-stopping": Edit(observes=True, check=check_early_stopping),
     "growing-batch": Edit(settings={"batch_growth_steps": 7}, check=check_growing_batch),
     "second-optimizer": Edit(check=check_second_optimizer),
     "layer-wise-learning-rates": Edit(
@@ -350,7 +367,8 @@ def runs(request, workspace):
         finish([begin(folder / "again", **changes)], log)
         return folder / "again"
 
-    return SimpleNamespace(edit=edit, whole=whole, broken=broken, two=two, plain=PLAIN[key], again=again)
+    made = {"whole": whole, "broken": broken, "two": two, "plain": PLAIN[key], "again": again, "log": log}
+    return SimpleNamespace(edit=edit, **made)
 
 
 def test_it_goes_on_after_a_kill_as_if_nothing_had_happened(runs):

@@ -33,7 +33,7 @@ def test_sums_and_counts_are_added_per_name_in_eval_mode_without_gradients(stop_
         seen.append((model.training, torch.is_grad_enabled()))
         return evaluate(batch)
 
-    found = sums_over_dataset(Accelerator(cpu=True), model, batches, one, lambda: len(seen) - 1 == stop_at)
+    found = sums_over_dataset(Accelerator(cpu=True), [model], batches, one, lambda: len(seen) - 1 == stop_at)
     assert seen == [(False, False)] * (5 if stop_at is None else stop_at + 1) and model.training
     if stop_at is not None:
         assert found is None
@@ -55,7 +55,7 @@ def rows_of(n, seed):
 
 def total_of(rows) -> Total:
     batches = rows.unflatten(1, (-1, 8)).unbind(1)
-    evaluated = sums_over_dataset(Accelerator(cpu=True), nn.Identity(), batches, lambda batch: {"": batch})
+    evaluated = sums_over_dataset(Accelerator(cpu=True), [nn.Identity()], batches, lambda batch: {"": batch})
     return evaluated[""]
 
 

@@ -1,5 +1,6 @@
 """What a user keeps beside the model comes back bit for bit; what update changes and nobody keeps is told."""
 
+import importlib
 import itertools
 from collections import deque
 from pathlib import Path
@@ -168,6 +169,8 @@ calls = SimpleNamespace(count=0)
 
 
 class Counter:
+    made = 0
+
     def __init__(self):
         self.seen = [0, torch.zeros(2)]
 
@@ -175,11 +178,24 @@ class Counter:
 @pytest.mark.parametrize(
     "what",
     ["average", "muon", "tensor", "closure", "namespace", "counter", "helper", "queue", "array", "dict",
-     "generator", "numbers", "attribute", "default",
-     "keyword"],
+     "generator", "numbers", "attribute", "default", "keyword", "random", "iterator", "class", "file", "loss",
+     "ours"],
 )
-def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
+def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what, tmp_path, monkeypatch):
+    """Also in a file of the user's, in a class among the project's, behind a loss that the model holds."""
     model, keep = build(accelerator)
+    (tmp_path / "augment.py").write_text("import random\nseed = random.Random(0)\ndef noise(): seed.random()")
+    monkeypatch.syspath_prepend(tmp_path)
+    noise = importlib.import_module("augment").noise
+    random, losses = np.random.RandomState(0), [0]
+    iterator = iter([1, 2]) if what == "iterator" else None
+    ours = type("Ours", (), {"__module__": "utils.mine"})()
+    ours.mean = torch.zeros(2)
+
+    def token_loss():
+        losses[0] += 1
+
+    model.token_loss = token_loss
     forgotten = {name: keep.pop(name) for name in ("average", "muon")}
     average, muon, tensor, number, counter = *forgotten.values(), torch.zeros(2), 0, Counter()
     queue, array, found, generator = deque([1]), np.zeros(2), {}, torch.Generator()
@@ -224,13 +240,26 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
             default[0] += 1
         elif what == "keyword":
             keyword[0] += 1
+        elif what == "random":
+            random.rand()
+        elif what == "iterator":
+            next(iterator)
+        elif what == "class":
+            Counter.made += 1
+        elif what == "file":
+            noise()
+        elif what == "loss":
+            model.token_loss()
+        elif what == "ours":
+            ours.mean += 1
         model.zero_grad()
 
     update.calls = 0
 
     everything = {**keep, **forgotten}
     known = {"tensor": "tensor", "closure": "number", "namespace": "calls.count", "helper": "tensor",
-             "counter": "counter.seen", "dict": "found", "attribute": "update.calls"}  # fmt: skip
+             "counter": "counter.seen", "dict": "found", "attribute": "update.calls", "class": "Counter.made",
+             "file": "seed", "loss": "losses", "ours": "ours.mean"}  # fmt: skip
     watch = Watch(update, model, keep)
     update()
     with pytest.raises(ValueError, match=f"update changes {known.get(what, what)},"):
@@ -239,6 +268,68 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what):
         watch = Watch(update, model, everything)
         update()
         watch.check()
+
+
+def test_batches_that_depend_on_those_before_are_named(accelerator):
+    """They are made ahead, so that no resume could tell where what makes them was."""
+    model, keep = build(accelerator)
+    numbers = np.random.default_rng(0)
+
+    def collate(batch):
+        return batch + numbers.random()
+
+    watch = Watch(lambda: None, model, keep, collate=collate)
+    assert watch.changed() == ""
+    collate(1)
+    assert "data.collate.numbers changes, and batches are made ahead of the step" in watch.changed()
+
+
+def test_an_optimizer_that_moves_nothing_is_told(accelerator, capsys):
+    model, keep = build(accelerator)
+
+    def update():
+        model(torch.ones(2, 6)).square().sum().backward()
+        keep["adamw"].step()
+
+    watch = Watch(update, model, keep)
+    update()
+    watch.check_optimizers(accelerator)
+    assert capsys.readouterr().out.startswith("warning: muon has moved no weight")
+
+
+APART = """
+import os, sys, torch
+from accelerate import Accelerator
+from utils.state.rehearsal import Watch
+accelerator = Accelerator(cpu=True)
+rank, exchanged = accelerator.process_index, sys.argv[1] == "exchanged"
+model, scale = accelerator.prepare(torch.nn.Linear(2, 2)), torch.nn.Parameter(torch.ones(()))
+own = torch.optim.SGD([scale], 0.1)
+
+def update():
+    (scale * model(torch.full((1, 2), 1.0 + rank))).sum().backward()
+    if exchanged:
+        scale.grad.copy_(accelerator.reduce(scale.grad, "mean"))
+    own.step()
+
+watch = Watch(update, model, {"own": own})
+update()
+try:
+    watch.check_optimizers(accelerator)
+    print("together")
+except ValueError as error:
+    print(error)
+accelerator.end_training()
+os._exit(0)
+"""
+
+
+def test_weights_outside_the_model_that_move_apart_are_named(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(APART.replace("os._exit(0)", "sys.stdout.flush(); os._exit(0)"))
+    told = [forked.run(str(script), [how], processes=2).stdout for how in ("exchanged", "apart")]
+    assert told[0].split() == ["together", "together"]
+    assert told[1].count("weights of own outside the model differ between processes") == 2
 
 
 @pytest.mark.parametrize("what", ["head", "scale"])

@@ -360,15 +360,16 @@ def test_a_recipe_takes_its_settings_by_name(folder):
 def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_source(folder, kind, tmp_path):
     first = opened(recipe(folder, kind, cache_dir=str(tmp_path / "cache")))
     gone = recipe(folder, kind, cache_dir=str(tmp_path / "cache"), dataset_name="/gone",
-                  tokenizer_name="/gone", output_dir=f"{folder}/tokenizer", saved=first.fingerprints)
+                  tokenizer_name="/gone", output_dir=f"{folder}/tokenizer",
+                  saved=first.fingerprints | {"dataset_name": ["/gone"]})
     again = opened(gone)
     assert again.fingerprints == first.fingerprints
     assert lists(again.loader(0, 40)) == lists(first.loader(0, 40))
     assert lists(again.evaluation()) == lists(first.evaluation())
     assert again.evals[""].bytes_per_token == first.evals[""].bytes_per_token
     for changed in ({"cache_dir": str(tmp_path / "other")}, {"output_dir": "/gone"},
-                    {"saved": first.fingerprints | {"tokenizer": "x"}},
-                    {"saved": first.fingerprints | {"train": "x"}}):
+                    {"saved": gone.saved | {"tokenizer": "x"}}, {"saved": gone.saved | {"train": "x"}},
+                    {"saved": gone.saved | {"dataset_name": ["another"]}}):
         problems = []
         open_sources(replace(gone, **changed), problems)
         assert any("/gone" in line for line in problems), changed

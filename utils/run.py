@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import set_seed
+from torch import nn
 
 from utils import xla
 from utils.display.curves import draw_curves
@@ -32,7 +34,7 @@ from utils.publishing.push import NOT_THE_MODEL, Pusher
 from utils.publishing.secrets import without_secrets
 from utils.publishing.stores import fetch_checkpoint, open_store, refuse_another
 from utils.settings import as_list, changed_settings, code_version, save_args
-from utils.state.checkpoint import Checkpoints, disk_space, outdate, step_of, thing_bytes
+from utils.state.checkpoint import Checkpoints, disk_space, outdate, restore_modules, step_of, thing_bytes
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
 from utils.state.rehearsal import Watch, rehearsal
 from utils.state.training_state import bare_optimizer
@@ -67,6 +69,7 @@ class Run:
                   f"{args.output_dir}; stop it, and the same command goes on", flush=True)  # fmt: skip
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "seen": []}  # data sets of a mixture, once
+        self.evaluated = lambda record: False  # yours: takes each evaluation's numbers, True ends the run
 
     # ---- Before the first step
 
@@ -77,9 +80,14 @@ class Run:
         self.kind, self.predicted = kind, predicted
         self.flops = flops_per_token(lm, self.args.block_size, head_share=predicted)
 
-    def evaluate_only(self, model, evaluate, data) -> None:
-        """Prints the numbers of the evaluation sets as JSON; writes nothing."""
-        self.model, self.evaluate_batch, self.data = model, evaluate, data
+    def evaluate_only(self, model, evaluate, data, keep: dict) -> None:
+        """Prints the numbers of the evaluation sets as JSON; writes nothing. Modules in keep, such as an
+        average of the weights, are put back from the newest checkpoint where the model is output_dir's."""
+        self.model, self.evaluate_batch, self.data, self.keep = model, evaluate, data, keep
+        there = self.args.output_dir if self.args.model_name_or_path == self.args.output_dir else None
+        if new := restore_modules(there, model, keep):
+            self.accelerator.print(f"warning: no checkpoint here has {', '.join(new)}: evaluated as new",
+                                   file=sys.stderr)  # fmt: skip
         self.accelerator.print(json.dumps(self._evaluation()))
 
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
@@ -88,6 +96,9 @@ class Run:
         keep: {name: what has state_dict and load_state_dict} beside the model is saved, put back, rehearsed.
         ValueError where the checkpoint does not fit, and where update changes what nobody keeps."""
         args, accelerator, is_main = self.args, self.accelerator, self.is_main
+        for name in [name for name, thing in keep.items() if isinstance(thing, AcceleratedScheduler)]:
+            raise ValueError(f"{name}: went through accelerator.prepare, which makes it step once for each "
+                             "process; leave it out there.")  # fmt: skip
         self.model, self.evaluate_batch, self.data, self.steps, self.keep = model, evaluate, data, steps, keep
         stable, every = stable_steps(args, steps), steps.every(args.save_steps)
         saves = [*range(every, steps.last, every), stable[1], steps.last]
@@ -110,7 +121,7 @@ class Run:
         saved = self.checkpoints.load(args.resume_from_checkpoint, model, keep, self._check_saved)
         origin = without_secrets(self.checkpoints.origin)
         if saved:
-            self.state = saved["state"] | ({"origin": origin} if origin else {})
+            self.state = saved["state"] | ({"origin": origin, "ended": None} if origin else {})
             data.load_state_dict(saved["stream"])
         begins = 0 if origin else self.step
         if is_main:
@@ -122,7 +133,7 @@ class Run:
             refuse_another(self.store, args.output_dir, math.inf if auto else begins)
         if self.repo_id or self.store:
             self.pusher = Pusher(self.repo_id, args.output_dir, self.store)
-        if self.step >= steps.last and not self.state["evaluation_due"]:
+        if self._done:
             accelerator.print(f"{args.output_dir}: this run is finished, {self.step} steps; nothing to do.")
             self._push()  # the last one may have been cut off; nothing is sent that the Hub has
             if self.pusher and not self.pusher.finish(args.hub_timeout):
@@ -132,7 +143,8 @@ class Run:
         accelerator.print(self._report(disk))
         self._tell_changes(saved)
         self._tell_unguarded()
-        self.watch, self.begun = Watch(update, model, keep, known=(data, steps, args)), self.step
+        self.watch = Watch(update, model, keep, known=(data, steps, args, self), collate=data.collate)
+        self.begun, self.begun_with = self.step, asdict(args)
         if args.preflight and not saved:
             self._rehearse(update)
         self._keep_milestone()  # wanted only now, or lost with another machine
@@ -230,7 +242,8 @@ class Run:
                                   "evaluations and saves come on top")
             for name in data.evals:
                 first = [next(iter(data.evaluation(name)))]
-                sums_over_dataset(accelerator, self.model, first, self.evaluate_batch)
+                totals = sums_over_dataset(accelerator, self._modules, first, self.evaluate_batch)
+                self.task.metrics(totals, data.evals[name].bytes_per_token)
             self.task.samples(accelerator, self.model, data.tokenizer, self.args.prompts, quick=True)
 
     def _evaluation_caught_up(self) -> bool:
@@ -240,10 +253,10 @@ class Run:
         self.evaluate()
         if self.state["evaluation_due"]:  # and another signal: all is saved, or not yet begun
             raise SystemExit(exit_status(self.stopping))
-        if done := self.step >= self.steps.last:
+        if self._done:
             self.save()
             self.finish()
-        return not done
+        return not self._done
 
     # ---- In the loop
 
@@ -254,8 +267,13 @@ class Run:
 
     @property
     def stopping(self) -> int:
-        """The stop signal that all processes have agreed on, or 0."""
-        return self.stop.answer
+        """The stop signal that all processes have agreed on, or 0; the step at which `evaluated` ends it."""
+        return self.stop.answer or self.state.get("ended") or 0
+
+    @property
+    def _done(self) -> bool:
+        ended = self.step >= self.steps.last or self.state.get("ended")
+        return bool(ended) and not self.state["evaluation_due"]
 
     def seed_step(self) -> None:
         """Random numbers are a function of (seed, step, process): evaluating or saving leaves no trace."""
@@ -278,6 +296,9 @@ class Run:
     def log(self, record: dict, skipped=()) -> None:
         """A line of training. skipped: for each update since the last line 1 if it was skipped, else 0."""
         step, steps = self.step, self.steps
+        if changed := [name for name, value in asdict(self.args).items() if value != self.begun_with[name]]:
+            raise ValueError(f"{changed[0]}: changed in the loop, but read before it. What changes with the "
+                             "step is a function of it, as in docs/edits/growing-batch.diff.")  # fmt: skip
         for event in skipped_updates(skipped, step, steps.rows_before):
             self.metrics.write(event)
             self.state["skipped_updates"] += 1
@@ -300,6 +321,8 @@ class Run:
             if record is None:
                 return
             self.state["eval"] = record
+            if self.evaluated(record):
+                self.state["ended"] = self.step
             self._log({"tokens": self.steps.tokens_before(self.step), **record})  # for dashboards, as an axis
             if self.args.keep_best:
                 self._keep_best(record)
@@ -348,12 +371,14 @@ class Run:
         self._log_pushes()
         if self.failure:
             raise RuntimeError(self.failure)
-        done = last and not self.state["evaluation_due"]
-        stopped_by = 0 if done else self.stopping  # too late to stop anything
-        if not (last or stopped_by):
-            raise RuntimeError(f"the data ended at step {self.step} of {steps.last}: see above")
+        stopped_by = 0 if self._done else self.stopping  # too late to stop anything
+        if not (last or self._done or stopped_by):
+            raise RuntimeError(f"the loop ended at step {self.step} of {steps.last}: its data did, or a "
+                               "break of yours; docs/edits/early-stopping.diff ends a run early")
         self.accelerator.end_training()
         self.stop.close()
+        if self.state.get("ended"):
+            self.accelerator.print(f"Ended at step {self.step} of {steps.last}, by its last evaluation.")
         if stopped_by:
             told = f"Stopped at step {self.step} of {steps.last} and saved; run it again to go on."
             self.accelerator.print(told)
@@ -366,7 +391,7 @@ class Run:
     def _summary(self) -> str:
         steps, folder, settings = self.steps, self.args.output_dir, self.settings
         results = {
-            "steps": steps.last, "tokens": steps.tokens_before(steps.last),
+            "steps": self.step, "tokens": steps.tokens_before(self.step),
             "time": duration(self.throughput.seconds),
             **({"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}),
             **self.state["eval"], "model": folder, "curves": f"{folder}/curves.png",
@@ -404,12 +429,16 @@ class Run:
         record = {}
         for name, rows in self.data.evals.items():
             batches = bar(self.data.evaluation(name), "evaluating", is_main_process=self.is_main)
-            totals = sums_over_dataset(self.accelerator, self.model, batches, self.evaluate_batch, stopped)
+            totals = sums_over_dataset(self.accelerator, self._modules, batches, self.evaluate_batch, stopped)
             if totals is None:
                 return None
             metrics = self.task.metrics(totals, rows.bytes_per_token)
             record |= {f"{key}/{name}" if name else key: value for key, value in metrics.items()}
         return record
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [thing for thing in (self.model, *self.keep.values()) if isinstance(thing, nn.Module)]
 
     def _keep_milestone(self) -> None:
         if self.step not in self.milestones:
@@ -433,7 +462,8 @@ class Run:
 
     def _log(self, record: dict) -> None:
         self._log_pushes()
-        record = {"step": self.step, **record}
+        scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
+        record = {"step": self.step, **record, **scalars}
         self.metrics.write(record)
         log_to_trackers(self.accelerator, record, self.lacks)
         status = self.pusher.status if self.pusher else ""

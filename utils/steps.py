@@ -16,8 +16,9 @@ class Steps:
     def __init__(self, args, accelerator, rows: int | None, micro_batches: Callable[[int], int] | None = None,
                  row_tokens: Callable[[int], int] | None = None):  # fmt: skip
         self.rows = rows  # of one epoch; None where only the end of a stream would tell
-        self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
-        self._row_tokens = row_tokens or (lambda step: args.block_size)
+        micro, tokens = args.gradient_accumulation_steps, args.block_size
+        self.micro_batches = micro_batches or (lambda step: micro)
+        self._row_tokens = row_tokens or (lambda step: tokens)
         self._constant = micro_batches is None and row_tokens is None
         self._rows_each = args.per_device_train_batch_size * accelerator.num_processes
         self._sums = [(0, 0)]  # rows and tokens before each step, as far as was asked for

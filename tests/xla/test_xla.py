@@ -159,5 +159,5 @@ def test_an_error_in_the_data_ends_the_run(script, workspace, tmp_path):
     settings = settings_for(script, workspace, max_train_steps=100, eval_steps=100, save_steps=100)
     done = launch(broken, workspace / f"{Path(script).stem}-broken", settings)
     assert done.returncode != 0
-    assert re.search(r"the data ended at step \d+ of 100", done.stderr), done.stderr[-3000:]
+    assert re.search(r"the loop ended at step \d+ of 100", done.stderr), done.stderr[-3000:]
     assert "this disk is broken" in done.stderr

@@ -20,24 +20,28 @@ Totals = dict[str, Total]
 
 
 @torch.no_grad()
-def sums_over_dataset(accelerator, model: torch.nn.Module, batches: Iterable,
+def sums_over_dataset(accelerator, modules: Iterable[torch.nn.Module], batches: Iterable,
                       evaluate: Callable[[dict], dict[str, tuple[torch.Tensor, torch.Tensor]]],
                       stopped: Callable[[], int] = lambda: 0) -> Totals | None:  # fmt: skip
     """Adds up what `evaluate(batch)` gives, {name: (sums, counts)}, both [B] or both 0-d, over all batches
     and processes: in float64, at the end; before, the host reads nothing. None if `stopped()` ended it early.
+    Meanwhile the modules are in eval mode.
 
     Padding rows (row == -1) must count as nothing in it; then every sample counts once, however divided."""
-    model.eval()
-    values = []
+    training, values = [module for module in modules if module.training], []
+    for module in training:
+        module.eval()
     for batch in batches:
         found = evaluate(batch)
         parts = [value.detach().float().reshape(-1) for pair in found.values() for value in pair]
         values.append(torch.cat(parts))
         sync()  # the last batch's graph is that of all others
-        if stopped():
-            model.train()
-            return None
-    model.train()
+        if early := stopped():
+            break
+    for module in training:
+        module.train()
+    if early:
+        return None
     values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]
     columns = iter(values.cpu().double().split([len(part) for part in parts], dim=1))
     totals = {}
@@ -65,6 +69,8 @@ def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, floa
     """totals: "loss/eval", cross-entropy in nats over predicted tokens, and any others, told as their means.
     bytes_per_token: UTF-8 bytes of the text over its tokens, 0 if unknown. bits_per_byte compares models with
     different tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
+    if "loss/eval" not in totals:
+        raise ValueError("evaluate: gives no loss/eval, of which perplexity is made; others go beside it")
     total = Total(*totals["loss/eval"])
     loss = total.sum / total.count
     metrics = {
@@ -77,6 +83,8 @@ def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, floa
 def masked_metrics(totals: Totals) -> dict[str, float | None]:
     """totals: "loss/mlm" and "accuracy" over predicted tokens, with pairs "loss/nsp" and "nsp_accuracy" over
     rows, and any others, told as their means. loss/eval is what is trained: both losses, if two."""
+    if missing := {"loss/mlm", "accuracy"} - totals.keys():
+        raise ValueError(f"evaluate: gives no {min(missing)}; others go beside it")
     total = Total(*totals["loss/mlm"])
     tokens = max(total.count, 1)
     mlm = total.sum / tokens

@@ -291,6 +291,18 @@ def _class_name(thing) -> str:
     return type(training_state.bare_optimizer(thing) or thing).__name__
 
 
+def restore_modules(output_dir, model, keep: dict) -> list[str]:
+    """Put the modules of `keep` back from the newest valid checkpoint, if any, of output_dir (None: of none).
+    Returns the names of those that it has not; nothing is written."""
+    made = list_checkpoints(Path(output_dir, "checkpoints"))[::-1] if output_dir else []
+    folder = next((path for path in made if not find_problem(path)), None)
+    trees = _read_state(folder)["keep"] if folder else {}
+    modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
+    for name in modules.keys() & trees.keys():
+        training_state.restore(folder, name, modules[name], trees[name], model)
+    return sorted(modules.keys() - trees.keys())
+
+
 def list_checkpoints(folder) -> list[Path]:
     """Complete checkpoints by their names, oldest first; nothing is verified."""
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))

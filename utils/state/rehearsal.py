@@ -10,14 +10,17 @@ import shutil
 import sys
 import types
 from collections import deque
+from collections.abc import Iterator
+from io import IOBase
 
 import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
 from utils.state.checkpoint import Checkpoints
-from utils.state.training_state import bare_optimizer, digest, freeze, reshard
+from utils.state.training_state import bare_optimizer, digest, freeze, gather_bytes, reshard
 
 # What differs when a value of these types has changed.
 CONTENT = (
@@ -26,6 +29,8 @@ CONTENT = (
     (torch.Generator, lambda generator: generator.get_state().tolist()),
     (random.Random, lambda generator: generator.getstate()),
     (np.random.Generator, lambda generator: repr(generator.bit_generator.state)),
+    (np.random.RandomState, lambda generator: repr(generator.get_state())),
+    (PretrainedConfig, lambda config: ""),  # saving completes it
     ((set, frozenset), lambda values: sorted(map(repr, values))),
 )
 # Attributes that torch itself gives to modules and optimizers: saved as such, or of the moment.
@@ -50,6 +55,7 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     rehearsed.save(0, model, keep, extra={}, final=True)
     yield folder
     watch.check()
+    watch.check_optimizers(accelerator)
     model.zero_grad(set_to_none=True)
     checkpoints.reserve(model, keep)  # before the optimizer's state is gone again
     rehearsed.load("auto", model, keep)
@@ -72,15 +78,22 @@ class Watch:
     """Notices what a function changes and nobody keeps: objects with a state_dict, tensors, counters,
     generators of random numbers; and what is kept and not put back: attributes of classes of the user's own.
 
-    It looks at what `closed_over` finds, and inside containers and objects that no library has made. Nothing
-    of a device is read: a tensor counts its changes. Made before the function runs."""
+    It looks at what `closed_over` finds, from the function, those that the model's modules hold (a loss) and
+    collate, which makes batches; and inside containers and objects that no library has made. Nothing of a
+    device is read: a tensor counts its changes. Made before the function runs."""
 
-    def __init__(self, function, model, keep: dict, known=()):
-        self.function, self.model = function, model
-        self.kept = {"model": model, **keep}
-        mine = [*known, *self.kept.values(), *model.modules(), *model.parameters(), *model.buffers()]
+    def __init__(self, function, model, keep: dict, known=(), collate=None):
+        self.function, self.model, self.collate = function, model, collate
+        self.kept, modules = {"model": model, **keep}, [*model.modules()]
+        mine = [*known, *self.kept.values(), *modules, *model.parameters(), *model.buffers()]
         mine += [thing.optimizer for thing in keep.values() if hasattr(thing, "optimizer")]
+        own = [thing for thing in keep.values() if isinstance(thing, torch.nn.Module)]
+        mine += [parameter for thing in own for parameter in thing.parameters()]
         self.known = {id(thing) for thing in mine}
+        held = [value for module in modules for value in vars(module).values() if _is_of_the_user(value)]
+        self.functions = [function, *(value for value in held if isinstance(value, types.FunctionType))]
+        self.optimizers = {name: found for name, thing in keep.items() if (found := bare_optimizer(thing))}
+        self.weights = {name: self._weights(name) for name in self.optimizers}
         self.before, self.inside = self._look(), self._look_inside()
         self.told = set()
 
@@ -92,6 +105,10 @@ class Watch:
         if not names:
             return ""
         self.told.update(names)
+        if names[0].startswith("data.collate"):
+            return (f"{_listed(names)} changes, and batches are made ahead of the step: a resumed run would "
+                    "make others. Let it follow from a batch's position, epoch and row, as in "
+                    "data/masking.py.")  # fmt: skip
         first = names[0].split(".")[0]
         return (f"keep: {self.function.__name__} changes {_listed(names)}, and nobody keeps it: a resumed "
                 f"run would begin it anew. Hand it over, keep=dict(..., {first}={first}), as an object with "
@@ -112,6 +129,25 @@ class Watch:
         if told := self.changed():
             raise ValueError(told)
 
+    def check_optimizers(self, accelerator) -> None:
+        """Tells which kept optimizers have moved no weight. ValueError where weights outside the model have
+        moved apart on several processes."""
+        weights = {id(weight) for weight in self.model.parameters()}
+        for name, optimizer in self.optimizers.items():
+            if self._weights(name) == self.weights[name]:
+                accelerator.print(f"warning: {name} has moved no weight: it makes no step yet, or nothing "
+                                  "that is trained depends on them.")  # fmt: skip
+            own = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in weights]
+            found = digest({}, {str(i): weight.detach() for i, weight in enumerate(own)}).encode()
+            if len(set(gather_bytes(accelerator, found))) > 1:
+                raise ValueError(f"keep: weights of {name} outside the model differ between processes, as "
+                                 "nobody exchanges their gradients. Before its step, for each of them: "
+                                 'weight.grad.copy_(accelerator.reduce(weight.grad, "mean")).')  # fmt: skip
+
+    def _weights(self, name: str) -> list:
+        groups = self.optimizers[name].param_groups
+        return [_version(weight) for group in groups for weight in group["params"]]
+
     def check_restored(self) -> None:
         """ValueError where something kept was put back and an attribute of it is not as it was."""
         now = self._look_inside()
@@ -123,8 +159,13 @@ class Watch:
 
     def _look(self) -> dict:
         found = {}
-        for name, value in closed_over(self.function).items():
-            self._add(found, name, value)
+        for function in self.functions:
+            for name, value in closed_over(function).items():
+                self._add(found, name, value)
+        collate = self.collate
+        inside = closed_over(collate) if isinstance(collate, types.FunctionType) else {"": collate}
+        for name, value in inside.items():
+            self._add(found, f"data.collate.{name}".rstrip("."), value, read=True)
         return found
 
     def _look_inside(self) -> dict:
@@ -133,7 +174,7 @@ class Watch:
         for name, thing in self.kept.items():
             module = isinstance(thing, torch.nn.Module)
             parts = thing.modules() if module else [bare_optimizer(thing) or thing]
-            for part in (part for part in parts if not _of_a_library(part)):
+            for part in filter(_is_of_the_user, parts):
                 values = {**vars(type(part)), **getattr(part, "__dict__", {})}  # a counter may begin there
                 stored = values.pop("_non_persistent_buffers_set", set())
                 values |= {key: values.get("_buffers", {}).get(key) for key in stored}
@@ -159,7 +200,9 @@ class Watch:
                 tree, tensors = freeze(value, self.model)
                 versions = [_version(tensor) for tensor in tensors.values()]
                 found[name] = digest(tree, tensors) if read else repr((tree, versions))
-        elif isinstance(value, types.SimpleNamespace) or not _of_a_library(value):
+        elif isinstance(value, Iterator) and not isinstance(value, IOBase):
+            found[name] = object()  # where it is nobody can tell, nor put back
+        elif isinstance(value, types.SimpleNamespace) or _is_of_the_user(value, or_ours=not read):
             for key, item in getattr(value, "__dict__", {}).items():
                 self._add(found, f"{name}.{key}", item, depth + 1, read)
 
@@ -173,12 +216,13 @@ def _version(tensor) -> tuple:
         return (id(tensor),)
 
 
-def _of_a_library(value) -> bool:
-    """Whether the class of an object comes with Python, from a package, or from this project."""
-    module = type(value).__module__
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    known = {"data", "utils", *sys.stdlib_module_names} - {"__main__"}
-    return "site-packages" in file or "dist-packages" in file or module.split(".")[0] in known
+def _is_of_the_user(value, or_ours: bool = False) -> bool:
+    """Whether a function, a class or an object's class comes neither with Python, nor from a package, nor
+    (but with or_ours) from this project."""
+    module = value.__module__ if isinstance(value, types.FunctionType | type) else type(value).__module__
+    file, first = getattr(sys.modules.get(module), "__file__", None) or "", (module or "").split(".")[0]
+    known = {*sys.stdlib_module_names} - {"__main__"} | (set() if or_ours else {"data", "utils"})
+    return "site-packages" not in file and "dist-packages" not in file and first not in known
 
 
 def _roots(names) -> list[str]:
@@ -191,7 +235,7 @@ def _listed(names: list[str]) -> str:
 
 
 def closed_over(function, seen=None) -> dict:
-    """{name: value} of what a script's function, and those of the script that it calls, take from outside."""
+    """{name: value} of what a script's function, and those of the user's that it calls, take from outside."""
     seen = {function} if seen is None else seen
     found, code = function.__globals__, function.__code__
     values = {}
@@ -203,9 +247,8 @@ def closed_over(function, seen=None) -> dict:
     values |= dict(zip(arguments[::-1], defaults[::-1], strict=False)) | (function.__kwdefaults__ or {})
     values |= {f"{function.__name__}.{name}": value for name, value in vars(function).items()}
     for value in list(values.values()):
-        ours = isinstance(value, types.FunctionType) and value.__module__ == function.__module__
-        if ours and value not in seen:
+        if isinstance(value, types.FunctionType) and _is_of_the_user(value) and value not in seen:
             seen.add(value)
             values = closed_over(value, seen) | values
-    kinds = types.ModuleType | type
-    return {name: value for name, value in values.items() if name[0] != "_" and not isinstance(value, kinds)}
+    return {name: value for name, value in values.items() if name[0] != "_" and not (
+        isinstance(value, types.ModuleType) or isinstance(value, type) and not _is_of_the_user(value))}
