@@ -207,7 +207,7 @@ def prepare_rows(corpus, tokenizer, *, block_size: int, validation_fraction: flo
                 break
             fraction = max(2 * fraction, 2 / train.kept)  # holds out what the smaller one did, and more
             print(f"validation_fraction {validation_fraction} of {train.kept} documents fills no row of "
-                  f"{block_size} tokens: holding out {fraction:.2g}", flush=True)
+                  f"{block_size} tokens: holding out {min(fraction, 1):.2g}", flush=True)
         for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
             print(split.counts.table(f"{source.name}, {name}"))
         if train.evaluated:

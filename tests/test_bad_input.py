@@ -91,6 +91,8 @@ MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay
 CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
 CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
 CLM | --config_overrides n_layer                        | not of the form name=value
+CLM | --model_type llama                                | their default is for gpt2 or modernbert; give those of llama, such as --config_overrides num_hidden_layers=4
+MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --config_overrides n_layer=two                    | 'two' is no int
 CLM | --config_overrides n_layer=0                      | 'n_layer=0': a model without layers
 CLM | --config_overrides n_layer=-1                     | a model without layers

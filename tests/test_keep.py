@@ -12,7 +12,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from data.masking import MaskTokens
 from tests import forked
+from tests.test_masking import SPECIAL, make_batch, make_tokenizer
 from utils.state.checkpoint import Checkpoints, thing_bytes
 from utils.state.rehearsal import Watch, rehearsal
 from utils.state.training_state import digest, freeze
@@ -282,6 +284,12 @@ def test_batches_that_depend_on_those_before_are_named(accelerator):
     assert watch.changed() == ""
     collate(1)
     assert "data.collate.numbers changes, and batches are made ahead of the step" in watch.changed()
+    masks = MaskTokens(make_tokenizer(**SPECIAL), 0.3, seed=0)
+    watch = Watch(lambda: None, model, keep, collate=masks)
+    masks(make_batch([0, 1]))
+    assert watch.changed() == ""
+    masks.mlm_probability = 0.2
+    assert "data.collate.mlm_probability changes" in watch.changed()
 
 
 def test_an_optimizer_that_moves_nothing_is_told(accelerator, capsys):

@@ -52,10 +52,15 @@ from utils.entry import entry_point
 
 @entry_point
 def main():
+    if sys.argv[1] == "full":
+        with open("/dev/full", "w") as file:
+            file.write("x")
     sys.exit({"nothing": None, "seven": 7, "told": "told"}[sys.argv[1]])
 
 main()
 """
-    for word, status in {"nothing": 0, "seven": 7, "told": 1}.items():
+    for word, status in {"nothing": 0, "seven": 7, "told": 1, "full": 1}.items():
         done = run_code(code, [word], processes)
         assert (done.returncode, "told" in done.stderr) == (status, word == "told")
+    assert "no space is left; make room and run the same command again" in done.stderr
+    assert "Traceback" not in done.stderr

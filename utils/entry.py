@@ -1,6 +1,7 @@
 """How a script begins and ends: stop signals, mistakes in one message, an exit status that says why."""
 
 import contextlib
+import errno
 import functools
 import multiprocessing
 import os
@@ -34,6 +35,12 @@ def user_mistakes() -> Iterator[None]:
             time.sleep(5)
         print(f"error: {without_secrets(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {error.filename or 'a disk'}: no space is left; make room and run the same command "
+              "again: it goes on from the newest checkpoint", file=sys.stderr, flush=True)  # fmt: skip
+        raise SystemExit(1) from None
     except RuntimeError as error:
         if not (message := lost_peer(error)):
             raise

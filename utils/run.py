@@ -35,6 +35,7 @@ from utils.publishing.secrets import without_secrets
 from utils.publishing.stores import fetch_checkpoint, open_store, refuse_another
 from utils.settings import as_list, changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints, disk_space, outdate, restore_modules, step_of, thing_bytes
+from utils.state.files import retire
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
 from utils.state.rehearsal import Watch, rehearsal
 from utils.state.training_state import bare_optimizer
@@ -180,6 +181,10 @@ class Run:
         args, accelerator, steps = self.args, self.accelerator, self.steps
         if self.is_main:
             save_args(args, self.code, self.state.get("origin"), attention=self.config._attn_implementation)
+        lines = Path(args.output_dir, "metrics.jsonl")
+        if self.is_main and args.resume_from_checkpoint == "none" and lines.exists():
+            retire(lines)
+            print(f"run        begins anew: the lines of the one before are in replaced-{lines.name}")
         offset = saved["metrics_offset"] if saved and not self.checkpoints.origin else 0
         self.metrics = MetricsLog(args.output_dir, offset, self.is_main, self.state.get("origin"))
         project = Path(sys.modules[type(args).__module__].__file__).stem
@@ -236,6 +241,7 @@ class Run:
                 first = next(data.batches(self.steps, self.step))
                 # The first compiles and takes memory. As many on all processes, which exchange gradients.
                 _, *seconds = (timed(update, first) for _ in range(3))
+                self.watch.check_optimizers(accelerator)
                 seconds, tokens = min(seconds), self.steps.tokens_before
                 left = duration(seconds * tokens(self.steps.last) / tokens(1))
                 accelerator.print(f"time       about {left} here, at {1000 * seconds:,.0f} ms a step; "

@@ -159,7 +159,8 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
 def common_problems(args: Any) -> list[str]:
     """What is wrong with the settings that both scripts have, a line each."""
     problems = number_problems(args)
-    problems += folder_problems("output_dir", args.output_dir) + folder_problems("cache_dir", args.cache_dir)
+    for name in ["cache_dir"] if args.eval_only else ["output_dir", "cache_dir"]:
+        problems += folder_problems(name, getattr(args, name))
     checks = (quiet_libraries, args.log_level), (check_trackers, args.report_to), (check_devices,)
     checks += ((milestone_steps, args.milestones, args.max_train_steps),)
     for check, *values in checks:

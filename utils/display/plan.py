@@ -174,4 +174,6 @@ if __name__ == "__main__":
         device_type="cpu" if args.device_name == "cpu" else "cuda",
     )  # fmt: skip
     peak = peak_flops(args.device_name)
+    print(f"{args.per_device_train_batch_size} rows of {args.block_size:,} tokens, {args.precision}, on a "
+          f"{args.device_name}: --device_name \"NVIDIA H100\" for a GPU, which attends in less memory")
     print(describe(plan, peak and peak * args.mfu * args.devices, args.tokens))

@@ -26,6 +26,7 @@ MODEL_CLASSES = {
 # What attention is computed by, and what a transformers model says where it can
 ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
              "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa"}  # fmt: skip
+OF_DEFAULTS = "gpt2", "modernbert"  # the scripts' own
 ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",)}  # which includes ROCm
 PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
 CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
@@ -261,7 +262,7 @@ def _positions_after_pad(kind, config, values):
 def _parse_overrides(config, overrides):
     """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config. Or
     a JSON object, for lists and parts."""
-    defaults, chosen, problems, items = config.to_dict(), {}, [], []
+    defaults, chosen, problems, items, unknown = config.to_dict(), {}, [], [], False
     known = {*defaults, *config.attribute_map}
     if (overrides or "").startswith("{"):
         try:
@@ -278,6 +279,7 @@ def _parse_overrides(config, overrides):
         if name not in known:
             told = f"config_overrides, {name!r}: {config.model_type} has no such setting"
             problems.append(told + _near(name, known))
+            unknown = True
             continue
         name = config.attribute_map.get(name, name)
         default = defaults.get(name)
@@ -285,6 +287,10 @@ def _parse_overrides(config, overrides):
             chosen[name] = _typed(value, default) if isinstance(value, str) else value
         except ValueError:
             problems.append(f"config_overrides, {name!r}: {value!r} is no {type(default).__name__}")
+    if unknown and config.model_type not in OF_DEFAULTS:
+        problems.append(f"config_overrides: their default is for {' or '.join(OF_DEFAULTS)}; give those of "
+                        f"{config.model_type}, such as --config_overrides num_hidden_layers=4,hidden_size="
+                        "128,num_attention_heads=4, or '' for its full size")  # fmt: skip
     return chosen, problems
 
 
@@ -306,6 +312,7 @@ def _unfit(kind, config, blamed):
     model = classes.get(config if isinstance(config, type) else type(config), None)
     if model is None:
         reason = f"transformers has no {kind} language model of this type"
+        reason += "; with next_sentence take --model_type bert" if kind == "pretraining" else ""
     elif any(part.startswith(("text_", "vision_", "audio_")) for part in config.sub_configs):
         reason = f"made of {', '.join(sorted(config.sub_configs))}, for more than text"
         text = getattr(config.sub_configs.get("text_config"), "model_type", "")

@@ -55,7 +55,6 @@ def rehearsal(accelerator, model, keep: dict, checkpoints, watch):
     rehearsed.save(0, model, keep, extra={}, final=True)
     yield folder
     watch.check()
-    watch.check_optimizers(accelerator)
     model.zero_grad(set_to_none=True)
     checkpoints.reserve(model, keep)  # before the optimizer's state is gone again
     rehearsed.load("auto", model, keep)
@@ -165,7 +164,7 @@ class Watch:
         collate = self.collate
         inside = closed_over(collate) if isinstance(collate, types.FunctionType) else {"": collate}
         for name, value in inside.items():
-            self._add(found, f"data.collate.{name}".rstrip("."), value, read=True)
+            self._add(found, f"data.collate.{name}".rstrip("."), value)
         return found
 
     def _look_inside(self) -> dict:
