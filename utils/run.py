@@ -34,7 +34,15 @@ from utils.publishing.push import NOT_THE_MODEL, Pusher
 from utils.publishing.secrets import without_secrets
 from utils.publishing.stores import fetch_checkpoint, open_store, refuse_another
 from utils.settings import as_list, changed_settings, code_version, save_args
-from utils.state.checkpoint import Checkpoints, disk_space, outdate, restore_modules, step_of, thing_bytes
+from utils.state.checkpoint import (
+    Checkpoints,
+    disk_space,
+    list_checkpoints,
+    outdate,
+    restore_modules,
+    step_of,
+    thing_bytes,
+)
 from utils.state.files import retire
 from utils.state.preemption import StopSignals, exit_status, lock_output_dir
 from utils.state.rehearsal import Watch, rehearsal
@@ -66,6 +74,9 @@ class Run:
             model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
             steps, epochs = args.max_train_steps, args.num_train_epochs
             length = counted(steps, "step") if steps else counted(epochs, "epoch")
+            made = list_checkpoints(Path(args.output_dir, "checkpoints"))
+            if made and args.resume_from_checkpoint == "auto":
+                length += f" ({counted(step_of(made[-1]), 'step')} done)"
             print(f"run        trains {model} on {self.dataset} for {length}, in "
                   f"{args.output_dir}; stop it, and the same command goes on", flush=True)  # fmt: skip
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
