@@ -144,7 +144,6 @@ NOT_HERE = {
     "python -m tests.harness.difference": "after the two above; tests/harness",
     "python run_glue.py": "a script of transformers; its steps in test_saved_models.py",
     BENCHMARK + "learning --contenders": "the line above it, with fewer contenders",
-    BENCHMARK + "learning --script": "the same of the other script",
     BENCHMARK + "throughput --batch_size": "the line below it, at another size",
     BENCHMARK + "throughput --vocab_size": "the line above it, at another size",
 }
