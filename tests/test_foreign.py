@@ -377,7 +377,8 @@ def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):
     settings = {"tokenizer_name": str(folder / "masked"), "max_train_samples": 9}
     first = data_of(folder, RECORDS, **settings)
     first.tokenizer.save_pretrained(tmp_path)
-    again = data_of(folder, RECORDS, **settings, saved=first.fingerprints, output_dir=str(tmp_path))
+    saved = first.fingerprints | {"dataset_name": [str(RECORDS)]}
+    again = data_of(folder, RECORDS, **settings, saved=saved, output_dir=str(tmp_path))
     assert len(again.train) == len(first.train) == 9 and again.fingerprints == first.fingerprints
 
 

@@ -300,8 +300,9 @@ def test_each_source_is_prepared_as_if_it_were_alone_and_evaluated_under_its_nam
     expected = [[part, other.train.fingerprint] for part, other in parts]
     assert data.fingerprints["train"] == dict(zip(("a", "shards", "c"), expected, strict=True))
     # A run goes on with the rows in the cache, whatever became of their sources.
-    gone = recipe("/gone", cache_dir=cache, tokenizer_name="/gone", output_dir=f"{folder}/tokenizer",
-                  saved=json.loads(json.dumps(data.fingerprints)))
+    gone = recipe("/gone", cache_dir=cache, tokenizer_name="/gone", output_dir=f"{folder}/tokenizer")
+    saved = json.loads(json.dumps(data.fingerprints)) | {"dataset_name": [*gone.dataset_name]}
+    gone = replace(gone, saved=saved)
     assert rows_of(opened(gone).loader(0, 3 * B)) == rows_of(data.loader(0, 3 * B))
     assert any("/gone" in line for line in problems_of(replace(gone, dataset_name="/gone/a", mixture=())))
 

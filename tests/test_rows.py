@@ -205,7 +205,7 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
 accelerator = Accelerator(cpu=True)
 for kind in ("text", "pairs"):
     data = prepare(open_sources(recipe(folder, kind, cache_dir=f"{folder}/{rank}"), []), accelerator)
-    print(f"rank {rank}: {kind}", flush=True)
+    print(f"rank {rank}: {kind}\\n", end="", flush=True)  # in one piece, as both do so at once
 accelerator.wait_for_everyone()
 time.sleep(1 - int(rank))  # the first one keeps the store
 os._exit(0)

@@ -122,7 +122,8 @@ def test_two_processes_train_like_one(runs, kind):
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         for key in a:
-            rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
+            # A small difference of large numbers; of weights that Muon has rounded to bfloat16 on their way.
+            rel = 1e-4 if "stderr" in key or key == "grad_norm" else 1e-5
             assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
 
 

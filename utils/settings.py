@@ -282,7 +282,8 @@ def evaluate_what_is_saved(args: Any) -> None:
 def saved_data(args: Any) -> dict:
     """Fingerprints and name of what the run to continue was trained on and evaluated; {} at the beginning."""
     found = {} if args.eval_only or args.show else newest_extra(args.output_dir, args.resume_from_checkpoint)
-    return found and found["data"] | {"dataset_name": as_list(found["settings"]["dataset_name"])}
+    name = as_list(found.get("settings", {}).get("dataset_name"))
+    return found["data"] | {"dataset_name": name} if "data" in found else {}
 
 
 def save_args(args: Any, code: dict, origin: dict | None = None, attention: str | None = None) -> None:
