@@ -378,9 +378,10 @@ class Data:
         if not isinstance(self.train, MixedRows):
             return {}
         told, uses = {}, self.train.mixture.before(position).tolist()
+        streams = self.stream and self.stream.state_dict(position)
         for number, (name, source) in enumerate(self.train.sources.items()):
             if source.n_rows is None:  # the window of the last row before this position knows its epoch
-                told[name] = (self.stream.state_dict(position)[number]["mark"] or [0, 0])[1]
+                told[name] = (streams[number]["mark"] or [0, 0])[1]
             else:
                 told[name] = uses[number] / source.n_rows
         return told

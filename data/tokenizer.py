@@ -198,10 +198,10 @@ def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple
     documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer")
     texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed)
     if not texts:
-        words = f" with one of the keywords {' '.join(corpus.keywords)} (--keywords none takes all)"
-        words = words if corpus.keywords else ""
         told = f"none of {counts.read:,} documents is UTF-8 text"
-        raise ValueError(f"dataset_name {corpus.name}: {told}{words}")
+        if corpus.keywords:
+            told += f" with one of the keywords {' '.join(corpus.keywords)} (--keywords none takes all)"
+        raise ValueError(f"dataset_name {corpus.name}: {told}")
     return texts, counts
 
 

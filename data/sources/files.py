@@ -106,7 +106,8 @@ def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]
     """Split -> sorted URLs, as the head of this file says. say: print how many files are of no such type."""
     files, paths = list_files(name)
     if not paths:
-        raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set, or an empty one")
+        told = "no such file, folder or Hub data set, or an empty one; check its spelling"
+        raise ValueError(f"dataset_name {name!r}: {told}")
     kinds = {path: suffix(path) for path in paths}
     known = sorted(path for path in paths if kinds[path] in suffixes)
     known = [path for path in known if os.path.basename(path) not in METADATA] or known

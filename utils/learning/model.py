@@ -262,7 +262,7 @@ def _positions_after_pad(kind, config, values):
 def _parse_overrides(config, overrides):
     """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config. Or
     a JSON object, for lists and parts."""
-    defaults, chosen, problems, items, unknown = config.to_dict(), {}, [], [], False
+    defaults, chosen, problems, items = config.to_dict(), {}, [], []
     known = {*defaults, *config.attribute_map}
     if (overrides or "").startswith("{"):
         try:
@@ -279,7 +279,6 @@ def _parse_overrides(config, overrides):
         if name not in known:
             told = f"config_overrides, {name!r}: {config.model_type} has no such setting"
             problems.append(told + _near(name, known))
-            unknown = True
             continue
         name = config.attribute_map.get(name, name)
         default = defaults.get(name)
@@ -287,7 +286,7 @@ def _parse_overrides(config, overrides):
             chosen[name] = _typed(value, default) if isinstance(value, str) else value
         except ValueError:
             problems.append(f"config_overrides, {name!r}: {value!r} is no {type(default).__name__}")
-    if unknown and config.model_type not in OF_DEFAULTS:
+    if not known.issuperset(name for name, _ in items) and config.model_type not in OF_DEFAULTS:
         problems.append(f"config_overrides: their default is for {' or '.join(OF_DEFAULTS)}; give those of "
                         f"{config.model_type}, such as --config_overrides num_hidden_layers=4,hidden_size="
                         "128,num_attention_heads=4, or '' for its full size")  # fmt: skip

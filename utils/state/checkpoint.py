@@ -294,10 +294,10 @@ def _class_name(thing) -> str:
 def restore_modules(output_dir, model, keep: dict) -> list[str]:
     """Put the modules of `keep` back from the newest valid checkpoint, if any, of output_dir (None: of none).
     Returns the names of those that it has not; nothing is written."""
-    made = list_checkpoints(Path(output_dir, "checkpoints"))[::-1] if output_dir else []
-    folder = next((path for path in made if not find_problem(path)), None)
-    trees = _read_state(folder)["keep"] if folder else {}
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
+    made = _candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
+    folder = next((path for path in made if not find_problem(path)), None)  # which reads all of it
+    trees = _read_state(folder)["keep"] if folder else {}
     for name in modules.keys() & trees.keys():
         training_state.restore(folder, name, modules[name], trees[name], model)
     return sorted(modules.keys() - trees.keys())

@@ -89,8 +89,9 @@ class Watch:
         own = [thing for thing in keep.values() if isinstance(thing, torch.nn.Module)]
         mine += [parameter for thing in own for parameter in thing.parameters()]
         self.known = {id(thing) for thing in mine}
-        held = [value for module in modules for value in vars(module).values() if _is_of_the_user(value)]
-        self.functions = [function, *(value for value in held if isinstance(value, types.FunctionType))]
+        held = [value for module in modules for value in vars(module).values()]
+        losses = [value for value in held if isinstance(value, types.FunctionType) and _is_of_the_user(value)]
+        self.functions = [function, *losses]
         self.optimizers = {name: found for name, thing in keep.items() if (found := bare_optimizer(thing))}
         self.weights = {name: self._weights(name) for name in self.optimizers}
         self.before, self.inside = self._look(), self._look_inside()
