@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from data.tokenizer import train_tokenizer
 from tests import forked
@@ -25,7 +26,8 @@ def tokenizer_for(mapping, model_type, texts):
     ("mapping", "model_type", "more"),
     [
         ("causal", "mixtral", {"output_router_logits": True}),  # an auxiliary loss, in training alone
-        ("causal", "jetmoe", {"output_router_logits": True}),  # its weight has another name
+        pytest.param("causal", "jetmoe", {"output_router_logits": True},  # its weight has another name
+                     marks=pytest.mark.skipif(transformers.__version__ < "5.18", reason="gives no loss")),
         ("causal", "camembert", {}),  # positions after the pad id
         ("causal", "xlm", {}),  # left to right by a setting of its own
         ("causal", "modernbert-decoder", {}),  # cannot be without a pad id, GPT-2's tokenizer is
@@ -35,7 +37,7 @@ def tokenizer_for(mapping, model_type, texts):
         ("masked", "luke", {}),  # parts that are not for text
         ("masked", "xmod", {}),  # adapters by language
     ],
-)
+)  # fmt: skip
 def test_loss_and_gradients_are_those_of_transformers(mapping, model_type, more, texts, tmp_path):
     """At weights with noise on them: a bias that is still 0 would hide that nothing trains it."""
     tokenizer = tokenizer_for(mapping, model_type, texts)
