@@ -154,7 +154,7 @@ def test_local_attention_makes_nothing_of_the_size_of_all_pairs():
         with Largest() as mode:
             model(torch.ones(1, T, dtype=torch.long)).logits.sum().backward()
         largest[name] = mode.size
-    assert largest["sdpa"] == T * T and largest["local"] <= T * 3 * 64
+    assert largest["sdpa"] == T * T and largest["local"] <= T * 5 * 32
 
 
 def test_auto_takes_it_where_rows_are_many_windows_long():

@@ -95,7 +95,7 @@ SMALL = {
     BENCHMARK + "throughput --contenders": TINY_SHAPE,
     BENCHMARK + "masked_head": [*TINY_SHAPE, "--block_size", "64"],
     "OMP_NUM_THREADS=1 " + BENCHMARK + "masked_step": [*TINY_SHAPE, "--block_size", "64"],
-    "OMP_NUM_THREADS=1 " + BENCHMARK + "attention": "--layers 2 --lengths 96 --rounds 1 --steps 1".split(),
+    BENCHMARK + "attention": "--layers 2 --lengths 96 --rounds 1 --steps 1".split(),
     BENCHMARK + "packed_pairs": "--layers 1 --width 64 --vocab_size 512 --pairs 80 --rounds 1".split(),
     BENCHMARK + "preparation": "--tokenizer_name runs/clm --megabytes 1 --rounds 1".split(),
     BENCHMARK + "checkpoint_stall": "--gigabytes 0.05 --rounds 1".split(),
