@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,15 @@ def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
         "old: 2 in the run, missing now", "rate: 0.1 in the run, 0.5 now", "rows: 8 in the run, 16 now",
         "seed: 1 in the run, 2 now", "z_loss: 0.0 in the run, 0.0001 now",
     ]  # fmt: skip
+
+
+def test_who_wants_a_longer_run_is_told_how():
+    args = train_clm.TrainArgs(max_train_steps=400, output_dir="b")
+    saved = asdict(args)
+    longer = replace(args, max_train_steps=800)
+    *_, length, remedy = changed_settings(saved, longer, {"max_steps": 800})
+    assert length.startswith("max_train_steps: 400") and "--model_name_or_path b" in remedy
+    assert "docs/learning.md" not in changed_settings(saved, replace(longer, seed=1))[-1]
 
 
 def test_a_setting_that_is_gone_locks_no_run_out_that_did_not_use_it():

@@ -241,6 +241,9 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
             shown = [" ".join(map(str, as_list(value))) or "none" for value in (was, is_now)]
             lines.append(f"{name}: {shown[0]} in the run, {'gone' if name in GONE else shown[1]} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
+    if lines and all(line.split(":")[0] in LENGTH for line in lines):
+        lines.append("The learning rate followed that length. Begin another run with these weights, "
+                     f"--model_name_or_path {args.output_dir}; runs made to go on: docs/learning.md")
     return [first, *lines] if lines else []
 
 

@@ -34,7 +34,8 @@ from utils.state.files import find_problem
 # The Hub takes about 128 commits per hour and repository; what is left is for the last push and for the user.
 COMMITS_PER_HOUR, KEPT_FOR_THE_END = 100, 20
 WEIGHTS = r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
-NOT_THE_MODEL = [word for name in ("checkpoints/*", "milestones/*", ".*") for word in ("--exclude", name)]
+NOT_THE_MODEL = [word for name in ("checkpoints/*", "milestones/*", "replaced-*", ".*")
+                 for word in ("--exclude", name)]  # fmt: skip
 ALL = r"(?!\.gitattributes$).*"
 MILESTONES = "milestones"  # the branch of the commits that get tags
 
