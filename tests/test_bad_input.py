@@ -90,6 +90,7 @@ CLM | --optimizer_type sgd                             | 'sgd' is unknown, give 
 MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay_steps: 9999 and warm-up are more
 CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
 CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
+CLM | --model_name_or_path ../old --tokenizer_name ../old | not with model_name_or_path, add --config_overrides "", which
 CLM | --config_overrides n_layer                        | not of the form name=value
 CLM | --model_type llama                                | their default is for gpt2 or modernbert; give those of llama, such as --config_overrides num_hidden_layers=4
 MLM | --next_sentence true                              | with next_sentence take --model_type bert

@@ -242,8 +242,10 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
             lines.append(f"{name}: {shown[0]} in the run, {'gone' if name in GONE else shown[1]} now")
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
     if lines and all(line.split(":")[0] in LENGTH for line in lines):
-        lines.append("The learning rate followed that length. Begin another run with these weights, "
-                     f"--model_name_or_path {args.output_dir}; runs made to go on: docs/learning.md")
+        made = shlex.quote(args.output_dir)
+        lines.append("The learning rate followed that length; runs that may grow: docs/learning.md. For a "
+                     f"new run with its weights: --model_name_or_path {made} --tokenizer_name {made} "
+                     '--config_overrides "" --output_dir ANOTHER')
     return [first, *lines] if lines else []
 
 

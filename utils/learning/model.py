@@ -162,8 +162,8 @@ def _configure(kind, model_type, config_overrides, model_name_or_path, block_siz
     if model_name_or_path:
         blamed = f"model_name_or_path, {model_name_or_path!r}"
         if config_overrides:
-            found = f"config_overrides, {config_overrides!r}: for random weights, not with model_name_or_path"
-            problems.append(found)
+            problems.append(f"config_overrides, {config_overrides!r}: not with model_name_or_path, add "
+                            '--config_overrides "", which leaves it out')
         try:
             config = AutoConfig.from_pretrained(model_name_or_path)
         except (OSError, ValueError) as error:
