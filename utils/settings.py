@@ -231,7 +231,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     now = dataclasses.asdict(args) | (counts or {})
     made = type(args)()  # with the defaults
     before = {f.name: f.metadata.get("before", getattr(made, f.name)) for f in dataclasses.fields(args)}
-    lines = []
+    lines = {}
     free = {name for name, did_nothing in GONE.items() if saved.get(name) == did_nothing} - now.keys()
     free |= MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
     for name in sorted((saved.keys() | now.keys()) - free):
@@ -239,14 +239,15 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
         was, is_now = without_secrets((was, is_now))  # as they were saved
         if as_list(was) != as_list(is_now):
             shown = [" ".join(map(str, as_list(value))) or "none" for value in (was, is_now)]
-            lines.append(f"{name}: {shown[0]} in the run, {'gone' if name in GONE else shown[1]} now")
+            lines[name] = f"{name}: {shown[0]} in the run, {'gone' if name in GONE else shown[1]} now"
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
-    if lines and all(line.split(":")[0] in LENGTH for line in lines):
-        made = shlex.quote(args.output_dir)
-        lines.append("The learning rate followed that length; runs that may grow: docs/learning.md. For a "
-                     f"new run with its weights: --model_name_or_path {made} --tokenizer_name {made} "
+    found = [first, *lines.values()] if lines else []
+    if lines and lines.keys() <= LENGTH:
+        folder = shlex.quote(args.output_dir)
+        found.append("The learning rate followed that length; runs that may grow: docs/learning.md. For a "
+                     f"new run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
                      '--config_overrides "" --output_dir ANOTHER')
-    return [first, *lines] if lines else []
+    return found
 
 
 def as_list(value: Any) -> Any:
