@@ -229,6 +229,13 @@ class Host(torch.utils._python_dispatch.TorchDispatchMode):
         return any("_local_scalar_dense" in name or "is_nonzero" in name for name in self.names)
 
 
+def test_the_guard_takes_an_optimizer_of_whose_first_group_all_was_taken_out():
+    (optimizer,) = OPTIMIZERS["fused"](nn.Linear(3, 5))
+    optimizer.param_groups.insert(0, optimizer.param_groups[0] | {"params": []})
+    guard = UpdateGuard(Accelerator(cpu=True), optimizer)
+    assert guard.judge(torch.tensor(math.nan)) == 1 and guard.read() == [1]
+
+
 def test_the_guard_does_not_wait_for_the_device_between_reads():
     accelerator = Accelerator(cpu=True)
     fused = OPTIMIZERS["two fused"](nn.Linear(3, 5)) + OPTIMIZERS["fused"](nn.Linear(3, 5))

@@ -416,9 +416,12 @@ class Run:
         if best := self.state.get("best"):
             results["best model"] = f"{folder}/best, of step {best['step']}"
         generate = ["python", "-m", "utils.generate", folder, "--prompt", self._prompt(self.task.prompt)]
+        evaluate = ["python", *sys.argv, "--eval_only", "true", "--max_eval_samples", "0"]
+        if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
+            evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {
             self.task.label: shlex.join(generate),
-            "evaluate": f"python {shlex.join(sys.argv)} --eval_only true --max_eval_samples 0",
+            "evaluate": shlex.join(evaluate),
             "publish": shlex.join(["hf", "upload", self.name, folder, ".", *NOT_THE_MODEL]),
         }
         title = f"{settings['model_type']} on {self.dataset}"

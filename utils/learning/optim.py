@@ -98,7 +98,8 @@ class UpdateGuard:
         # Fused SGD knows `found_inf` too, but a skipped first update leaves its momentum unset.
         obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
         self.obeyed = self.scaler is None and all(obey)
-        device = self.optimizers[0].param_groups[0]["params"][0].device
+        groups = self.optimizers[0].param_groups  # an edit may have taken all out of one
+        device = next(weight.device for group in groups for weight in group["params"])
         self.norm = torch.zeros((), device=device)  # of the newest gradient
         self.consecutive = 0  # updates skipped in a row, as of the last read
         self._pending, self._unread = [], []  # flags still on the device; flags on the host
