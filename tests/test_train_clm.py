@@ -8,6 +8,7 @@ tests are slow.
 import functools
 import json
 import math
+import shlex
 import time
 
 import pytest
@@ -212,6 +213,17 @@ def test_what_a_run_leaves(one_process):
     assert [line["tokens"] for line in evaluations] == [0, 3 * 8 * 32, 6 * 8 * 32]
     losses = [line["loss/eval"] for line in evaluations]
     assert losses[-1] < losses[0] == pytest.approx(math.log(512), rel=0.02)
+
+
+def test_the_command_that_evaluates_a_run_begun_with_other_weights_evaluates_its_own(workspace, one_process):
+    other = {"model_name_or_path": one_process, "tokenizer_name": one_process, "config_overrides": ""}
+    folder = trained(workspace, "begun", **other, max_eval_samples=0)
+    told = json.loads((folder / "summary.json").read_text())
+    _, script, *words = shlex.split(told["next"]["evaluate"])
+    done = forked.run(script, words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])["loss/eval"]
+    assert found == pytest.approx(told["loss/eval"], rel=1e-6)
 
 
 def mistakes(workspace):
