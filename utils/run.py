@@ -154,7 +154,7 @@ class Run:
         self._open_log(saved)
         accelerator.print(self._report(disk))
         self._tell_changes(saved)
-        self._tell_unguarded()
+        self._tell_optimizers()
         self.watch = Watch(update, model, keep, known=(data, steps, args, self), collate=data.collate)
         self.begun, self.begun_with = self.step, asdict(args)
         if args.preflight and not saved:
@@ -233,8 +233,8 @@ class Run:
             self.metrics.write({"step": self.step, "event": "evaluation_data_changed"})
             self.accelerator.print("data       evaluated on other rows than the run so far")
 
-    def _tell_unguarded(self) -> None:
-        """The optimizers that a guard among the kept things would not hold back."""
+    def _tell_optimizers(self) -> None:
+        """Those that a guard among the kept things would not hold back, or that move the same weights."""
         guards = [thing for thing in self.keep.values() if isinstance(thing, UpdateGuard)]
         guarded = [optimizer for guard in guards for optimizer in guard.optimizers]
         for name, thing in self.keep.items() if guarded else ():
@@ -243,6 +243,14 @@ class Run:
                     f"guard      of {name}: none, what is not finite would reach its weights; "
                     f"UpdateGuard(accelerator, optimizer, {name}) mends it"
                 )
+        movers = {}  # of each weight: names, by optimizer
+        for name, thing in self.keep.items():
+            if optimizer := bare_optimizer(thing):
+                for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+                    movers.setdefault(weight, {}).setdefault(optimizer, name)
+        for names in sorted({tuple(of.values()) for of in movers.values() if len(of) > 1}):
+            told = f"optimizers {' and '.join(names)} move some weights twice; take these out of one's groups"
+            self.accelerator.print(told)
 
     def _rehearse(self, update) -> None:
         accelerator, data = self.accelerator, self.data
