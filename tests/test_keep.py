@@ -324,7 +324,7 @@ watch = Watch(update, model, {"own": own})
 update()
 try:
     watch.check_optimizers(accelerator)
-    print("together")
+    sys.stdout.write("together\\n")  # at once: print may write the end of the line apart
 except ValueError as error:
     print(error)
 accelerator.end_training()
