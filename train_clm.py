@@ -13,24 +13,28 @@ Shapes: B rows per micro-batch, T tokens per row (block_size), V vocabulary. A s
 
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
 
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed
+from accelerate.utils import set_seed
 
-from data.rows import Recipe, open_sources, prepare
-from data.tokenizer import id_count, keytoken_ids
+from data.encode import id_count
+from data.open import Recipe, open_sources, prepare
+from data.tokenizer import keytoken_ids
 from utils.display.preview import show_rows
 from utils.display.trackers import check_trackers
 from utils.entry import entry_point
+from utils.flags import parse_args
+from utils.learning.compiled import compile_blocks
 from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table, trust_row_positions
 from utils.learning.model import build_model, model_problems
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
-from utils.settings import common_problems, evaluate_what_is_saved, parse_args, saved_data, stop_at
+from utils.settings import common_problems, evaluate_what_is_saved, saved_data, stop_at
 from utils.state.preemption import handle_stop_signals
 from utils.steps import Steps
 from utils.tasks import CAUSAL
@@ -49,7 +53,9 @@ PROMPTS = [
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 KEYTOKENS = ["plt", "pd", "sk", "fit", "predict", "plot", "import", "numpy", "pandas", "array", "self"]
 
-SMALL = "n_layer=4,n_embd=128,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+# In names that most types share; name?: where the type has it. Other sizes keep their proportion to these.
+SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=4"
+SMALL += ",resid_pdrop?=0,embd_pdrop?=0,attn_pdrop?=0"
 
 
 @dataclass
@@ -71,13 +77,14 @@ class TrainArgs:
     max_train_samples: int = 0  # rows, the first of the source; 0: all
     fim_rate: float = 0.0  # share of the documents that teach to fill in the middle; 0: off
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
+    stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
     model_type: str = "gpt2"  # any causal model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration; yours replace all of these
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
-    attn_implementation: str = "auto"  # sdpa, local, eager, flex_attention, flash_attention_2
+    attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows
@@ -128,19 +135,19 @@ class TrainArgs:
 
 
 PRESETS = {
-    "laptop": {},  # the defaults above: minutes on two cores, no network
-    "codeparrot": dict(  # the Hugging Face course's model: 124 M parameters, Python for data science
+    "laptop": {},  # the defaults: minutes on two cores, no network
+    "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 of 124 M for data science code
         dataset_name="huggingface-course/codeparrot-ds-train", keywords=[],
         eval_dataset_name=["huggingface-course/codeparrot-ds-valid"], max_eval_samples=0,
         tokenizer_name="huggingface-course/code-search-net-tokenizer",
-        config_overrides="n_positions=1024",  # GPT-2's; rows of block_size 128 train the first 128
+        config_overrides="max_position_embeddings=1024",  # GPT-2's; rows of 128 train the first 128
         keytokens=["plt", "pd", "sk", "fit", "predict"], lr_scheduler_type="linear",
         per_device_train_batch_size=32, gradient_accumulation_steps=8,
         optimizer_type="adamw", learning_rate=5e-4, adam_beta2=0.999,
         num_warmup_steps=1000, max_train_steps=0, logging_steps=50, eval_steps=5000, save_steps=5000,
         output_dir="runs/codeparrot",
     ),
-    "gpt2-124m": dict(  # GPT-2 small on web text, 0.5 M tokens per step on one device: the speed reference
+    "gpt2-124m": dict(  # llm.c's GPT-2 of 124 M, on web text, 0.5 M tokens per step on one device
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257, to 64 x 786
@@ -168,16 +175,15 @@ def main(args: TrainArgs | None = None) -> None:
     evaluate_what_is_saved(args)
     problems = check_args(args)
     sources = open_sources(Recipe.of(args, algorithm="bpe", saved=saved_data(args)), problems)
-    build = "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
-    more = args.gradient_checkpointing, args.attn_implementation
-    stop_at(problems + model_problems(*build, sources.tokenizer, *more))
+    build = dict(
+        kind="causal", model_type=args.model_type, config_overrides=args.config_overrides,
+        model_name_or_path=args.model_name_or_path, block_size=args.block_size, attn=args.attn_implementation,
+    )  # fmt: skip
+    more = dict(gradient_checkpointing=args.gradient_checkpointing, eval_only=args.eval_only)
+    stop_at(problems + model_problems(**build, tokenizer=sources.tokenizer, **more))
 
     accelerator = Accelerator(
         mixed_precision=launcher_precision(),
-        # Updates are whole: accelerate must not end one early at a supposed last batch
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
         log_with=check_trackers(args.report_to) or None,
         project_dir=args.output_dir,
     )
@@ -197,7 +203,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
     trust_row_positions()
-    lm = build_model(*build, data.tokenizer, args.attn_implementation)
+    lm = build_model(**build, tokenizer=data.tokenizer)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = CausalLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
@@ -211,30 +217,33 @@ def main(args: TrainArgs | None = None) -> None:
         optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
     )
     accelerator.print(describe_groups(optimizer))
-    run.plan(lm, "causal")
+    run.describe(lm)
+    compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
 
+    # A batch: input_ids [B, T]; and of each row [B] its position in the stream, epoch, row (-1: padding of an
+    # evaluation) and source, the number of its data set.
     def update(micro_batches: list[dict]) -> None:
         """One step: the gradient of all micro-batches and processes, and what it changes."""
-        accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
-        for batch in micro_batches:
-            with accelerator.accumulate(model):  # processes exchange gradients at the last one
+        for i, batch in enumerate(micro_batches, 1):
+            last = i == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(model):  # gradients are all-reduced once
                 weights = keytoken_row_weights(batch["input_ids"], keytokens, args.keytoken_alpha)  # [B]
                 loss, row_losses = model(batch, weights)  # scalar; [B], unweighted
-                accelerator.backward(loss)  # divides by gradient_accumulation_steps
-                means.add(loss, row_losses.mean())
-                if accelerator.sync_gradients:
-                    limit = args.max_grad_norm or math.inf  # infinite: only measured
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), limit)
-                    skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
-                    means.close(skipped, len(micro_batches))
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
-            sync()
+                accelerator.backward(loss / len(micro_batches))
+            means.add(loss, row_losses.mean())
+            if not last:
+                sync()
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
+        means.close(skipped, len(micro_batches))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        sync()
 
     def evaluate(batch: dict) -> dict:
         """{name: (sums, counts)}, each [B], or 0-d; padding rows count as nothing."""

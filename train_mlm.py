@@ -13,24 +13,27 @@ Shapes: B rows per micro-batch, T tokens per row (block_size), K predictions. A 
 
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
 
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, set_seed
+from accelerate.utils import set_seed
 
 from data.masking import MaskTokens
-from data.rows import Recipe, open_sources, prepare
+from data.open import Recipe, open_sources, prepare
 from utils.display.preview import show_rows
 from utils.display.trackers import check_trackers
 from utils.entry import entry_point
+from utils.flags import parse_args
+from utils.learning.compiled import compile_blocks
 from utils.learning.losses import MaskedLMLoss, trust_row_positions
 from utils.learning.model import build_model, model_problems, packs_pairs
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
-from utils.settings import common_problems, evaluate_what_is_saved, parse_args, saved_data, stop_at
+from utils.settings import common_problems, evaluate_what_is_saved, saved_data, stop_at
 from utils.state.preemption import handle_stop_signals
 from utils.steps import Steps
 from utils.tasks import MASKED
@@ -45,7 +48,8 @@ PROMPTS = [
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
 # Rotary positions: with learned ones a model of this size knows no word order yet when its minutes are over.
-SMALL = "num_hidden_layers=3,hidden_size=128,num_attention_heads=4,intermediate_size=256,local_attention=16"
+# name?: where the type has it. Other sizes keep their proportion to these.
+SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size?=256,local_attention?=16"
 
 # Base, as transformers has it, with the positions of its first phase.
 MODERNBERT = """{"vocab_size": 50368, "rope_parameters": {
@@ -71,6 +75,7 @@ class TrainArgs:
     block_size: int = 128  # T, tokens per row, special tokens included
     max_train_samples: int = 0  # rows, the first of the source; 0: all
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
+    stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
     mlm_probability: float = 0.30  # share of the tokens that are predicted in training
     eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
@@ -81,7 +86,7 @@ class TrainArgs:
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration; yours replace all of these
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
-    attn_implementation: str = "auto"  # sdpa, local, eager, flex_attention, flash_attention_2
+    attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows
@@ -130,8 +135,8 @@ class TrainArgs:
 
 
 PRESETS = {
-    "laptop": {},  # the defaults above: minutes on two cores, no network
-    "wikitext-roberta": dict(  # the Keras TPU example of Hugging Face: RoBERTa base on WikiText-103
+    "laptop": {},  # the defaults: minutes on two cores, no network
+    "wikitext-roberta": dict(  # Hugging Face's Keras example for TPUs: RoBERTa base on WikiText-103
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", block_size=512,
         model_type="roberta", config_overrides="", vocab_size=25_000, mlm_probability=0.15,
         per_device_train_batch_size=16, per_device_eval_batch_size=16, optimizer_type="adamw",
@@ -139,7 +144,7 @@ PRESETS = {
         num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0, eval_steps=0, save_steps=0,
         max_eval_samples=0, logging_steps=50, prompts=ENGLISH, output_dir="runs/wikitext-roberta",
     ),
-    "wikitext-bert-nsp": dict(  # the AMD example: BERT base with next-sentence prediction on WikiText-103
+    "wikitext-bert-nsp": dict(  # AMD's article: BERT base with next-sentence prediction on WikiText-103
         # The article makes 200 to 400 epochs of the validation split's 3,000 pairs, and evaluates on the same
         # ones after each. One epoch of the train split is about as many pairs: evaluated by steps.
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", next_sentence=True,
@@ -151,7 +156,7 @@ PRESETS = {
         eval_steps=5000, save_steps=5000, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
         output_dir="runs/wikitext-bert-nsp",
     ),
-    "modernbert-base": dict(  # not run: ModernBERT's first phase (docs/masked.md), 26 B of its 1,719 B tokens
+    "modernbert-base": dict(  # ModernBERT's first phase, 26 B of its 1,719 B tokens; not run (docs/masked.md)
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
         tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=MODERNBERT,
         per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
@@ -159,7 +164,7 @@ PRESETS = {
         num_warmup_steps=3815, num_decay_steps=0.2, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
         prompts=ENGLISH, output_dir="runs/modernbert-base",
     ),
-    "bert-24h": dict(  # not run: one GPU, one day, after Cramming (docs/masked.md); 18 B tokens
+    "bert-24h": dict(  # Cramming's BERT of one GPU and one day, 18 B tokens; not run (docs/masked.md)
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
         tokenizer_name="google-bert/bert-base-uncased", mlm_probability=0.25,
         config_overrides="num_hidden_layers=16,intermediate_size=1536,local_attention=256",  # all T
@@ -191,19 +196,18 @@ def main(args: TrainArgs | None = None) -> None:
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
     kind = "pretraining" if args.next_sentence else "masked"
-    build = kind, args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
     pack = args.pack_pairs and packs_pairs(args.model_type, args.model_name_or_path, args.attn_implementation)
     recipe = Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args), pack_pairs=pack)
     sources = open_sources(recipe, problems)
-    more = args.gradient_checkpointing, args.attn_implementation
-    stop_at(problems + model_problems(*build, sources.tokenizer, *more))
+    build = dict(
+        kind=kind, model_type=args.model_type, config_overrides=args.config_overrides,
+        model_name_or_path=args.model_name_or_path, block_size=args.block_size, attn=args.attn_implementation,
+    )  # fmt: skip
+    more = dict(gradient_checkpointing=args.gradient_checkpointing, eval_only=args.eval_only)
+    stop_at(problems + model_problems(**build, tokenizer=sources.tokenizer, **more))
 
     accelerator = Accelerator(
         mixed_precision=launcher_precision(),
-        # Updates are whole: accelerate must not end one early at a supposed last batch
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
         log_with=check_trackers(args.report_to) or None,
         project_dir=args.output_dir,
     )
@@ -221,7 +225,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
     trust_row_positions()
-    lm = build_model(*build, data.tokenizer, args.attn_implementation)
+    lm = build_model(**build, tokenizer=data.tokenizer)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = MaskedLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
@@ -235,37 +239,41 @@ def main(args: TrainArgs | None = None) -> None:
         optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
     )
     accelerator.print(describe_groups(optimizer))
-    run.plan(lm, kind, predicted=args.mlm_probability)
+    run.describe(lm, predicted=args.mlm_probability)
+    compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train_mlm", *(["train_nsp"] if args.next_sentence else []), total="train")
 
+    # A batch: input_ids [B, T], masked; slots [B, K], the positions to predict, and slot_labels; of sentence
+    # pairs token_type_ids, attention_mask and next_sentence_label, too; and of each row [B] its position in
+    # the stream, epoch, row (-1: padding of an evaluation) and source, the number of its data set.
     def update(micro_batches: list[dict]) -> None:
         """One step: the gradient of all micro-batches and processes, and what it changes."""
-        accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
         processes = accelerator.num_processes
         # Rows differ in what they predict: means over a step need its number on all processes first.
         labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
         counts = [sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels]
         counts = accelerator.reduce(counts) if processes > 1 else counts
-        for batch in micro_batches:
-            with accelerator.accumulate(model):  # processes exchange gradients at the last one
+        for i, batch in enumerate(micro_batches, 1):
+            last = i == len(micro_batches)
+            with nullcontext() if last else accelerator.no_sync(model):  # gradients are all-reduced once
                 sums = model(batch)
-                losses = [sums["mlm_loss_sum"] / counts[0].clamp(min=1)]
+                losses = [sums["mlm_loss_sum"] / counts[0].clamp(min=1) * processes]
                 if args.next_sentence:
-                    losses.append(sums["nsp_loss_sum"] / counts[1])
-                accelerator.backward(sum(losses) * (len(micro_batches) * processes))  # it takes their mean
-                means.add(*(loss * processes for loss in losses))
-                if accelerator.sync_gradients:
-                    limit = args.max_grad_norm or math.inf  # infinite: only measured
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), limit)
-                    skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
-                    means.close(skipped)
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
-            sync()
+                    losses.append(sums["nsp_loss_sum"] / counts[1] * processes)
+                accelerator.backward(sum(losses))  # the all-reduce takes the mean over processes
+            means.add(*losses)
+            if not last:
+                sync()
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+        skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
+        means.close(skipped, len(micro_batches), divide=False)  # its losses are shares of the step's
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        sync()
 
     def evaluate(batch: dict) -> dict:
         """{name: (sums, counts)}, each [B], or 0-d; padding rows have nothing to predict."""

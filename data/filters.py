@@ -15,8 +15,7 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 @dataclass
 class Accounting:
     """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
-    kept (kept holds the duplicates where they are kept); tokens (one EOS per document included) = rows x
-    block_size + tokens_dropped."""
+    kept (kept holds the duplicates where they are kept); tokens: one EOS per document included."""
 
     read: int = 0  # documents
     unreadable: int = 0  # not text: None, not a string, not UTF-8
@@ -28,25 +27,27 @@ class Accounting:
     kept: int = 0
     bytes: int = 0  # UTF-8, of the kept documents
     tokens: int = 0
-    rows: int = 0
-    tokens_dropped: int = 0
+    tokens_dropped: int = 0  # of sentence pairs: cut off
     seconds: float = 0.0
-
-    @property
-    def different(self) -> int:
-        """Texts, those of the evaluation data not counted."""
-        return self.read - self.unreadable - self.empty - self.filtered - self.evaluated - self.duplicate
 
     def hold_out(self, account: "Accounting", size: int):
         """Move a kept document of `size` bytes to the validation split's account."""
         self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
         account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
 
-    def table(self, title="") -> str:
-        rows = [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
-        if self.tokens and self.seconds:
-            rows.append(("tokens per second", f"{self.tokens / self.seconds:,.0f}"))
-        return "\n".join([title, *(f"  {name:<25} {value:>18}" for name, value in rows)])
+    def __add__(self, other: "Accounting") -> "Accounting":
+        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
+        return Accounting(**{name: round(value + more, 3) for (name, value), more in pairs})
+
+    def line(self) -> str:
+        """What is not 0, in one line."""
+        words = [f"{self.kept:,} of {self.read:,} documents"]
+        left_out = "unreadable", "empty", "filtered", "duplicate", "evaluated", "validation"
+        words += [f"{value:,} {name}" for name in left_out if (value := getattr(self, name))]
+        words.append(f"{self.tokens:,} tokens")
+        words += [f"{self.tokens_dropped:,} of them dropped"] if self.tokens_dropped else []
+        words += [f"{self.tokens / self.seconds:,.0f} tokens/s"] if self.tokens and self.seconds else []
+        return ", ".join(words)
 
 
 class SeenHashes:
@@ -81,17 +82,16 @@ class SeenHashes:
         return slot
 
 
-def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iterator[dict]:
-    """The documents of a Corpus to train on, in order, from the one after those counted on: text that is a
-    non-empty string, contains any of its keywords (all do when there are none) and was not seen before, or
-    is to be kept though it was. Everything else is counted and skipped.
-
-    seen, evaluated (SeenHashes): of the documents before them, and of those that are evaluated on."""
+def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple[dict, int, int]]:
+    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold a keyword of the corpus
+    (all do when there are none). All are counted."""
     keywords, column = corpus.keywords, corpus.text_column
-    seen = SeenHashes() if seen is None else seen
-    for document in corpus.documents(counts.read):
+    for document in rows:
         counts.read += 1
         text = document.get(column)
+        if column not in document and {"content", "text"} & document.keys():
+            raise ValueError(f"{corpus.name}: document {counts.read:,} has no column {column!r}, but "
+                             f"{', '.join(document)}: name files that have the same column, by a glob")
         if not isinstance(text, str):
             counts.unreadable += 1
         elif not text or text.isspace():
@@ -100,14 +100,36 @@ def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iter
             counts.filtered += 1
         elif (data := _utf8(text)) is None:
             counts.unreadable += 1
-        elif (number := int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")) in evaluated:
-            counts.evaluated += 1
         else:
-            counts.duplicate += not (new := seen.add(number))
-            if new or corpus.source.keep_duplicates:
-                counts.kept += 1
-                counts.bytes += len(data)
-                yield document
+            yield document, content_hash(data), len(data)
+
+
+def content_hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_duplicates: bool) -> bool:
+    """Whether a document of this hash and size is to be trained on: not evaluated on, and not seen before,
+    unless duplicates are kept. Counted; `seen` has it from now on."""
+    if number in evaluated:
+        counts.evaluated += 1
+        return False
+    new = seen.add(number)
+    counts.duplicate += not new
+    if wanted := new or keep_duplicates:
+        counts.kept += 1
+        counts.bytes += size
+    return wanted
+
+
+def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iterator[dict]:
+    """The documents of a Corpus to train on, in order.
+
+    seen, evaluated (SeenHashes): of the documents before them, and of those that are evaluated on."""
+    seen = SeenHashes() if seen is None else seen
+    for document, number, size in readable(corpus.documents(), corpus, counts):
+        if is_wanted(number, size, counts, seen, evaluated, corpus.source.keep_duplicates):
+            yield document
 
 
 def _utf8(text: str) -> bytes | None:
@@ -123,14 +145,27 @@ def in_validation(text: str, seed: int, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-def show_progress(documents: Iterable[dict], counts: Accounting, what: str) -> Iterator[dict]:
-    """The same documents, while stderr shows documents/s and the share kept: a bar, or lines in a file."""
-    line = {} if sys.stderr.isatty() else {
-        "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n",
-        "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
-    with tqdm(desc=what, unit=" documents", initial=counts.read, **line) as bar:
+class progress_bar(tqdm):
+    """Documents/s and the share that is kept on stderr: a bar, or lines in a file."""
+
+    def __init__(self, what: str):
+        line = {} if sys.stderr.isatty() else {
+            "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n",
+            "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+        super().__init__(desc=what, unit=" documents", **line)
+
+    def of(self, documents: Iterable, counts: Accounting) -> Iterator:
+        """The same documents, shown as what `counts` says of them."""
+        read = counts.read
         for document in documents:
             yield document
             kept = (counts.kept + counts.validation) / max(counts.read, 1)
-            bar.set_postfix(kept=f"{kept:.1%}", refresh=False)
-            bar.update(counts.read - bar.n)
+            self.set_postfix(kept=f"{kept:.1%}", refresh=False)
+            self.update(counts.read - read)
+            read = counts.read
+
+
+def show_progress(documents: Iterable, counts: Accounting, what: str) -> Iterator:
+    """The same documents, while stderr shows how many there are."""
+    with progress_bar(what) as bar:
+        yield from bar.of(documents, counts)

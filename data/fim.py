@@ -6,11 +6,8 @@ belongs between two texts. Each is cut at two characters and written in one of t
 """
 
 import hashlib
-import json
 import struct
 from dataclasses import dataclass
-
-from tokenizers import Tokenizer
 
 # <PRE>, <SUF> and <MID> as the tokenizers of code models call them.
 NAMES = (
@@ -20,7 +17,6 @@ NAMES = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
 )
-NO_LEAD = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}  # of tokenizer.json
 
 
 @dataclass(frozen=True)
@@ -46,16 +42,6 @@ class FillInMiddle:
         if order % 2:
             return [([pre], prefix, False), ([suf], suffix, True), ([mid], middle, True)]
         return [([pre, suf], suffix, True), ([mid], prefix, False), ([], middle, True)]
-
-    def inside(self, backend: Tokenizer) -> Tokenizer:
-        """For pieces that begin inside a document: no space comes before them. The tokens become special in
-        both, as they are not in every tokenizer: a document that mentions them holds text."""
-        backend.add_special_tokens(list(self.tokens))
-        made = json.loads(backend.to_str())
-        for part in ("normalizer", "pre_tokenizer"):
-            made[part] = json.loads(json.dumps(made[part]), object_hook=lambda found: {
-                name: NO_LEAD.get(name, value) for name, value in found.items()})
-        return Tokenizer.from_str(json.dumps(made))
 
 
 def fill_in_middle(rate: float, seed: int, tokenizer) -> FillInMiddle | None:

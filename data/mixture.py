@@ -13,13 +13,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from data.order import SampleOrder, drawn_order, epochs_and_rows
-from data.packing import as_batch
+from data.order import drawn_order
+from data.rows import as_batch
 
 BLOCK = 1000  # positions
-AT_ONCE = 16  # blocks whose rows are computed at once
 CYCLE = 1000  # blocks: after them every share, counted in millionths, is met exactly
 
 
@@ -84,48 +83,46 @@ class Mixture:
         return np.concatenate(found)[skip : skip + n]
 
 
-class MixedOrder(SampleOrder):
-    """Yields (position, epoch, row, source) for positions start, ..., stop - 1; n_rows: of each source."""
+class MixedOrder(Sampler):
+    """Yields (position, epoch, row, source) for positions start, ..., stop - 1 of MixedRows."""
 
-    def __init__(self, n_rows: Sequence[int], mixture: Mixture, start: int, stop: int):
-        super().__init__(n_rows, mixture.seed, start, stop)
-        self.mixture = mixture
+    def __init__(self, rows: "MixedRows", start: int, stop: int):
+        self.rows, self.start, self.stop = rows, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        first = self.start // BLOCK
-        used = self.mixture.before(first * BLOCK)
-        for number in range(first, -(-self.stop // BLOCK), AT_ONCE):
-            source = np.concatenate([self.mixture.block(number + i) for i in range(AT_ONCE)])
-            epoch, row = np.empty_like(source), np.empty_like(source)
-            for i, n in enumerate(self.n_rows):
-                at = (source == i).nonzero()[0]
-                epoch[at], row[at] = epochs_and_rows(used[i], used[i] + len(at), n, self.seed)
-                used[i] += len(at)
-            position = number * BLOCK + np.arange(len(source))
-            part = slice(max(0, self.start - position[0]), self.stop - position[0])
-            yield from zip(*(column[part].tolist() for column in (position, epoch, row, source)), strict=True)
+        mixture, position = self.rows.mixture, self.start
+        sources = zip(self.rows.sources.values(), mixture.before(position).tolist(), strict=True)
+        walks = [rows.walk(uses, mixture.seed) for rows, uses in sources]
+        while position < self.stop:
+            number, inside = divmod(position, BLOCK)
+            for source in mixture.block(number)[inside : inside + self.stop - position].tolist():
+                yield position, *next(walks[source]), source
+                position += 1
 
 
 class MixedRows(Dataset):
-    """Rows of several sources, name -> PackedRows (all of one kind), or what StreamingRows takes."""
+    """Rows of one source or several, name -> PackedRows (all of one kind) or StreamedRows."""
 
     def __init__(self, mixture: Mixture, sources: dict):
         self.mixture, self.sources = mixture, sources
 
     @property
-    def fingerprint(self) -> dict[str, list]:
+    def fingerprint(self) -> str | dict[str, list]:
+        if len(self.sources) == 1:
+            return next(iter(self.sources.values())).fingerprint
         parts = zip(self.sources.items(), self.mixture.millionths.tolist(), strict=True)
         return {name: [millionths, source.fingerprint] for (name, source), millionths in parts}
 
     @property
-    def sizes(self) -> list[int | None]:
-        """Rows of each source."""
-        return [source.n_rows for source in self.sources.values()]
-
-    @property
     def n_rows(self) -> int | None:
         """Positions before the first source begins to repeat; None where only the end of a stream tells."""
-        used = [(i, n) for i, n in enumerate(self.sizes) if self.mixture.millionths[i]]
+        sizes = enumerate(source.n_rows for source in self.sources.values())
+        used = [(i, n) for i, n in sizes if self.mixture.millionths[i]]
+        if len(used) == 1:
+            return used[0][1]
         known = all(n for _, n in used)
         return min(int(self.mixture.positions(i, n, 1)[0]) for i, n in used) if known else None
 
@@ -133,10 +130,43 @@ class MixedRows(Dataset):
         """keys (position, epoch, row, source) -> a batch of PackedRows, with "source": int64 [B], too."""
         position, epoch, row, source = np.array(keys, np.int64).T
         columns = {}
-        for i, found in enumerate(self.sources.values()):
+        for i, rows in enumerate(self.sources.values()):
             at = (source == i).nonzero()[0]
-            for name, values in found.take(row[at]).items() if len(at) else ():
+            for name, values in rows.take(row[at], epoch[at]).items() if len(at) else ():
                 if name not in columns:
                     columns[name] = np.empty((len(keys), *values.shape[1:]), np.int64)
                 columns[name][at] = values
         return as_batch(columns | {"position": position, "epoch": epoch, "row": row, "source": source})
+
+    # ---- Streams among them
+
+    def _streams(self, position: int) -> Iterator[tuple]:
+        """(name, its rows, how many of them come before a position) of each stream."""
+        before = self.mixture.before(position).tolist()
+        for (name, rows), uses in zip(self.sources.items(), before, strict=True):
+            if hasattr(rows, "release"):
+                yield name, rows, uses
+
+    def release(self) -> None:
+        """What streams have handed out will not be asked for again."""
+        for _, rows, _ in self._streams(0):
+            rows.release()
+
+    def epochs(self, position: int) -> dict[str, float]:
+        """Passes over each source before a position, of streamed text whole ones."""
+        uses = zip(self.sources.items(), self.mixture.before(position).tolist(), strict=True)
+        epochs = {name: use / rows.n_rows for (name, rows), use in uses if rows.n_rows}
+        for name, rows, use in self._streams(position):
+            epochs.setdefault(name, rows.state_dict(use)["mark"]["epoch"])
+        return {name: epochs[name] for name in self.sources}
+
+    def state_dict(self, position: int) -> dict | None:
+        streams = {name: rows.state_dict(uses) for name, rows, uses in self._streams(position)}
+        return streams | {"seed": self.mixture.seed} if streams else None
+
+    def load_state_dict(self, state: dict | None) -> None:
+        for name, rows, _ in self._streams(0) if state else ():
+            if state.get("seed") != self.mixture.seed:
+                raise ValueError("the stream is not the one this checkpoint was trained on: the seed or the "
+                                 "data sets changed. Restore them, or use another --output_dir.")
+            rows.load_state_dict(state.get(name, {}))

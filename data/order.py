@@ -4,13 +4,9 @@ Training reads one endless stream of positions: position p is row permutation(se
 p // n. Nothing is stored or walked through: a run resumes at any position, on any number of processes.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
-from torch.utils.data import Sampler
 
 ROUNDS = 6  # four suffice for pseudo-randomness (Luby and Rackoff, 1988); two more cost nothing here
-CHUNK = 4096  # positions computed at once
 EVALUATION = 2**64 - 1  # the epoch whose permutation draws evaluation rows: training never comes to it
 
 
@@ -56,22 +52,6 @@ def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.n
     for e in np.unique(epoch).tolist():
         row[epoch == e] = permuted(row[epoch == e], n_rows, seed, e)
     return epoch, row
-
-
-class SampleOrder(Sampler):
-    """Yields (position, epoch, row) for positions start, ..., stop - 1 of the stream over `n_rows` rows."""
-
-    def __init__(self, n_rows: int, seed: int, start: int, stop: int):
-        self.n_rows, self.seed, self.start, self.stop = n_rows, seed, start, stop
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __iter__(self) -> Iterator[tuple[int, int, int]]:
-        for start in range(self.start, self.stop, CHUNK):
-            stop = min(start + CHUNK, self.stop)
-            epoch, row = epochs_and_rows(start, stop, self.n_rows, self.seed)
-            yield from zip(range(start, stop), epoch.tolist(), row.tolist(), strict=True)
 
 
 def evaluation_rows(n_rows: int, most: int, seed: int) -> list[int]:

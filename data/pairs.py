@@ -16,28 +16,18 @@ import itertools
 import random
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from functools import cached_property, partial
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from data.order import drawn_order
-from data.packing import (
-    SPLITS,
-    PackedRows,
-    PreparedRows,
-    Split,
-    documents_of,
-    preparation_settings,
-    prepare_splits,
-    tokenize_documents,
-    tokenizer_fingerprint,
-)
+from data.encode import tokenize_documents
+from data.factory import Factory, Key, TokenMaker
+from data.filters import Accounting
+from data.pair_rows import PairRows
+from data.text import PreparedRows, hashes_of, in_cache, text_settings
+from utils.io.urls import Folder
 
-FORMAT = 3  # part of every cache key: raise it when rows of old caches would differ
-PACKING = 1  # part of the fingerprint of packed rows: raise it when shared_rows gives others
 BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
 
 # A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
@@ -73,6 +63,7 @@ class Chunk(NamedTuple):
     b: np.ndarray
     ending: int  # of B: 0 cut off, 1 with a sentence, 2 with the document
     document: int
+    number: int  # in its document
 
 
 class PairBuilder:
@@ -80,8 +71,8 @@ class PairBuilder:
     Couples are made of the documents of one call and the chunks of one document that wait for another one, so
     what the caller gives at a time bounds the memory."""
 
-    def __init__(self, room: int, seed: int):
-        self.room = room  # tokens of A and B together
+    def __init__(self, room: int, seed: int | str):
+        self.room, self.tokens = room, 0  # tokens of A and B together; of all sentences, as the caller counts
         self.random = random.Random(seed)
         # A coin for the first of two couples, the other label for the second: equal halves, of alike Bs.
         self.labels = (label for _ in itertools.count() for label in self.random.sample((0, 1), 2))
@@ -97,20 +88,29 @@ class PairBuilder:
             if not self.waiting or self.waiting[-1].document == chunk.document:
                 self.waiting.append(chunk)
                 continue
-            other, label = self.waiting.pop(), next(self.labels)
-            end = min(len(chunk.b), len(other.b))
-            self.dropped += len(chunk.b) + len(other.b) - 2 * end
-            yield other.a, (chunk if label else other).b[:end], label
-            yield chunk.a, (other if label else chunk).b[:end], label
+            yield from self.couple(self.waiting.pop(), chunk)
 
-    @property
-    def left_over(self) -> int:
-        """Tokens of the chunks that wait."""
-        return sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
+    def rest(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """At the end: chunks of one document that still wait, paired with each other where they do not touch.
+        What is left then is dropped."""
+        waiting, self.waiting = self.waiting, []
+        for chunk in waiting:
+            if self.waiting and abs(self.waiting[-1].number - chunk.number) > 1:
+                yield from self.couple(self.waiting.pop(), chunk)
+            else:
+                self.waiting.append(chunk)
+        self.dropped += sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
+
+    def couple(self, other: Chunk, chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Their As, with their own Bs or each other's."""
+        label, end = next(self.labels), min(len(chunk.b), len(other.b))
+        self.dropped += len(chunk.b) + len(other.b) - 2 * end
+        yield other.a, (chunk if label else other).b[:end], label
+        yield chunk.a, (other if label else chunk).b[:end], label
 
     def chunks(self, document: list[np.ndarray]) -> Iterator[Chunk]:
         """The chunks of a document, which no label has a part in."""
-        sentences, start = list(document), 0
+        sentences, start, numbers = list(document), 0, itertools.count()
         self.documents += 1
         while start < len(sentences):
             end, length = start, 0
@@ -133,170 +133,93 @@ class PairBuilder:
             else:
                 self.dropped += len(rest)
             ending = 0 if len(rest) else 1 + (end == len(sentences))
-            yield Chunk(a[len(a) - keep :], b[: self.room - keep], ending, self.documents)
+            yield Chunk(a[len(a) - keep :], b[: self.room - keep], ending, self.documents, next(numbers))
             start = end
 
 
-class PairRows(PackedRows):
-    """Pairs of a .npy file [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label.
+class PairMaker(TokenMaker):
+    """Documents to rows of PairRows. Those of a chunk are paired with each other, by a generator of random
+    numbers of its own."""
 
-    pack: a row holds as many pairs as fit, M at most, instead of one and padding; M as in the fullest row."""
+    def __init__(self, tokenizer, block_size: int, seed: int):
+        super().__init__(tokenizer)
+        self.special = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
+        self.width, self.seed = block_size + 3, seed
 
-    # Attention to all: for attention to none kernels may give NaN.
-    blanks = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 1, "next_sentence_label": -100,
-              "pair": -1}
+    def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
+        """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), again and again."""
+        self.builders: dict[str, PairBuilder] = {}
+        for block in _blocks(documents):
+            for split in sorted({split for _, split in block}):
+                seed = f"{self.seed} {split} {key}"
+                builder = self.builders.setdefault(split, PairBuilder(self.width - 6, seed))
+                texts = [text for text, into in block if into == split]
+                yield split, self.rows(builder, builder.pairs(self.sentences(builder, texts)))
+        for split, builder in self.builders.items():
+            yield split, self.rows(builder, builder.rest())
 
-    def __init__(self, path, pack: bool = False):
-        super().__init__(path)
-        self.pack = pack
-        self.rows, self.spans = self.rows[:, :-3], self.rows[:, -3:]
+    def sentences(self, builder: "PairBuilder", texts: list[str]) -> list[list[np.ndarray]]:
+        """The token ids of each sentence of each text."""
+        documents = [[] for _ in texts]
+        numbered = ((sentence, i) for i, text in enumerate(texts) for sentence in split_sentences(text))
+        for ids, i in tokenize_documents(numbered, self.encoder):
+            if len(ids) > 1:
+                documents[i].append(ids[:-1])  # without EOS
+                builder.tokens += len(ids) - 1
+        return documents
 
-    @cached_property
-    def members(self) -> np.ndarray:
-        """The pairs of each packed row, -1 for none [rows, M]: made when asked for, as many files are only
-        opened to see whether they are those of a run."""
-        return shared_rows(self.spans[:, 1], self.block_size)
+    def rows(self, builder: "PairBuilder", pairs: Iterable[tuple]) -> np.ndarray:
+        cls, sep, pad = self.special
+        rows = [np.empty(0, self.dtype)]
+        for a, b, label in pairs:
+            row = np.full(self.width, pad, self.dtype)
+            ids = [cls, *a, sep, *b, sep]
+            row[: len(ids)], row[-3:] = ids, (len(a) + 2, len(ids), label)
+            rows.append(row)
+        return np.concatenate(rows)
 
-    def __len__(self) -> int:
-        return len(self.members if self.pack else self.rows)
-
-    @property
-    def fingerprint(self) -> str:
-        return super().fingerprint + f"-packed-{PACKING}" * self.pack
-
-    @property
-    def padding(self) -> float:
-        """Share of the tokens."""
-        return 1 - self.spans[:, 1].sum() / len(self) / self.block_size
-
-    @staticmethod
-    def align(sources: Iterable["PairRows"]) -> None:
-        """One M for all of them."""
-        most = max(rows.members.shape[1] for rows in sources)
-        for rows in sources:
-            missing = most - rows.members.shape[1]
-            rows.members = np.pad(rows.members, ((0, 0), (0, missing)), constant_values=-1)
-
-    def take(self, row: np.ndarray) -> dict[str, np.ndarray]:
-        """As PackedRows, with token_type_ids, attention_mask [B, T]: 1 in the first pair of a row, 2 in the
-        second, ..., 0 in padding; next_sentence_label [B]. Packed, position_ids [B, T], from 0 on in each
-        pair, too, and of each pair [B, M] its number, pair (-1: none), where it begins, pair_start, and its
-        next_sentence_label (-100: none)."""
-        pair = self.members[row] if self.pack else row[:, None]
-        each, place = np.arange(len(row))[:, None], np.arange(self.block_size)
-        end_of_a, length, label = np.moveaxis(self.spans[pair].astype(np.int64), 2, 0)  # [B, M]
-        label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
-        ends = length.cumsum(1)
-        nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
-        real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
-        if not self.pack:
-            return super().take(row) | {"token_type_ids": real & (place >= end_of_a), "attention_mask": real,
-                                        "next_sentence_label": label[:, 0]}  # fmt: skip
-        position = np.where(real, place - (ends - length)[each, nth], 0)
-        return {
-            "input_ids": np.where(real, self.rows[pair[each, nth], position], 0), "position_ids": position,
-            "token_type_ids": real & (position >= end_of_a[each, nth]),
-            "attention_mask": np.where(real, nth + 1, 0), "pair": pair,
-            "pair_start": np.where(pair < 0, 0, ends - length), "next_sentence_label": label,
-        }  # fmt: skip
+    def account(self, made: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
+        """Adds the tokens of a chunk to the accounts of its splits."""
+        for split, builder in self.builders.items():
+            counts[split].tokens, counts[split].tokens_dropped = builder.tokens, builder.dropped
 
 
-def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none.
-
-    Row after row takes the longest pair that leaves no room or what another one fills, or else the longest
-    that fits."""
-    waiting, rows = [[] for _ in range(room + 1)], []
-    for pair in drawn_order(len(lengths), 0, 0).tolist():  # not numpy's: a run goes on with these rows
-        waiting[lengths[pair]].append(pair)
-    there = sum(1 << length for length, pairs in enumerate(waiting) if pairs)  # a bit for each length
-    filled_by = sum(1 << room - length for length, pairs in enumerate(waiting) if pairs or not length)
-    while there:
-        rows.append([])
-        left = room
-        while fits := there & ((2 << left) - 1):
-            exact = fits & (filled_by >> room - left)
-            length = (exact or fits).bit_length() - 1
-            rows[-1].append(waiting[length].pop())
-            left -= length
-            if not waiting[length]:
-                there ^= 1 << length
-                filled_by ^= 1 << room - length
-    members = np.full((len(rows), max(map(len, rows), default=1)), -1, np.int32)
-    for number, row in enumerate(rows):
-        members[number, : len(row)] = row
-    return members
+def _blocks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Documents of about BLOCK characters at a time."""
+    block, size = [], 0
+    for text, split in documents:
+        block.append((text, split))
+        size += len(text)
+        if size >= BLOCK:
+            yield block
+            block, size = [], 0
+    yield block
 
 
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
-                  eval_corpus=None, also_evaluated=(), seed: int = 0, cache_dir="cache",
-                  pack: bool = False) -> PreparedRows:
-    """prepare_rows for sentence pairs: the same arguments, cache and accounts; the splits are PairRows,
-    which `pack` makes of the same files. Raises ValueError where the text gives no pairs."""
-    fraction = None if eval_corpus else validation_fraction
-    names = SPLITS if eval_corpus or fraction is not None else SPLITS[:1]
-    settings = preparation_settings(FORMAT, corpus, eval_corpus, also_evaluated) | {
-        "validation": fraction,
-        "tokenizer": [tokenizer_fingerprint(tokenizer), tokenizer.cls_token_id, tokenizer.sep_token_id],
-        "block_size": block_size,
-        "seed": seed,
-    }
+                  evaluated=(), held_elsewhere=(), seed: int = 0, cache_dir="cache", pack: bool = False,
+                  split: str = "train") -> PreparedRows:
+    """prepare_rows for sentence pairs: the same arguments, cache and accounts; the splits are PairRows, which
+    `pack` makes of the same files. split: what all documents are for, or those that are not held out. Raises
+    ValueError where the text gives no pairs."""
+    held_out = seed, validation_fraction or 0.0
+    settings = text_settings(corpus, evaluated, held_elsewhere, tokenizer) | {
+        "held_out": held_out, "block_size": block_size, "split": split,
+        "special": [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id],
+    }  # fmt: skip
 
-    def write(folder: Path) -> dict[str, dict]:
-        splits = {name: _PairFile(folder / f"{name}.npy", block_size, tokenizer, seed) for name in names}
-        for documents in documents_of(splits, corpus, eval_corpus, also_evaluated, seed, fraction or 0):
-            for text, into in documents:
-                into.add(text)
-        for (name, split), source in zip(splits.items(), (corpus, eval_corpus or corpus), strict=False):
-            split.close()
-            print(split.counts.table(f"{name} split, pairs in rows of {block_size} tokens"), flush=True)
-            split.check(f"the {name} split of {source.name}")
-        return {name: asdict(split.counts) for name, split in splits.items()}
+    def factory(folder: Folder) -> Factory:
+        hashes = itertools.chain(hashes_of(corpus, evaluated), held_elsewhere)
+        return Factory(folder, {split: corpus}, PairMaker(tokenizer, block_size, seed), held_out, hashes)
 
-    return prepare_splits(cache_dir, "pairs", settings, write, partial(PairRows, pack=pack))
+    def check(made: dict) -> None:
+        for name in [split, *["validation"] * (validation_fraction is not None)]:
+            if not made["splits"].get(name, {}).get("tokens"):
+                kept = made["accounting"].get(name, {}).get("kept", 0)
+                raise ValueError(f"next_sentence: the {name} split of {corpus.name} is {kept:,} documents, "
+                                 "and pairs need two documents of two sentences or more. Remedies: name a "
+                                 "source of more, whole documents with sentences that end in . ! or ?, raise "
+                                 "validation_fraction, or switch next_sentence off.")
 
-
-class _PairFile(Split):
-    """The pairs of one split on their way to the disk, and the account of them."""
-
-    def __init__(self, path, block_size, tokenizer, seed):
-        super().__init__(path, block_size + 3, tokenizer)
-        self.tokenizer, self.builder = tokenizer, PairBuilder(block_size - 3, seed)
-        self.documents, self.characters = [], 0
-
-    def add(self, text: str):
-        self.documents.append(split_sentences(text))
-        self.characters += len(text)
-        if self.characters >= BLOCK:
-            self.flush()
-
-    def flush(self):
-        """Tokenize the documents in hand and write their pairs."""
-        documents = [[] for _ in self.documents]
-        sentences = ((sentence, i) for i, document in enumerate(self.documents) for sentence in document)
-        for ids, i in tokenize_documents(sentences, self.tokenizer):
-            if len(ids) > 1:
-                documents[i].append(ids[:-1])  # without EOS
-                self.counts.tokens += len(ids) - 1
-        cls, sep, pad = (getattr(self.tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad"))
-        for a, b, label in self.builder.pairs(documents):
-            row = np.full(self.file.block_size, pad, self.file.dtype)
-            ids = [cls, *a, sep, *b, sep]
-            row[: len(ids)], row[-3:] = ids, (len(a) + 2, len(ids), label)
-            self.file.write(row[None])
-        self.documents, self.characters = [], 0
-
-    def close(self):
-        self.flush()
-        super().close()
-        self.counts.tokens_dropped = self.builder.dropped + self.builder.left_over
-
-    def check(self, where: str):
-        """ValueError where there are no pairs, for want of sentences or of a second document."""
-        if not self.counts.rows:
-            found = f"{self.counts.kept:,} documents, none of two sentences, so no pairs"
-            if self.builder.waiting:
-                found = "one document of two sentences, so no text of another one to pair with"
-            raise ValueError(f"next_sentence: {where} has {found}. Remedies: name a source of more, whole "
-                             "documents with sentences that end in . ! or ?, raise validation_fraction, or "
-                             "switch next_sentence off.")
+    folder = in_cache(cache_dir, settings, tokenizer, factory, check, "pairs")
+    return PreparedRows(folder, block_size, kind=partial(PairRows, pack=pack))

@@ -1,83 +1,85 @@
-"""A preparation in parts, on many machines: what a part knows of the others, and how all are joined.
+"""A preparation in parts, on many machines: what each knows of the others.
 
-    progress/hashes-00007           {split: hashes of its documents}, of part 7, which has been read. When all
-    part-00007/train-00000.parquet  have, each knows what to leave out, and makes its shards;
-    progress/part-00007.json        its counts, and the ids that fill no row
+    progress/hashes-00007.npz  the hashes of part 7's documents, chunk by chunk. When all parts have left
+    theirs,
+                               each knows which documents come first elsewhere, and makes its chunks;
+    progress/part-00007.json   says that they are made
 
-When all of these are there, whoever finds that writes the manifest, and what fills rows together as a shard.
+A part makes every `parts`-th unit of the source (files, usually) or, where it has fewer units, every
+`parts`-th chunk. When all have been made, whoever finds that writes the manifest: that of one preparation.
 """
 
 import io
-import json
-from collections import deque
-from dataclasses import asdict
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
-from data.filters import Accounting, SeenHashes, clean_documents, show_progress
-from data.records import Records
-from data.shards import PROGRESS
-from data.sources.storage import Folder
+from data.factory import PROGRESS, SPLITS, Factory, Key, named
+from data.filters import SeenHashes, progress_bar
 
-HASHES, MADE = PROGRESS + "/hashes-{:05d}", PROGRESS + "/part-{:05d}.json"
+HASHES, MADE = PROGRESS + "/hashes-{:05d}.npz", PROGRESS + "/part-{:05d}.json"
 
 
-def lacking(folder: Folder, kind: str, parts: int) -> list[int]:
+def lacking(folder, kind: str, parts: int) -> list[int]:
     """The parts that have not left their file of this kind."""
     names = folder.names(PROGRESS)
     return [part for part in range(parts) if kind.format(part).split("/")[1] not in names]
 
 
-def read_hashes(corpora) -> bytes:
+def read_hashes(factory: Factory) -> bytes:
     """HASHES of a part, whose documents are read."""
-    found, data = {}, io.BytesIO()
-    for split, corpus in corpora.items():
-        counts, seen = Accounting(), SeenHashes()
-        documents = clean_documents(corpus, counts, seen)
-        deque(show_progress(documents, counts, f"reading {corpus.name}, {split}"), maxlen=0)
-        found[split] = np.unique(seen.slots)  # with 0, the free ones, in any
-    np.savez(data, **found)
+    hashes, data = {}, io.BytesIO()
+    for split in factory.splits:
+        with progress_bar(f"reading {factory.corpora[split].name}, {split}") as bar:
+            for unit in range(factory.corpora[split].units):
+                for key, taken in factory.chunks(split, unit):
+                    for _ in bar.of(taken, taken.counts):
+                        pass
+                    hashes[named(key)] = np.array(taken.hashes, np.uint64)
+    np.savez(data, **hashes)
     return data.getvalue()
 
 
-def found_elsewhere(folder: Folder, part: int, parts: int) -> dict[str, tuple[list, list]]:
-    """Hashes of this part's documents that come in this split of an earlier part, or of any part in a split
-    before it: {split: (those of training documents of the second kind, all others)}."""
+class Elsewhere:
+    """Which documents of a part's own chunks come first in another chunk: from one pass over all hashes."""
 
-    def hashes_of(part: int) -> dict[str, np.ndarray]:
-        with np.load(io.BytesIO(folder.read(HASHES.format(part)))) as hashes:
+    def __init__(self, factory: Factory):
+        self.factory = factory
+
+    def __call__(self, key: Key) -> tuple[set[int], SeenHashes]:
+        """Hashes of this chunk's documents that are evaluated on, and of those that an earlier chunk
+        holds."""
+        numbers, first = self.found
+        own = self.own[named(key)]
+        places, place = first[np.searchsorted(numbers, own)], self._place(named(key))
+        train = self._place("train-0-0")
+        evaluated = places < train if key[0] == "train" else np.zeros(len(own), bool)
+        before = SeenHashes()
+        for number in own[(places < place) & ~evaluated].tolist():
+            before.add(number)
+        return set(own[evaluated].tolist()), before
+
+    @cached_property
+    def own(self) -> dict[str, np.ndarray]:
+        return self._hashes(self.factory.part[0])
+
+    @cached_property
+    def found(self) -> tuple[np.ndarray, np.ndarray]:
+        """The hashes of the part's own documents, sorted, and the place of the first chunk that holds
+        each."""
+        numbers = np.unique(np.concatenate([np.empty(0, np.uint64), *self.own.values()]))
+        first = np.full(len(numbers), np.iinfo(np.int64).max)
+        for other in range(self.factory.part[1]):
+            for name, hashes in self._hashes(other).items():
+                here = np.searchsorted(numbers, np.intersect1d(numbers, hashes))
+                first[here] = np.minimum(first[here], self._place(name))
+        return numbers, first
+
+    def _place(self, name: str) -> int:
+        """In the order of all chunks."""
+        split, unit, chunk = name.split("-")
+        return (SPLITS.index(split) << 60) + (int(unit) << 32) + int(chunk)
+
+    def _hashes(self, part: int) -> dict[str, np.ndarray]:
+        with np.load(io.BytesIO(self.factory.folder.read(HASHES.format(part)))) as hashes:
             return dict(hashes)
-
-    own = hashes_of(part)
-    found = {split: ([], []) for split in own}
-    for other in range(parts):
-        theirs = hashes_of(other)
-        for i, split in enumerate(own):
-            for name in [*own][: i + (other < part)]:
-                both = np.intersect1d(own[split], theirs[name], assume_unique=True)
-                found[split][name == split or split != "train"].extend(both.tolist())
-    return found
-
-
-def summary(records: Records) -> bytes:
-    """MADE of a part."""
-    rest = {split: ids.tolist() for split, ids in records.pending.items()}
-    made = {"counts": records.counts, "held": records.held, "shards": records.shards, "rest": rest}
-    return json.dumps(made, default=asdict).encode()
-
-
-def join_parts(folder: Folder, settings: dict[str, Any], dtype) -> Records:
-    """As of one preparation. FileNotFoundError where a part is not done."""
-    T, records = settings["block_size"], Records(folder)
-    every = [json.loads(folder.read(MADE.format(part))) for part in range(settings["parts"])]
-    for split, shards in records.shards.items():
-        shards += sum((made["shards"][split] for made in every), [])
-        records.held[split] = np.sum([made["held"][split] for made in every], 0).tolist()
-        rest = np.array(sum((made["rest"].get(split, []) for made in every), []), dtype)
-        if len(rows := rest[: len(rest) // T * T].reshape(-1, T)):
-            records.write_shard(split, rows)
-    for split in every[0]["counts"]:
-        numbers = zip(*(made["counts"][split].values() for made in every), strict=True)
-        records.counts[split] = Accounting(*(round(sum(each), 3) for each in numbers))
-    return records

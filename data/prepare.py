@@ -1,35 +1,35 @@
-"""Source -> filter -> duplicates -> tokens -> rows -> shards, in one pass over any source, to any fsspec URL.
+"""Source -> filter -> duplicates -> tokens -> shards, from any source, to any fsspec URL.
 
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
 
 The source is streamed: memory grows by 10 to 20 bytes per kept document only (the hashes that find exact
-duplicates). Killed at any moment, the same command goes on from the last record in output_dir/progress, and
-the files come out byte for byte as if nothing had happened. Token files (data/foreign.py) keep their rows.
-"""
+duplicates). Killed at any moment, the same command resumes, and the files come out byte for byte as if
+nothing had happened; where files of a finished folder are lost or damaged, it makes them again. Rows of any
+length can be cut from shards, so there is no block_size. """
 
 import argparse
 import contextlib
 import json
 import sys
-import tempfile
-import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
+from data.encode import tokenizer_fingerprint
+from data.factory import PROGRESS, SHARD_MB, Factory, TokenMaker
 from data.filters import Accounting
 from data.fim import fill_in_middle
-from data.foreign import is_foreign, open_splits
-from data.packing import token_dtype, tokenizer_fingerprint
-from data.parts import HASHES, MADE, found_elsewhere, join_parts, lacking, read_hashes, summary
-from data.records import Records, write_row_shards, write_token_shards
-from data.shards import FORMAT, MANIFEST, PROGRESS
+from data.foreign import is_foreign
+from data.parts import HASHES, MADE, Elsewhere, lacking, read_hashes
+from data.shards import FORMAT, MANIFEST, complete, write_manifest
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
-from data.sources.storage import FIRST_CONTACT, Folder, bound_waiting, explained, printable, with_retries
 from data.tokenizer import load_tokenizer
+from utils.io.mistakes import user_mistakes
+from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
+from utils.io.urls import Folder, explained
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,12 +39,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
     add_source_flags(add)  # of the split train the source's validation and test come too
     add("--tokenizer_name", help="Hub id or folder")
-    add("--block_size", type=int, default=1024, help="tokens per row (default: 1024)")
     add("--validation_fraction", type=float, default=0.005,
         help="of the documents, where the source has no validation split (default: 0.005; 0: none)")
     add("--seed", type=int, default=0, help="chooses validation documents, and cuts (default: 0)")
     add("--fim_rate", type=float, default=0.0, help="share of the documents to fill in (default: 0)")
-    add("--shard_mb", type=float, default=64, help="before compression (default: 64; hf://: better more)")
+    size = f"of a file (default: {SHARD_MB:g}; hf://: better more)"
+    add("--shard_mb", type=float, default=SHARD_MB, help=size)
     add("--parts", type=int, default=1, help="of a preparation on many machines (default: 1)")
     add("--part", type=int, help="this one: 0 to parts - 1")
     return parser.parse_args(argv)
@@ -52,16 +52,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_args(args: argparse.Namespace) -> None:
     """ValueError with one line for each value that cannot be."""
-    problems = check_numbers(args, block_size=2, shard_mb=1e-6, seed=0, parts=1)
+    problems = check_numbers(args, shard_mb=1e-6, seed=0, parts=1)
     if args.part not in ((None, 0) if args.parts == 1 else range(args.parts)):
         problems.append(f"part: must be 0 to {args.parts - 1}, one less than parts, is {args.part}.")
     if not args.tokenizer_name:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one.")
     if not 0 <= args.fim_rate <= 1:
         problems.append(f"fim_rate: must be 0 (off) to 1, is {args.fim_rate}.")
-    of_text = args.keywords or args.fim_rate or args.split != "train" or args.parts > 1
-    if of_text and is_foreign(args.dataset_name):
-        problems.append("dataset_name: tokens have no text, leave out keywords, split, fim_rate, parts.")
+    if is_foreign(args.dataset_name):
+        problems.append(f"dataset_name: {args.dataset_name} holds tokens already: train on it as it is.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
@@ -74,57 +73,56 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
     check_args(args)
     bound_waiting()
     folder, tokenizer = Folder(args.output_dir), load_tokenizer(args.tokenizer_name)
-    if is_foreign(args.dataset_name):
-        write = write_row_shards
-        splits, settings = open_splits(args.dataset_name, args.block_size, tokenizer)
-    else:
-        fill_in_middle(args.fim_rate, args.seed, tokenizer)  # its mistakes, before any work
-        write, what = write_token_shards, f"opening {args.dataset_name}"
-        splits, settings = with_retries(partial(open_text, args), what, FIRST_CONTACT)
-    settings |= {"format": FORMAT, "shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer),
-                 "block_size": args.block_size}
-    if manifest := finished_manifest(folder, settings):
-        print(f"{folder.url} is finished: nothing to do")
-    else:
-        with _only_run(folder, wait=-(args.parts > 1)):
+    maker = TokenMaker(tokenizer, fill_in_middle(args.fim_rate, args.seed, tokenizer))
+    corpora = with_retries(partial(open_text, args), f"opening {args.dataset_name}", FIRST_CONTACT)
+    settings = settings_of(args, corpora, tokenizer)
+    held_out = args.seed, 0.0 if "validation" in corpora else args.validation_fraction
+    part = args.part or 0, args.parts
+    factory = Factory(folder, corpora, maker, held_out, shard_mb=args.shard_mb, part=part)
+    check = partial(check_made, factory)
+    finished = finished_manifest(folder, settings)
+    with _only_run(folder, wait=-(args.parts > 1)):
+        if not finished:
             with explained(folder.url, "written"):
                 folder.make(FIRST_CONTACT)
                 content = json.dumps(settings, indent=1).encode()
                 folder.write(f"{PROGRESS}/settings.json", content, FIRST_CONTACT)
-            if args.parts == 1:
-                write(splits, tokenizer, records := Records(folder), settings)
-                manifest = finish(settings, tokenizer, records)
-        if args.parts > 1:
-            manifest = prepare_part(args, settings, splits, tokenizer, folder)
-    if not manifest:
-        return None
-    folder.remove(PROGRESS)
-    for split, account in manifest["accounting"].items():
-        if account["read"] or account["rows"]:
-            shards = len(manifest["splits"][split]["shards"])
-            print(Accounting(**account).table(f"{folder.url}, {split}: {shards} shards"))
+        if finished or args.parts == 1:
+            whole = replace(factory, part=(0, 1))
+            manifest = complete(whole, tokenizer, settings, check)
+            if finished == manifest:
+                print(f"{folder.url} is finished: nothing to do")
+    if not finished and args.parts > 1:
+        manifest = prepare_part(factory, settings, tokenizer, check)
+    if manifest:
+        folder.remove(PROGRESS)
+        for split, account in manifest["accounting"].items():
+            print(f"{folder.url}, {split}: {Accounting(**account).line()}")
     return manifest
 
 
-def open_text(args: argparse.Namespace) -> tuple[dict[str, Corpus], dict[str, Any]]:
-    """{"test", "validation", "train": Corpus}, so that what is evaluated on is known when training documents
-    come (of another split than train only that, as train), and the settings that shape their shards."""
-    source = replace(source_of(args, streaming=True), part=(args.part or 0, args.parts))
+def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
+    """{"test", "validation", "train": Corpus}; of another split than train only that, as train."""
+    source = source_of(args, streaming=True)
     names = ("test", "validation") if source.split == "train" else ()
     splits = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
-    splits["train"] = corpus = load_corpus(source)
-    settings = {
+    return splits | {"train": load_corpus(source)}
+
+
+def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer) -> dict[str, Any]:
+    """What shapes the shards. The number of parts does not."""
+    corpus = corpora["train"]
+    return {
         "dataset_name": corpus.name, "dataset_config_name": args.dataset_config_name, "split": args.split,
-        "content": {name: corpus.fingerprint for name, corpus in splits.items()},
+        "content": {name: corpus.fingerprint for name, corpus in corpora.items()},
         "text_column": corpus.text_column, "keywords": corpus.keywords,
-        "validation_fraction": args.validation_fraction, "seed": args.seed,
+        "validation_fraction": args.validation_fraction, "seed": args.seed, "fim_rate": args.fim_rate,
+        "format": FORMAT, "shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer),
     }  # fmt: skip
-    more = {"fim_rate": args.fim_rate, "parts": args.parts if args.parts > 1 else 0}
-    return splits, settings | {name: value for name, value in more.items() if value}
 
 
 def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest if this preparation is finished, None if it is to begin or to go on. ValueError when
+    """The manifest if this preparation is finished, None if it is to begin or to resume. ValueError when
     something else lies there, or a preparation with other settings."""
     with explained(folder.url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
@@ -145,60 +143,58 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     return manifest
 
 
-def prepare_part(args, settings: dict[str, Any], splits, tokenizer, folder: Folder) -> dict[str, Any] | None:
+def prepare_part(factory: Factory, settings: dict[str, Any], tokenizer, check) -> dict[str, Any] | None:
     """One part, as far as it gets; the manifest, where all are done."""
-    place = f"part-{args.part:05d}/"
+    folder, (part, parts) = factory.folder, factory.part
+    for name in folder.names(PROGRESS):
+        if name.startswith("parts-") and name != f"parts-{parts}":
+            raise ValueError(f"parts: {folder.url} is being prepared in {name[6:]}, now {parts}.")
+    folder.write(f"{PROGRESS}/parts-{parts}", b"")
 
-    def make_shards() -> bytes:
-        records = Records(folder, place, found_elsewhere(folder, args.part, args.parts))
-        write_token_shards(splits, tokenizer, records, settings)
-        return summary(records)
+    def make_chunks() -> bytes:
+        factory.known = Elsewhere(factory)
+        factory.resume()
+        factory.run()
+        return b"{}"
 
-    with _only_run(folder, place):
-        for done, kind, work in ("read", HASHES, partial(read_hashes, splits)), ("made", MADE, make_shards):
-            if args.part in lacking(folder, kind, args.parts):
-                data = work()
+    with _only_run(folder, f"lock-{part}"):
+        for done, kind, work in ("read", HASHES, partial(read_hashes, factory)), ("made", MADE, make_chunks):
+            if part in lacking(folder, kind, parts):
+                content = work()
                 finished_manifest(folder, settings)  # of two that began at once with others only one is right
-                folder.write(kind.format(args.part), data)
-            if left := lacking(folder, kind, args.parts):
+                folder.write(kind.format(part), content)
+            if left := lacking(folder, kind, parts):
                 if not (manifest := finished_manifest(folder, settings)):
-                    print(f"part {args.part} is {done}. The same command goes on when these are:", *left)
+                    print(f"part {part} is {done}. Run the same command again when these are:", *left)
                 return manifest
     with contextlib.suppress(FileNotFoundError), _only_run(folder, wait=-1):
-        return finish(settings, tokenizer, join_parts(folder, settings, token_dtype(tokenizer)))
+        if not finished_manifest(folder, settings):
+            factory.resume()
+            return write_manifest(factory, tokenizer, settings, check)
     return finished_manifest(folder, settings)  # another one has just written it
 
 
-def finish(settings: dict[str, Any], tokenizer, records: Records) -> dict[str, Any]:
-    """The manifest, written last. ValueError where there is nothing to train on."""
-    folder, shards = records.folder, records.shards
-    if not shards["train"]:
-        for name in {PROGRESS, *(shard["file"].split("/")[0] for shard in sum(shards.values(), []))}:
-            folder.remove(name)
-        raise ValueError(f"dataset_name: {settings['dataset_name']} gives nothing to train on. Check "
-                         f"keywords, or take more text.\n{records.counts['train'].table()}")
-    with tempfile.TemporaryDirectory() as temporary:
-        for file in sorted(tokenizer.save_pretrained(temporary)):
-            folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
-    manifest = {"format": FORMAT, "block_size": settings["block_size"], "dtype": str(token_dtype(tokenizer))}
-    manifest |= {name: settings[name] for name in ("tokenizer", "whole") if name in settings}
-    manifest |= {"settings": settings, "splits": {}, "accounting": {}}
-    for split, account in records.accounts().items():
-        manifest["splits"][split] = {"rows": account.rows, "shards": shards[split]}
-        manifest["accounting"][split] = asdict(account)
-    folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-    return manifest
+def check_made(factory: Factory, made: dict) -> None:
+    """ValueError where there is nothing to train on; then nothing stays."""
+    if made["splits"].get("train", {"tokens": 0})["tokens"]:
+        return
+    folder = factory.folder
+    for name in [PROGRESS, *(file["file"] for split in made["splits"].values() for file in split["files"])]:
+        folder.remove(name)
+    counts = Accounting(**made["accounting"].get("train", {}))
+    raise ValueError(f"dataset_name: {factory.corpora['train'].name} gives nothing to train on. Check "
+                     f"keywords, or take more text: {counts.line()}.")
 
 
-def _only_run(folder: Folder, part: str = "", wait: float = 0):
+def _only_run(folder: Folder, name: str = "lock", wait: float = 0):
     """Two runs at once would write the same files. The lock ends with the process; local disks only."""
     if not folder.local:
         return contextlib.nullcontext()
-    progress = Path(folder.path(f"{PROGRESS}/{part}"))
+    progress = Path(folder.path(PROGRESS))
     with explained(folder.url, "written"):
         progress.mkdir(parents=True, exist_ok=True)
     try:
-        return FileLock(progress / "lock").acquire(timeout=wait)
+        return FileLock(progress / name).acquire(timeout=wait)
     except Timeout as error:
         raise ValueError(f"output_dir: another run is preparing {folder.url}. Wait for it.") from error
 
@@ -206,16 +202,10 @@ def _only_run(folder: Folder, part: str = "", wait: float = 0):
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 2 the user's mistake, 1 a source or a target that failed."""
     try:
-        prepare(parse_args(argv))
-    except OSError as error:
-        print(printable(f"error: {error}\nThe same command goes on where this one stopped."), file=sys.stderr)
-        return 1
-    except ValueError as error:
-        here, raised = Path(__file__).parent, traceback.extract_tb(error.__traceback__)[-1].filename
-        if not Path(raised).is_relative_to(here):
-            raise  # a library's: keep its traceback
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 2
+        with user_mistakes():
+            prepare(parse_args(argv))
+    except SystemExit as end:
+        return end.code
     return 0
 
 

@@ -1,271 +1,184 @@
-"""Rows that never lie on this disk as a whole: `--streaming`, from token shards or straight from text.
+"""Rows of a stream for training: those that data/ahead.py leaves in a ring of files on this disk.
 
-    rows = StreamingRows(ShardSource(url), batch_size=B, seed=0, process_index=p, num_processes=P)
-    loader = DataLoader(rows, batch_size=B)
+The order is one endless stream of positions, a function of the seed alone. Rows are shuffled within a group
+of the stream; each comes once per epoch, and the next epoch follows in the same batch. """
 
-The order is one endless stream of positions, a function of the seed alone. Position k is in batch k // B,
-batch b goes to process b % P. Each row of the source comes once per epoch, the next epoch follows in the same
-batch.
-
-What it costs: every process reads the whole source and keeps its share. Of shards that is the download (about
-2 bytes per token) and decoding at 100 to 300 M tokens/s. Of text it is tokenizing too, so that all processes
-together train on what one of them tokenizes, 0.5 to 1.5 M tokens/s and core: beyond that, prepare shards.
-"""
-
+import contextlib
+import errno
 import hashlib
-import heapq
 import itertools
-import math
-from array import array
+import json
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from filelock import FileLock, Timeout
 
-from data.cache import RowFile, build_once
-from data.filters import Accounting, clean_documents, in_validation
-from data.mixture import MixedRows
-from data.order import CHUNK, epochs_and_rows, permuted
-from data.packing import PackedRows, token_dtype, tokenize_documents, tokenizer_fingerprint
-from data.shards import check_shards, read_shard, split_entry
-from data.sources.storage import Folder
+from data.ahead import FAILED, PAUSE, Job, Mark, ShardGroups, TextGroups, group_file
+from data.order import permuted
+from utils.io.files import write_json
 
-SHUFFLED = 4  # shards whose rows are shuffled together
-MARKS = 64  # windows whose beginnings are remembered, for resuming a text stream
+MARKS = 1024  # groups whose beginnings are remembered, for a checkpoint
+PROJECT = Path(__file__).resolve().parent.parent
+PRODUCER = "import sys; sys.path.insert(0, sys.argv[1]); from data.ahead import main; main(sys.argv[2])"
+NUMBERS = itertools.count()  # of the rings of this process: all processes of a machine begin the same ones
 
 
-class Window(NamedTuple):
-    """A stretch of the stream, shuffled within itself."""
+class StreamedRows:
+    """Map-style rows of a stream, which are read forward. It begins when the first row is asked for.
 
-    first: int  # position
-    epoch: int
-    row_ids: np.ndarray  # int64 [n]: rows of the source, in the order of the stream
-    load: Callable[[np.ndarray], np.ndarray]  # int64 [m], indices into row_ids -> uint16 or uint32 [m, T]
-    mark: tuple[int, ...] = ()  # where the source takes up the stream at `first` again
+    process, processes: of this machine. The first one starts the producer."""
 
+    def __init__(self, source: TextGroups | ShardGroups, cache_dir, most: int, process: int = 0,
+                 processes: int = 1):
+        self.source, self.cache_dir, self.most = source, Path(cache_dir), most
+        self.process, self.processes = process, processes
+        self.block_size = source.block_size
+        self.n_rows: int | None = getattr(source, "n_rows", None)  # None: only the end of the text tells
+        self.begun, self.marks = Mark(), deque(maxlen=MARKS)
+        self.groups: dict[int, tuple[Mark, np.ndarray]] = {}  # open ones
+        self.folder: Path | None = None  # the ring
+        self.producer, self.ended = None, lambda: None
+        self.released, self.walked = False, -1  # whether groups are given back; where the last walk began
 
-def shuffled(n: int, seed: int, epoch: int, window: int) -> np.ndarray:
-    return permuted(np.arange(n), n, seed + 0x9E3779B97F4A7C15 * (window + 1), epoch)
+    @property
+    def fingerprint(self) -> str:
+        source = self.source
+        if isinstance(source, ShardGroups):
+            content = [entry["sha256"] for entry in source.entries]
+        else:
+            content = [source.corpus.fingerprint, source.corpus.keywords, source.encoder,
+                       source.held_out, source.fim]  # fmt: skip
+        return hashlib.sha256(repr([content, source.block_size, source.size]).encode()).hexdigest()[:16]
 
+    # ---- Rows
 
-class ShardSource:
-    """Token shards for training. Shards are shuffled, then the rows of SHUFFLED consecutive ones too; a
-    process holds its share of two such groups and a shard. Raises ValueError like check_shards."""
+    def walk(self, first: int, seed: int) -> Iterator[tuple[int, int]]:
+        """(epoch, row) of the uses first, first + 1, ... of these rows; waits for the producer."""
+        self._start(first)
+        for group in range(self.begun.group, sys.maxsize):
+            mark, rows = self._open(group)
+            self.marks.append(mark)
+            own = seed + 0x9E3779B97F4A7C15 * (mark.row + 1)
+            order = permuted(np.arange(len(rows)), len(rows), own, mark.epoch)
+            for row in order[max(0, first - mark.first) :].tolist():
+                yield mark.epoch, mark.row + row
 
-    def __init__(self, url: str):
-        manifest = check_shards(url)
-        entry = split_entry(manifest, url, "train")
-        self.folder, self.block_size, self.dtype = Folder(url), manifest["block_size"], manifest["dtype"]
-        self.shards, self.n_rows = entry["shards"], entry["rows"]
-        self.sizes = np.array([shard["rows"] for shard in self.shards])
-        self.first = self.sizes.cumsum() - self.sizes  # row of each
-        content = [SHUFFLED, *(shard["sha256"] for shard in self.shards)]
-        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
+        """{"input_ids": [B, T]} of these rows, which `walk` has named in this order. Those before the first
+        of them are given back."""
+        ids, at = np.empty((len(row), self.block_size), np.int64), []
+        for i, (r, e) in enumerate(zip(row.tolist(), epoch.tolist(), strict=True)):
+            found = (group for group, (mark, rows) in self.groups.items()
+                     if mark.epoch == e and mark.row <= r < mark.row + len(rows))
+            at.append(next(found))
+            mark, rows = self.groups[at[-1]]
+            ids[i] = rows[r - mark.row]
+        for group in [group for group in self.groups if group < min(at)]:
+            del self.groups[group]
+        if self.released and min(at) > self.taken:
+            self.taken = min(at)
+            (self.folder / f"taken-{self.process}").write_text(str(self.taken))
+        return {"input_ids": ids}
 
-    def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
-        """Windows from the one that holds `position` on, endlessly."""
-        for epoch in itertools.count(position // self.n_rows):
-            first, count = epoch * self.n_rows, len(self.shards)
-            order = permuted(np.arange(count), count, seed, epoch)
-            for window, at in enumerate(range(0, count, SHUFFLED)):
-                members = order[at : at + SHUFFLED]
-                n = int(self.sizes[members].sum())
-                if first + n > position:
-                    row_ids = np.concatenate([self.first[m] + np.arange(self.sizes[m]) for m in members])
-                    row_ids = row_ids[shuffled(n, seed, epoch, window)]
-                    yield Window(first, epoch, row_ids, partial(self._read, members, row_ids))
-                first += n
+    def release(self) -> None:
+        """From now on groups are given back when they are passed: no walk will begin again."""
+        self.released = True
 
-    def _read(self, members, row_ids, chosen) -> np.ndarray:
-        rows = np.empty((len(chosen), self.block_size), self.dtype)
-        for m in members:
-            inside = row_ids[chosen] - self.first[m]
-            here = (0 <= inside) & (inside < self.sizes[m])
-            if here.any():
-                rows[here] = read_shard(self.folder, self.shards[m], self.block_size)[inside[here]]
-        return rows
+    # ---- Where it is
 
+    def state_dict(self, uses: int) -> dict[str, Any]:
+        """What resumes the stream after so many rows."""
+        marks = [mark for mark in self.marks.copy() if mark.first < max(uses, 1)]
+        mark = max(marks, key=lambda mark: mark.first, default=self.begun)
+        return {"position": uses, "mark": asdict(mark), "source": self.fingerprint}
 
-class TextSource:
-    """A corpus, filtered, tokenized and packed on the fly: the rows of data.prepare and prepare_rows, in
-    order, for training then shuffled within `shuffle_rows` consecutive ones; 0 where only `blocks` are read.
-    A resumed run reads the epoch again up to where it was, without tokenizing. ValueError: no row in it."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError when the stream is not the one that the state comes from."""
+        if state.get("source") != self.fingerprint:
+            raise ValueError("the stream is not the one this checkpoint was trained on: its source or its "
+                             "settings changed. Restore them, or use another --output_dir.")
+        self.close()
+        self.begun = Mark(**state["mark"])
 
-    n_rows = None  # only the end of the corpus tells
+    # ---- The producer
 
-    def __init__(self, corpus, tokenizer, *, block_size: int, validation_fraction: float = 0.0,
-                 validation_seed: int = 0, split: str = "train", shuffle_rows: int = 8192, fim=None):
-        self.corpus, self.tokenizer, self.block_size = corpus, tokenizer, block_size
-        self.validation, self.split = (validation_seed, validation_fraction), split
-        self.shuffle_rows, self.fim = shuffle_rows, fim
-        content = [corpus.fingerprint, corpus.text_column, tokenizer_fingerprint(tokenizer), block_size,
-                   corpus.keywords, self.validation, split, shuffle_rows, *([fim] if fim else [])]
-        self.fingerprint = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    def _start(self, first: int) -> None:
+        """Begins the ring for a walk, unless the one that there is has all of it still."""
+        if self.folder and first == self.walked and not self.released:
+            return
+        self.close()
+        if first < self.begun.first:
+            self.begun = Mark()
+        self.walked, self.released, self.taken = first, False, 0
+        self.folder = self.cache_dir / f"stream-{_launch(self.processes)}-{self.fingerprint}-{next(NUMBERS)}"
+        if self.process:
+            return
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        for left in self.cache_dir.glob("stream-*.lock"):  # of runs that were killed
+            with contextlib.suppress(Timeout, OSError), FileLock(left, timeout=0):
+                shutil.rmtree(left.with_suffix(""), ignore_errors=True)
+                left.unlink()
+        lock = FileLock(f"{self.folder}.lock")
+        lock.acquire()
+        self.folder.mkdir()
+        words = [sys.executable, "-c", PRODUCER, PROJECT, self.folder]
+        self.producer = subprocess.Popen(words, stdin=subprocess.PIPE)
+        self.ended = weakref.finalize(self, _end, self.producer, self.folder, lock)  # at exit at the latest
+        pickle.dump(Job(self.source, self.begun, self.most, self.processes), self.producer.stdin)
+        self.producer.stdin.flush()
 
-    def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
-        """Windows from the one that `mark` names on, endlessly; those before `position` come too."""
-        first, epoch, row, document, offset = mark or (0, 0, 0, 0, 0)
-        while True:
-            for rows, next_document, next_offset in self.blocks(self.shuffle_rows, document, offset):
-                order = shuffled(len(rows), seed, epoch, row // self.shuffle_rows)
-                begin = epoch, row, document, offset
-                yield Window(first, epoch, row + order, rows[order].__getitem__, begin)
-                first, row = first + len(rows), row + len(rows)
-                document, offset = next_document, next_offset
-            if row == 0:
-                raise ValueError(f"dataset_name: {self.corpus.name} gives no row of {self.block_size} tokens "
-                                 f"for {self.split}. Take more text, a smaller block_size or other keywords.")
-            epoch, row, document, offset = epoch + 1, 0, 0, 0
+    def _open(self, group: int) -> tuple[Mark, np.ndarray]:
+        """A group, as soon as it is there."""
+        if group not in self.groups:
+            told = group_file(self.folder, group, "json")
+            while not told.exists():
+                self._check_producer()
+                time.sleep(PAUSE)
+            made = json.loads(told.read_text())
+            del made["rows"]
+            self.groups[group] = Mark(**made), np.load(group_file(self.folder, group, "npy"), mmap_mode="r")
+        return self.groups[group]
 
-    def blocks(self, size: int, document: int = 0, offset: int = 0):
-        """One epoch from token `offset` of `document` (its number in the source) on: rows [size, T], the last
-        time [1 to size, T], and the document and offset where the next row begins."""
-        counts = Accounting()
+    def _check_producer(self) -> None:
+        """Raises what has ended it."""
+        failed = self.folder / FAILED
+        if not failed.exists() and self.producer and self.producer.poll() is not None:
+            message = f"the process that reads {self.source.name} ahead is gone ({self.producer.returncode})"
+            write_json(failed, {"kind": "ConnectionError", "errno": None, "message": message})
+        if failed.exists():
+            error = json.loads(failed.read_text())
+            if error["errno"] in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(error["errno"], os.strerror(error["errno"]), str(self.cache_dir))
+            kinds = {"ValueError": ValueError, "ConnectionError": ConnectionError}
+            raise kinds.get(error["kind"], RuntimeError)(error["message"])
 
-        def documents() -> Iterator[tuple[str, int]]:
-            for found in clean_documents(self.corpus, counts):
-                text, number = found[self.corpus.text_column], counts.read - 1
-                held_out = in_validation(text, *self.validation)
-                if number >= document and held_out == (self.split == "validation"):
-                    yield self.fim(text) if self.fim else text, number
-
-        T, full, dtype = self.block_size, size * self.block_size, token_dtype(self.tokenizer)
-        waiting = array(dtype.char)  # less than `full` tokens: every block ends in the document that follows
-        for ids, number in tokenize_documents(documents(), self.tokenizer, self.fim):
-            waiting.frombytes(ids[offset:].tobytes())
-            for end in range(full, len(waiting) + 1, full):
-                rows = np.array(waiting[end - full : end], dtype).reshape(size, T)
-                yield rows, number, len(ids) - (len(waiting) - end)
-            del waiting[: len(waiting) - len(waiting) % full]
-            offset = 0
-        if len(waiting) >= T:
-            yield np.array(waiting[: len(waiting) - len(waiting) % T], dtype).reshape(-1, T), 0, 0
-
-
-class MappedSource:
-    """Rows that lie on this disk among streams, in the order that they have by themselves."""
-
-    def __init__(self, rows: PackedRows):
-        self.rows, self.n_rows, self.fingerprint = rows, rows.n_rows, rows.fingerprint
-
-    def windows(self, position: int, seed: int, mark: tuple[int, ...]) -> Iterator[Window]:
-        """Windows from the one that holds `position` on, endlessly."""
-        for first in itertools.count(position // CHUNK * CHUNK, CHUNK):
-            epochs, rows = epochs_and_rows(first, first + CHUNK, self.n_rows, seed)
-            for epoch in np.unique(epochs).tolist():
-                at = (epochs == epoch).nonzero()[0]
-                yield Window(first + int(at[0]), epoch, rows[at],
-                             lambda chosen, row_ids=rows[at]: self.rows.take(row_ids[chosen])["input_ids"])
-
-
-def first_rows(source: TextSource, most: int, cache_dir: str) -> PackedRows:
-    """The first rows of a stream, kept in the cache: of its first held-out documents, as a draw from all of
-    them would have to read all of it before the first step."""
-
-    def build(folder: Path) -> None:
-        file = RowFile(folder / "validation.npy", source.block_size, token_dtype(source.tokenizer))
-        for rows, _, _ in source.blocks(64):
-            file.write(rows[: most - file.rows])
-            if file.rows == most:
-                break
-        file.close()
-        if not file.rows:
-            raise ValueError(f"dataset_name: no validation row in {source.corpus.name}; "
-                             "raise validation_fraction.")
-
-    rows = PackedRows(build_once(cache_dir, "stream", [source.fingerprint, most], build) / "validation.npy")
-    texts = source.tokenizer.batch_decode(rows.rows.tolist(), clean_up_tokenization_spaces=False)
-    rows.bytes_per_token = sum(len(text.encode()) for text in texts) / rows.rows.size
-    return rows
+    def close(self) -> None:
+        """Ends the producer and empties the ring."""
+        self.ended()
+        self.producer, self.folder, self.groups = None, None, {}
 
 
-class StreamingRows(IterableDataset):
-    """Yields {"input_ids": int64 [T], "position", "epoch", "row": int}, for a DataLoader of this batch_size;
-    of MixedRows in the order of their positions, and "source", the number of the one that a row is of.
-
-    start, stop: positions (rows of all processes), start a multiple of batch_size x num_processes."""
-
-    start = 0
-
-    def __init__(self, rows: ShardSource | TextSource | MixedRows, *, batch_size: int, seed: int,
-                 process_index: int = 0, num_processes: int = 1, stop: float = math.inf):
-        self.mixture = rows.mixture if isinstance(rows, MixedRows) else None
-        self.sources = [*rows.sources.values()] if self.mixture else [rows]
-        self.seed, self.batch_size, self.stop = seed, batch_size, stop
-        self.process_index, self.num_processes = process_index, num_processes
-        # Marks of the windows of each source: those to begin with ([]: the stream's first), and since then.
-        self.begun: list[list[int]] = [[] for _ in self.sources]
-        self.marks: list[deque[list[int]]] = [deque(maxlen=MARKS) for _ in self.sources]
-
-    def uses(self, position: int) -> list[int]:
-        """Rows of each source before a position."""
-        return self.mixture.before(position).tolist() if self.mixture else [position]
-
-    def state_dict(self, position: int) -> dict[str, Any] | list[dict[str, Any]]:
-        """What resumes the stream at `position` (rows consumed so far by all processes together), of a
-        mixture a list."""
-        states = []
-        for uses, source, begun, marks in zip(self.uses(position), self.sources, self.begun, self.marks,
-                                            strict=True):
-            mark = max((mark for mark in marks.copy() if mark[0] < max(uses, 1)), default=begun)
-            states.append({"position": uses, "mark": mark, "source": source.fingerprint, "seed": self.seed})
-        return states if self.mixture else states[0]
-
-    def load_state_dict(self, state: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """`start` is to be set. Raises ValueError when a source is not the one that the state comes from."""
-        states = state if self.mixture else [state]
-        found = [(source.fingerprint, self.seed) for source in self.sources]
-        if found != [(state["source"], state["seed"]) for state in states]:
-            raise ValueError("the stream is not the one this checkpoint was trained on: its source, its "
-                             "settings or the seed changed. Restore them, or use another --output_dir.")
-        self.begun = [list(state["mark"]) for state in states]
-        for marks in self.marks:
-            marks.clear()
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        assert self.start % (self.batch_size * self.num_processes) == 0, self.start
-        assert get_worker_info() is None, "each worker would yield all rows"
-        used = self.mixture.millionths if self.mixture else [1]
-        return heapq.merge(*map(self._rows, np.flatnonzero(used).tolist()), key=lambda row: row["position"])
-
-    def _rows(self, number: int) -> Iterator[dict[str, Any]]:
-        """Those of a source."""
-        for epoch, positions, row_ids, rows in _one_ahead(self._shares(number)):
-            for position, row, ids in zip(positions.tolist(), row_ids.tolist(), rows, strict=True):
-                tokens = torch.from_numpy(ids.astype(np.int64))
-                found = {"input_ids": tokens, "position": position, "epoch": epoch, "row": row}
-                yield found | ({"source": number} if self.mixture else {})
-
-    def _shares(self, number: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-        """(epoch, positions [m], rows' ids [m], rows [m, T]) of each window of a source for this process."""
-        begin = self.uses(self.start)[number], self.seed, tuple(self.begun[number])
-        for window in self.sources[number].windows(*begin):
-            first, n = window.first, len(window.row_ids)
-            positions = (self.mixture.positions(number, first, n, self.stop) if self.mixture
-                         else first + np.arange(n))
-            if not len(positions) or positions[0] >= self.stop:
-                return
-            if window.mark:
-                self.marks[number].append([first, *window.mark])
-            mine = positions // self.batch_size % self.num_processes == self.process_index
-            chosen = np.flatnonzero(mine & (self.start <= positions) & (positions < self.stop))
-            if len(chosen):
-                yield window.epoch, positions[chosen], window.row_ids[chosen], window.load(chosen)
+def _end(producer: subprocess.Popen, folder: Path, lock: FileLock) -> None:
+    producer.kill()
+    producer.wait()
+    producer.stdin.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    lock.release()
+    Path(lock.lock_file).unlink(missing_ok=True)
 
 
-def _one_ahead(items: Iterator) -> Iterator:
-    """The same items, each made in a thread while the one before it is in use."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        upcoming = pool.submit(next, items, None)
-        while (item := upcoming.result()) is not None:
-            upcoming = pool.submit(next, items, None)
-            yield item
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def _launch(processes: int) -> str:
+    """The same for all processes of a launch on this machine, and for no others."""
+    return f"{socket.gethostname()}-{os.getpid() if processes == 1 else os.getppid()}"

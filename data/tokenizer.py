@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -21,15 +21,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from data.encode import split_text
 from data.filters import Accounting, clean_documents, show_progress
 from data.fim import NAMES as FIM_NAMES
 from data.sources.corpus import add_source_flags, check_numbers, load_corpus, source_of
-from data.sources.storage import explained, printable
+from utils.io.mistakes import user_mistakes
+from utils.io.urls import explained
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
-LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
-BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
-SPACE = re.compile(r"(?<=\S)(?=\s)")
 LETTER = re.compile(r"(?<=[^\s!-/:-@\[-`{-~])[^\s!-/:-@\[-`{-~]")  # within a word of BERT, or at its end
 
 # Special tokens by model family, in the order of their ids, which are those of the families' configurations.
@@ -49,18 +48,13 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     """A tokenizer of the Hub or of a folder. ValueError where there is none of the tokenizers library."""
     asked = f"tokenizer_name {str(name_or_path)!r}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+    except Exception as error:  # of a damaged file any
         raise ValueError(f"{asked} cannot be loaded: {str(error).strip()}\n  Remedies: check "
                          "spelling, network and login.") from error
     if not tokenizer.is_fast:
         raise ValueError(f"{asked} has no tokenizer.json; choose one that has")
     return tokenizer
-
-
-def id_count(tokenizer) -> int:
-    """1 + the largest token id: more than len(tokenizer) where ids have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str,
@@ -74,49 +68,21 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_ALGORITHM)}")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type {model_type!r}: unknown to transformers")
-    special = dict(FAMILIES.get(model_type, CAUSAL))
-    if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
-        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
-    if algorithm == "unigram" and "mask_token" in special:
-        special["mask_token"] = "[MASK]"  # so is it written in that example's prompts, for a RoBERTa
-    if algorithm != "wordpiece" and "mask_token" in special:
-        # A word begins with its space there: the mask of a whole word takes the space before it too.
-        special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
+    special = _special_tokens(algorithm, model_type)
     names = {str(token): token for token in (*special.values(), *(FIM_NAMES[0] if fim else ()))}
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
     common = {"vocab_size": vocab_size, "special_tokens": list(names.values()), "show_progress": progress}
-    if algorithm == "bpe":
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
-    elif algorithm == "unigram":
-        backend = Tokenizer(models.Unigram())
-        quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-        backend.normalizer = normalizers.Sequence(quotes)
-        lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")
-        words = pre_tokenizers.Metaspace(prepend_scheme="first")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
-        backend.decoder = decoders.Metaspace(prepend_scheme="first")
-        trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
-        texts = itertools.chain(["\n\n\n"], texts)  # it knows only what two words share, as blank lines then
-    else:
-        backend = Tokenizer(models.WordPiece(unk_token=special["unk_token"]))
-        backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        backend.decoder = decoders.WordPiece()
-        # The library numbers these letters in the order of a hash map, and equal counts go by number.
-        texts, normal = list(texts), backend.normalizer.normalize_str
-        within = {letter for text in texts for letter in LETTER.findall(normal(text))}
-        common["special_tokens"] += [f"##{letter}" for letter in sorted(within)]
-        trainer = trainers.WordPieceTrainer(**common)
+    backend, trainer, texts = _untrained(algorithm, special, common, texts)
     try:
         backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer=trainer)
     except Exception as error:  # the library raises bare Exceptions, as where Unigram finds too little
+        remedy = "lower vocab_size or take more text"
+        if "not large enough" in str(error):  # for all characters of the text
+            remedy = "raise vocab_size"
         raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
-                         "lower vocab_size or take more text") from error
+                         f"{remedy}") from error
     if algorithm == "unigram":
         backend.model = _in_order(backend, len(names))
     elif algorithm == "wordpiece":  # letters are no special tokens
@@ -142,6 +108,49 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     return tokenizer
 
 
+def _special_tokens(algorithm: str, model_type: str) -> dict:
+    """Of the model's family, by their roles."""
+    special = dict(FAMILIES.get(model_type, CAUSAL))
+    if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
+        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
+    if algorithm == "unigram" and "mask_token" in special:
+        special["mask_token"] = "[MASK]"  # so is it written in that example's prompts, for a RoBERTa
+    if algorithm != "wordpiece" and "mask_token" in special:
+        # A word begins with its space there: the mask of a whole word takes the space before it too.
+        special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
+    return special
+
+
+def _untrained(algorithm: str, special: dict, common: dict, texts: Iterable[str]) -> tuple:
+    """(tokenizer, its trainer, the texts for it)"""
+    if algorithm == "bpe":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
+    elif algorithm == "unigram":
+        backend = Tokenizer(models.Unigram())
+        quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+        backend.normalizer = normalizers.Sequence(quotes)
+        lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")
+        words = pre_tokenizers.Metaspace(prepend_scheme="first")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
+        backend.decoder = decoders.Metaspace(prepend_scheme="first")
+        trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
+        texts = itertools.chain(["\n\n\n"], texts)  # it knows only what two words share, as blank lines then
+    else:
+        backend = Tokenizer(models.WordPiece(unk_token=special["unk_token"]))
+        backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        # The library numbers these letters in the order of a hash map, and equal counts go by number.
+        texts, normal = list(texts), backend.normalizer.normalize_str
+        within = {letter for text in texts for letter in LETTER.findall(normal(text))}
+        common["special_tokens"] += [f"##{letter}" for letter in sorted(within)]
+        trainer = trainers.WordPieceTrainer(**common)
+    return backend, trainer, texts
+
+
 def _in_order(backend: Tokenizer, n_special: int) -> models.Unigram:
     """The trained model with ids in one order: by score, then by text.
 
@@ -157,21 +166,6 @@ def _in_order(backend: Tokenizer, n_special: int) -> models.Unigram:
         scores[piece] = round(lowest if added else score, 4)
     ordered = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
     return models.Unigram([*map(tuple, special), *ordered], trained["unk_id"], trained["byte_fallback"])
-
-
-def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
-    """A long document in pieces, so that one of 50 MB takes no more memory to encode than any other batch.
-
-    Every common pre-tokenizer cuts before a space between two letters, too, so the tokens stay the same. A
-    text without one in 64 Ki characters is cut at other white space or anywhere: tokens there can differ."""
-    start = 0
-    while len(text) - start > longest:
-        low, high = start + longest, start + longest + (1 << 16)
-        found = BETWEEN_WORDS.search(text, low, high) or SPACE.search(text, low, high)
-        cut = found.start() if found else low
-        yield text[start:cut]
-        start = cut
-    yield text[start:]
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
@@ -251,8 +245,5 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    try:
+    with user_mistakes():
         main()
-    except ValueError as mistake:
-        print(f"error: {printable(str(mistake))}", file=sys.stderr)
-        sys.exit(2)

@@ -3,7 +3,7 @@
     process = start(folder, "train_clm.py", {"max_train_steps": 6}, log)
     process.pid, process.kill(), process.join(), process.exitcode
     done = run("train_clm.py", {"max_train_steps": 6})         # to the end, as tests.runs.run
-    done = run("utils.generate", ["runs/clm", "--prompt", "x"])
+    done = run("utils.display.plan", ["--model_type", "gpt2"])
 
 Each is a process of its own, with its own environment, folder and output, that can be killed. The project's
 modules are imported anew from `folder`, which may hold an edited copy. All share one seed of Python's hashes,
@@ -14,6 +14,7 @@ where matplotlib fails: drawing takes three times what the rest of a small run t
 import itertools
 import multiprocessing
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -125,7 +126,8 @@ def run(
             process.kill()
         assert None not in statuses, f"it did not end in {timeout} s: {errors.read_text()[-4000:]}"
         status = next((status for status in statuses if status), 0)
-        return subprocess.CompletedProcess([what, flags], status, out.read_text(), errors.read_text())
+        said = re.sub(r"\[Gloo\] Rank.*\n", "", out.read_text())  # torch 2.9 tells who is connected
+        return subprocess.CompletedProcess([what, flags], status, said, errors.read_text())
 
 
 def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.CompletedProcess:

@@ -40,7 +40,8 @@ def command(script: str, flags: dict, processes: int = 1) -> list[str]:
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", f"accelerate_configs/{config}.yaml"]
     if processes > 1:
-        launcher += ["--num_processes", str(processes), "--mixed_precision", "no", "--main_process_port", "0"]
+        launcher += ["--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no",
+                     "--main_process_port", "0"]  # fmt: skip
     return [*launcher, script, *arguments(flags)]
 
 

@@ -4,7 +4,10 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
+
 from data import prepare
+from data.rows import PackedRows
 from data.tokenizer import train_tokenizer
 
 
@@ -27,9 +30,8 @@ def save_tokenizer(path: Path, seed: int = 0) -> str:
 
 
 def command(source: str, folder, tokenizer: str | None, **settings) -> list[str]:
-    """Arguments of `python -m data.prepare` for small shards: 2 bytes x 32 tokens x 64 rows."""
-    usual = {"dataset_name": source, "output_dir": folder, "block_size": 32, "shard_mb": 0.004096,
-             "validation_fraction": 0.05}
+    """Arguments of `python -m data.prepare` for small shards, of about 9 kB of text."""
+    usual = {"dataset_name": source, "output_dir": folder, "shard_mb": 0.004096, "validation_fraction": 0.05}
     settings = usual | ({"tokenizer_name": tokenizer} if tokenizer else {}) | settings
     words = []
     for name, value in settings.items():
@@ -41,5 +43,22 @@ def run(*arguments, **settings) -> int:
     return prepare.main(command(*arguments, **settings))
 
 
+def packed(path, kind=PackedRows, **settings):
+    """Rows of a .npy file of rows [n, T], or of pairs [n, T + 3]."""
+    rows = np.load(path)
+    width = rows.shape[1] - (3 if kind is not PackedRows else 0)
+    return kind([rows.ravel()], width, content=str(path), **settings)
+
+
 def shard_bytes(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in Path(folder).glob("*.parquet")}
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*.npy")}
+
+
+def manifest_of(folder) -> dict:
+    return json.loads((Path(folder) / "manifest.json").read_text())
+
+
+def tokens_of(folder, split: str) -> np.ndarray:
+    """All of a split, as the manifest orders its files; read without the project's code."""
+    files = manifest_of(folder)["splits"].get(split, {"files": []})["files"]
+    return np.concatenate([np.empty(0, int), *(np.load(Path(folder, file["file"])) for file in files)])

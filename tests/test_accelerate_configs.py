@@ -28,7 +28,8 @@ def test_yaml_is_annotated_and_loads_through_accelerates_parser(path):
     assert 6 <= len(keys) <= 15
     config = load_config_from_file(str(path))  # raises on unknown keys
     assert config.num_processes >= 1
-    assert {"distributed_type", "num_processes", "mixed_precision", "dynamo_backend"} <= set(keys)
+    assert {"distributed_type", "num_processes", "mixed_precision"} <= set(keys)
+    assert "dynamo_backend" in {**keys, **keys.get("dynamo_config", {})}
     assert f"accelerate launch --config_file accelerate_configs/{path.name}" in path.read_text()
     if path.stem == "tpu":  # anything else turns weights and optimizer state into bfloat16 on a TPU
         assert config.mixed_precision == "no"
@@ -45,7 +46,10 @@ def test_launch_accepts_yaml_and_hands_its_values_on(path):
     several = args.multi_gpu or args.use_fsdp
     env = prepare_multi_gpu_env(args) if several else prepare_simple_launcher_cmd_env(args)[1]
     assert env["ACCELERATE_MIXED_PRECISION"] == config.mixed_precision
-    assert env["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    compiles = path.stem in {"single_gpu", "multi_gpu"}
+    assert env["ACCELERATE_DYNAMO_BACKEND"] == ("INDUCTOR" if compiles else "NO")
+    by_blocks = path.stem not in {"cpu", "mps"}  # one line turns the others on
+    assert env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == str(by_blocks)
     assert several == (path.stem in {"multi_gpu", "multi_node", "fsdp", "rocm"})
     if several:
         assert int(args.nproc_per_node) * config.num_machines == config.num_processes
@@ -57,11 +61,11 @@ def test_launch_accepts_yaml_and_hands_its_values_on(path):
 
 def test_the_command_line_wins_over_the_yaml():
     path = next(path for path in CONFIGS if path.stem == "multi_gpu")
-    flags = ["--num_processes", "3", "--mixed_precision", "fp16", "--dynamo_backend", "inductor"]
+    flags = ["--num_processes", "3", "--mixed_precision", "fp16", "--dynamo_backend", "no"]
     args = launch_command_parser().parse_args(["--config_file", str(path), *flags, "train_clm.py"])
     env = prepare_multi_gpu_env(_validate_launch_command(args)[0])
     assert args.nproc_per_node == "3"
-    assert env["ACCELERATE_MIXED_PRECISION"] == "fp16" and env["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+    assert env["ACCELERATE_MIXED_PRECISION"] == "fp16" and env["ACCELERATE_DYNAMO_BACKEND"] == "NO"
 
 
 def test_two_cpu_processes_under_multi_gpu_yaml_form_one_group(tmp_path):

@@ -1,21 +1,30 @@
 """What computes attention: a setting of both scripts that changes no loss, or is refused with its reason."""
 
+import itertools
 import json
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, Gemma2ForCausalLM
-from transformers.masking_utils import sliding_window_bidirectional_mask_function
+from transformers.masking_utils import sdpa_mask, sliding_window_bidirectional_mask_function
 
 import train_mlm
 from tests import forked
 from tests.runs import TINY, metrics, write_corpus
 from tests.test_model import BERT, GPT2, tokenizer
+from utils.learning import local_attention as local_attention_module
 from utils.learning.local_attention import local_attention, local_mask
 from utils.learning.losses import CausalLMLoss, MaskedLMLoss
-from utils.learning.model import _without_attention, build_model, model_problems
+from utils.learning.model import (
+    _without_attention,
+    build_model,
+    fastest_attention,
+    model_problems,
+    refuse_documents_in_touch,
+)
 
 NO_DROPOUT = ",resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 SHAPES = {
@@ -125,6 +134,86 @@ def test_local_attention_compiled_in_one_graph():
     model.set_attn_implementation("local")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert (compiled(**batch).logits - model(**batch).logits).abs().max() < 1e-5
+
+
+def by_definition(query, key, value, starts, _, most, __, dropout, is_causal, debug, scale, window_size_left,
+                  window_size_right):  # fmt: skip
+    """What torch documents of its kernel, which no CPU has: lines [tokens, H, D] that hold rows, each seeing
+    itself, and of that so many tokens before and after."""
+    assert dropout == 0 and not debug and starts.dtype == torch.int32 and query.dtype == torch.bfloat16
+    outs = []
+    for begin, end in itertools.pairwise(starts.tolist()):
+        assert end - begin == most
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        place = torch.arange(most)
+        ahead = place[None] - place[:, None]
+        seen = (ahead >= -window_size_left) & (ahead <= (0 if is_causal else window_size_right))
+        out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs), None
+
+
+WINDOWED = [("modernbert", {}), ("ministral", {"num_key_value_heads": 2})]
+
+
+needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_a_gpu)])
+@pytest.mark.parametrize("model_type, settings", WINDOWED)
+@pytest.mark.parametrize("T", [3, 40, 130])
+def test_windows_without_masks_give_sdpas_logits_and_gradients(T, model_type, settings, device, monkeypatch):
+    """In bfloat16, on a CPU by the kernel's definition; a padded row or documents kept apart get masks."""
+    if device == "cpu":
+        monkeypatch.setattr(local_attention_module, "_kernel", by_definition)
+    model = sliding(model_type, reach=2, **settings).to(device)
+    masks = []
+    monkeypatch.setattr(
+        local_attention_module, "sdpa_mask", lambda *a, **k: masks.append(k) or sdpa_mask(*a, **k)
+    )
+    ids = torch.randint(1, 64, (3, T), device=device)
+    apart = {"position_ids": torch.cat([torch.arange(T - 2), torch.arange(2)])[None].repeat(3, 1).to(device)}
+    padding = {"attention_mask": (torch.arange(T) < T - 1).long().repeat(3, 1).to(device)}
+    more = [{}, padding if model_type == "modernbert" else apart | {"use_cache": False}]
+    for settings in more:
+        found, sliding_masks = [], []
+        for name in ("sdpa", "window"):
+            model.set_attn_implementation(name)
+            model.zero_grad()
+            masks.clear()
+            with torch.autocast(device, torch.bfloat16):
+                logits = model(input_ids=ids, **settings).logits
+            sliding_masks = [mask for mask in masks if mask.get("local_size") is not None]
+            logits.float().logsumexp(2).mean().backward()
+            gradients = (p.grad for p in model.parameters() if p.grad is not None)
+            found.append([logits.detach().float(), *gradients])
+        assert bool(sliding_masks) == bool(settings)
+        for one, other in zip(*found, strict=True):
+            assert (one - other).abs().max() < 0.06 * max(other.abs().max(), 1e-3)
+
+
+def test_auto_is_what_was_measured_as_fastest_on_each_device(monkeypatch):
+    """A model that slides, in bfloat16 as by the GPUs' YAML files; one that does not is transformers' own."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    slides, plain = sliding(reach=64).config, AutoConfig.for_model("gpt2")
+    expected = {"cpu": "local", "cuda": "window", "xla": "auto", "mps": "auto", "xpu": "auto"}
+    assert {device: fastest_attention("masked", slides, 1024, device) for device in expected} == expected
+    assert fastest_attention("masked", slides, 128, "cpu") == "auto"  # rows too short for blocks
+    assert fastest_attention("masked", slides, 128, "cuda") == "window"
+    assert {fastest_attention("causal", plain, 1024, device) for device in expected} == {"auto"}
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the kernel is one for half precision
+    assert fastest_attention("masked", slides, 1024, "cuda") == "auto"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt", "bloom", "mpt", "mamba"])
+def test_documents_that_a_model_cannot_keep_apart_are_refused(model_type):
+    shape = "hidden_size=32,num_hidden_layers=2,num_attention_heads?=2"
+    lm = build_model("causal", model_type, shape, None, 32, tokenizer())
+    if model_type in ("gpt2", "llama"):
+        assert refuse_documents_in_touch(lm) is None and lm.training
+    else:
+        with pytest.raises(ValueError, match=f"in a {model_type} documents of a row see each other"):
+            refuse_documents_in_touch(lm)
 
 
 def test_dropout_is_that_of_sdpa():
@@ -242,7 +331,7 @@ def test_a_run_says_what_is_used_and_saves_what_transformers_loads(script, flags
     done = forked.run(script, {**mine, "attn_implementation": name})
     assert done.returncode == 0 and f"parameters, attention: {name}\n" in done.stdout, done.stderr
     record = json.loads((tmp_path / "args.json").read_text())
-    assert (record["attention"], record["settings"]["attn_implementation"]) == (name, name)
+    assert (record["launch"]["attention"], record["settings"]["attn_implementation"]) == (name, name)
     assert "attn" not in "".join(key for key in json.loads((tmp_path / "config.json").read_text())
                                  if "implementation" in key)  # fmt: skip
     plain = made.from_pretrained(tmp_path)

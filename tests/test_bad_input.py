@@ -13,12 +13,13 @@ from tests import forked
 from tests.runs import PROJECT, environment
 
 CLM, MLM, PREPARE, TOKENIZER = "train_clm.py", "train_mlm.py", "data.prepare", "data.tokenizer"
-GENERATE, CURVES = "utils.generate", "utils.display.curves"
 TEXT = "--dataset_name ../corpus.jsonl --keywords none"  # where a row of a script says nothing else
 
 # what is run | its flags | what its one message says
 TABLE = """
 # settings
+CLM | --learning_rate=--                                | --learning_rate=--: no value.
+CLM | --dataset_name=--                                 | --dataset_name=--: no value.
 CLM | --learning_rat 1                                  | --learning_rat: no such setting. Did you mean --learning_rate?
 CLM | --learning_rate fast                              | invalid float value: 'fast'
 CLM | --learning_rate 0                                 | learning_rate: must be greater than 0, is 0.0.
@@ -57,12 +58,15 @@ CLM | --eval_dataset_name ../corpus.jsonl ''            | eval_dataset_name: hol
 CLM | --max_train_steps 10000000000000000000000         | max_train_steps: must be less than 9,223,372
 CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, codeparrot
 CLM | --eval_only true                                  | eval_only: no model in output_dir
-CLM | --fp16 true                                       | mixed_precision in accelerate_configs
+CLM | --data_dir ../empty                               | --data_dir: no such setting; instead: --dataset_name takes files and folders
+MLM | --lr 1                                            | --lr: no such setting; instead: --learning_rate.
+CLM | --fp16 true                                       | --mixed_precision, or accelerate_configs
 CLM | --report_to wandbb                                | report_to is 'wandbb'
 CLM | --log_level loud                                  | log_level is 'loud'
 CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
 CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
 # data
+CLM | --dataset_name none                               | dataset_name: none is given
 CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder
@@ -92,22 +96,27 @@ CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only line
 CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
 CLM | --model_name_or_path ../old --tokenizer_name ../old | not with model_name_or_path, add --config_overrides "", which
 CLM | --config_overrides n_layer                        | not of the form name=value
-CLM | --model_type llama                                | their default is for gpt2 or modernbert; give those of llama, such as --config_overrides num_hidden_layers=4
+CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
+CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2': && beside the others
+CLM | --config_overrides hidden_size=1048576,n_head=16  | model: && billion parameters take && GiB, and there are
+CLM | --config_overrides '{"n_positions": [2]}'         | config_overrides: TypeError
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --config_overrides n_layer=two                    | 'two' is no int
 CLM | --config_overrides n_layer=0                      | 'n_layer=0': a model without layers
 CLM | --config_overrides n_layer=-1                     | a model without layers
 MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
-CLM | --config_overrides n_head=5,n_embd=192            | config_overrides, 'n_head=5,n_embd=192'
+CLM | --config_overrides n_head=5,n_embd=192            | config_overrides, 'n_head=5': && beside the others 12 would do
 CLM | --config_overrides n_positions=64                 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
 CLM | --model_name_or_path ../no                        | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
-CLM | --checkpoint_url bucket/run                       | checkpoint_url: no URL
-CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | checkpoint_url nosuch://bucket/x: ValueError: Protocol not known
-CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | checkpoint_url s3://***@bucket/it: && credentials are no part
-CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no: && check the address
+CLM | --checkpoint_url bucket/run                       | checkpoint_url: bucket/run is no URL of a folder
+CLM | --checkpoint_url file://                          | checkpoint_url: file:// is no URL of a folder
+CLM | --checkpoint_url s3:///                           | checkpoint_url: s3:/// is no URL of a folder
+CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | nosuch://bucket/x && cannot be opened: Protocol not known
+CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | s3://***@bucket/it && cannot be opened: credentials are no part
+CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no cannot be written: && Check its spelling
 # resume
 CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
 CLM | --resume_from_checkpoint ../no                    | resume_from_checkpoint: ../no is no checkpoint
@@ -121,10 +130,10 @@ CLM | --cache_dir LONG                                  | cache_dir: && its name
 # preparation
 PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | tokenizer_name: none given
 PREPARE | --output_dir shards --dataset_name ../no.jsonl --tokenizer_name ../words | '../no.jsonl': no such file
-PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | block_size: must be 2 or greater
+PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | unrecognized arguments: --block_size 1
 PREPARE | --output_dir shards --tokenizer_name ../words --validation_fraction nan | validation_fraction: must be in [0, 1)
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb -1  | shard_mb: must be 1e-06 or greater
-PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --seed -1 --block_size 0 | shard_mb: must be && is inf. && seed: must be && block_size: must be
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --seed -1 | shard_mb: must be && is inf. && seed: must be
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb 0   | shard_mb: must be 1e-06 or greater
 PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long
@@ -137,14 +146,6 @@ TOKENIZER | --output_dir LONG --dataset_name ../corpus.jsonl | cannot be written
 TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --max_bytes 0 --seed -1 | max_bytes: must be 1 or greater && seed: must be 0
 TOKENIZER | --output_dir words --algorithm bpee          | invalid choice: 'bpee'
 # what comes after a run
-GENERATE | ../no --prompt x                              | ../no: no folder with a trained model
-GENERATE | ../empty --prompt x                           | no folder with a trained model
-GENERATE | ../old --prompt x --temperature nan           | --temperature: 0 or greater, and finite
-GENERATE | ../old --prompt x --max_new_tokens 0          | --max_new_tokens: greater than 0
-GENERATE | ../old                                        | the following arguments are required: --prompt
-CURVES | ../no                                           | ../no
-CURVES | ../empty                                        | ../empty
-CURVES | ../old --x epochs                               | invalid choice: 'epochs'
 """  # noqa: E501
 ROWS = [[part.strip() for part in row.split(" | ")] for row in TABLE.splitlines() if row and row[0] != "#"]
 
@@ -157,9 +158,11 @@ def around(tmp_path_factory):
     (folder / "empty.jsonl").write_text("")
     (folder / "image.png").write_bytes(b"\x89PNG")
     (folder / "empty").mkdir()
+    (folder / "unnamed").mkdir()
+    (folder / "unnamed/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     state = folder / "old/checkpoints/step-00000003/state.json"
     state.parent.mkdir(parents=True)
-    state.write_text(json.dumps({"extra": {"settings": {"learning_rate": 0.002}}}))
+    state.write_text(json.dumps({"extra": {"settings": {"learning_rate": 0.002}, "data": {}}}))
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -187,7 +190,7 @@ def test_it_is_told(around, number):
     env = environment(HF_HOME=str(around / "home"))
     env.pop("HF_TOKEN", None)
     script = str(PROJECT / run) if run.endswith(".py") else run
-    process = forked.start(PROJECT, script, words, log, env=env, cwd=folder, picture=run == CURVES)
+    process = forked.start(PROJECT, script, words, log, env=env, cwd=folder)
     process.join(120)
     process.kill()
     output = log.read_text()
@@ -196,3 +199,19 @@ def test_it_is_told(around, number):
     for part in said.split(" && "):
         assert part in output, output
     assert left_in(around) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("MIXED_PRECISION", "fp8", "mixed_precision: 'fp8' from the launcher; give no, bf16 or fp16."),
+        ("MIXED_PRECISION", "fp16", "mixed_precision: fp16 from the launcher needs an accelerator"),
+        ("DYNAMO_BACKEND", "inducto", "dynamo_backend: 'inducto' from the launcher; give no or inductor."),
+    ],
+)
+def test_what_the_launcher_asks_for_in_vain_is_told(around, name, value, said):
+    env = environment(**{f"ACCELERATE_{name}": value, "CUDA_VISIBLE_DEVICES": ""})
+    flags = ["--dataset_name", around / "no.jsonl", "--output_dir", around / "run"]
+    done = forked.run("train_clm.py", flags, env=env)
+    assert done.returncode == 2 and said in done.stderr and "no such file" in done.stderr, done.stderr
+    assert not (around / "run").exists()

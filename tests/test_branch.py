@@ -9,8 +9,9 @@ from matplotlib.figure import Figure
 from tests.forked import finish, start
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 from utils.display import curves
+from utils.display.curves import draw_curves
 from utils.display.metrics import read_run
-from utils.state.checkpoint import run_name
+from utils.state.folders import run_name
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +48,15 @@ def test_settings_and_card_name_the_origin_also_after_a_resume(runs):
     assert metrics(runs / "c") == [line for line in metrics(runs / "a") if line["step"] > 5]
 
 
-def test_curves_name_where_a_branch_starts(runs, tmp_path, monkeypatch):
+def test_curves_name_where_a_branch_starts(runs, monkeypatch):
     labels = []
     monkeypatch.setattr(Figure, "legend", lambda self, handles, names, **_: labels.extend(names))
     monkeypatch.setattr(curves, "_title", lambda name, lines: labels.append(name) or name)
-    curves.draw([runs / "b"], tmp_path / "b.png")
-    assert labels == ["b, from a at step 3", "training", "evaluation", "resumed (1)"]
-    labels.clear()
-    curves.draw([runs / name for name in "abc"], tmp_path / "abc.png", "tokens")
-    assert labels == ["a", "b, from a at step 3", "c, from b at step 5", "evaluation"]
+    resumed = ["resumed (1)"]
+    for run, name, more in (("b", "b, from a at step 3", resumed), ("c", "c, from b at step 5", [])):
+        draw_curves(runs / run)
+        assert labels == [name, "training", "evaluation", *more]
+        labels.clear()
 
 
 def test_the_name_of_a_run_shows_nothing_of_its_path_and_can_be_printed(tmp_path):

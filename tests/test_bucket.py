@@ -6,6 +6,7 @@ On file://, on ftp:// (tests/ftp_server.py, a process that is killed, too) and o
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -23,9 +24,9 @@ from safetensors.torch import load_file
 from tests import forked
 from tests.ftp_server import PASSWORD
 from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
-from utils.publishing.push import Pusher, Snapshot
-from utils.publishing.stores import fetch_checkpoint, open_store, refuse_another
-from utils.state.files import find_problem, seal, write_file
+from utils.io.files import find_problem, seal, write_file
+from utils.publishing.places import fetch_checkpoint, open_place, refuse_another
+from utils.publishing.publisher import Publisher, Snapshot
 
 KILLS = int(os.environ.get("BUCKET_KILLS", 4))
 
@@ -103,7 +104,7 @@ def contents(folder):
 
 
 def mirror(store, output_dir, timeout=20.0):
-    pusher = Pusher(None, output_dir, store)
+    pusher = Publisher(output_dir, None, store).start()
     said = []
     pusher.say = said.append
     pusher.poll()
@@ -112,7 +113,7 @@ def mirror(store, output_dir, timeout=20.0):
 
 def test_what_is_there_is_complete_verified_and_bounded(url, tmp_path):
     """Byte for byte; the newest two; a damaged one is passed over."""
-    store, out, new = open_store(url, limit=2), tmp_path / "out", tmp_path / "new"
+    store, out, new = open_place(url, limit=2), tmp_path / "out", tmp_path / "new"
     for step in (20, 30, 40):
         newest = save(out, step)
         assert mirror(store, out) == (True, [])
@@ -122,8 +123,8 @@ def test_what_is_there_is_complete_verified_and_bounded(url, tmp_path):
     assert fetch_checkpoint(store, new) is None
     assert contents(new) == {name: data for name, data in contents(out).items()
                              if name.parts[0] != "checkpoints" or newest.name in name.parts}  # fmt: skip
-    fs, root = store._open()
-    fs.pipe_file(f"{root}/{newest.name}/state.json", os.urandom(100_000))
+    folder = store._folder()
+    folder.fs.pipe_file(folder.path(f"{newest.name}/state.json"), os.urandom(100_000))
     shutil.rmtree(new)
     new.mkdir()
     assert fetch_checkpoint(store, new).name == "step-00000030"
@@ -155,7 +156,7 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
 
         monkeypatch.setattr(local, name, change)
 
-    store = open_store(f"file://{tmp_path}/bucket", limit=1)
+    store = open_place(f"file://{tmp_path}/bucket", limit=1)
     for name in ("put_file", "mv", "rm_file", "rm"):
         until_killed(name)
     kills = 0
@@ -183,16 +184,16 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
 def test_a_bucket_of_another_run_is_not_mixed_with(tmp_path):
     """Other checkpoints are here; it is begun anew; one goes back behind later steps of the same run."""
     url = f"file://{tmp_path}/bucket"
-    store, one, other = open_store(url, limit=2), tmp_path / "one", tmp_path / "other"
+    store, one, other = open_place(url, limit=2), tmp_path / "one", tmp_path / "other"
     save(one, 10)
     assert mirror(store, one)[0]
     save(other, 5)
     assert fetch_checkpoint(store, other) is None
     with pytest.raises(ValueError, match="holds step 10, of another run"):
-        refuse_another(store, other)
+        refuse_another(store, other, math.inf)
     (other / "run.json").write_text(json.dumps({"id": "one"}))
     assert fetch_checkpoint(store, other).name == "step-00000010"
-    refuse_another(store, other)
+    refuse_another(store, other, math.inf)
     refuse_another(store, other, 10)
     for step, folder in ((0, one), (5, one), (20, tmp_path)):
         (tmp_path / "run.json").write_text(json.dumps({"id": "third"}))
@@ -202,8 +203,8 @@ def test_a_bucket_of_another_run_is_not_mixed_with(tmp_path):
 
 def test_a_bucket_that_is_away_is_told_tried_again_and_never_waited_for(ftp, tmp_path):
     """It comes back and has the newest; silent at the end: said in time, without a password."""
-    store, out = open_store(ftp.url), tmp_path / "out"
-    pusher = Pusher(None, out, store)
+    store, out = open_place(ftp.url), tmp_path / "out"
+    pusher = Publisher(out, None, store).start()
     said = []
     pusher.say = said.append
     ftp.kill()
@@ -224,6 +225,28 @@ def test_a_bucket_that_is_away_is_told_tried_again_and_never_waited_for(ftp, tmp
     assert not pusher.finish(1.0)
     assert "'Training state after step 30' did not reach ftp://***@127.0.0.1" in said[-1]
     assert "the same command again" in said[-1] and PASSWORD not in str(said + events)
+
+
+def test_settings_are_compared_before_anything_is_written(tmp_path):
+    """A mistyped URL, of another experiment, leaves an empty folder as it was; the right one works then."""
+    flags = TINY | {
+        "dataset_name": write_corpus(tmp_path / "corpus.jsonl", 30), "cache_dir": tmp_path / "cache",
+    }  # fmt: skip
+    url, out = f"file://{tmp_path}/bucket", tmp_path / "out"
+    first = flags | {"output_dir": tmp_path / "first", "checkpoint_url": f"{url}/first"}
+    other = flags | {"output_dir": out, "learning_rate": 3e-3}
+    done = forked.run("train_clm.py", first)
+    assert done.returncode == 0, done.stderr
+    for change, line in (({}, "learning_rate: 0.002 in the run, 0.003 now"),
+                         ({"learning_rate": 2e-3, "seed": 1}, "seed: 42 in the run, 1 now"),
+                         ({"learning_rate": 2e-3, "max_train_samples": 90}, "max_train_samples: 0 in the")):
+        done = forked.run("train_clm.py", other | change | {"checkpoint_url": f"{url}/first"})
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert f"checkpoint_url {url}/first holds a run with other settings: give these" in done.stderr
+        assert line in done.stderr and [path.name for path in out.iterdir()] == [".lock"]
+    done = forked.run("train_clm.py", other | {"checkpoint_url": f"{url}/other"})
+    assert done.returncode == 0, done.stderr
+    assert "continues" not in done.stdout and open_place(f"{url}/other").steps()[-1] == 6
 
 
 def start(folder, flags, log):
@@ -316,5 +339,5 @@ def test_a_run_on_s3(s3, tmp_path):
         assert done.returncode == 0, done.stderr
     assert f"continues  step 6, from {flags['checkpoint_url']}" in done.stdout
     assert "this run is finished" in done.stdout
-    assert open_store(flags["checkpoint_url"]).steps() == [6]
+    assert open_place(flags["checkpoint_url"]).steps() == [6]
     assert metrics(tmp_path / "one") == metrics(tmp_path / "two")

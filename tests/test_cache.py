@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ from data.shards import fetch_tokenizer, open_shards
 url, cache = sys.argv[1:]
 print("here", flush=True)
 print(fetch_tokenizer(url, cache))
-print(open_shards(url, "train", cache_dir=cache).path)
+print(open_shards(url, "train", 32, cache_dir=cache).fingerprint)
 """
 
 
@@ -70,15 +69,18 @@ def test_of_two_processes_one_copies_remote_shards_and_their_tokenizer(server, s
         forked.finish([process], log)
     outputs = [log.read_text() for _, log in both]
     assert outputs[0] == outputs[1]
-    names = [shard["file"] for shard in check_shards(str(shards))["splits"]["train"]["shards"]]
+    names = [file["file"] for file in check_shards(str(shards))["splits"]["train"]["files"]]
     assert {name: server.asked[name] for name in [*names, "tokenizer.json"]} == dict.fromkeys(
         [*names, "tokenizer.json"], 1)
-    path = Path(outputs[0].split()[-1])
-    assert np.array_equal(np.load(path), open_shards(str(shards), "train", cache_dir=tmp_path / "own").rows)
+    own = open_shards(str(shards), "train", 32, cache_dir=tmp_path / "own")
+    assert outputs[0].split()[-1] == own.fingerprint
+    for name in names:
+        (copy,) = (tmp_path / "cache").glob(f"shards-*/{name}")
+        assert copy.read_bytes() == (shards / name).read_bytes()
 
 
 def test_what_a_kill_while_copying_leaves_goes_with_the_next_build_of_anything(server, tmp_path):
-    server.stall = "train-00003.parquet"
+    server.stall = "train-00000-00003.npy"
     killed, _ = forked.start_code(COPY, [server.url, tmp_path / "cache"], tmp_path)
     until = time.monotonic() + 60
     while not server.asked[server.stall] and time.monotonic() < until:
@@ -93,18 +95,40 @@ def test_what_a_kill_while_copying_leaves_goes_with_the_next_build_of_anything(s
     assert found == {"other", "tokenizer"} and (other / "x").exists(), found
 
 
-def test_a_truncated_copy_of_shards_is_made_again(shards, tmp_path):
-    rows = open_shards(str(shards), "train", cache_dir=tmp_path)
-    whole = np.array(rows.rows)
-    os.truncate(rows.path, os.path.getsize(rows.path) - 100)
-    assert np.array_equal(open_shards(str(shards), "train", cache_dir=tmp_path).rows, whole)
+def test_a_truncated_copy_of_shards_is_made_again(server, shards, tmp_path):
+    whole = open_shards(server.url, "train", 32, cache_dir=tmp_path).rows
+    copy = sorted(tmp_path.glob("shards-*/train-*.npy"))[1]
+    os.truncate(copy, os.path.getsize(copy) - 100)
+    assert np.array_equal(open_shards(server.url, "train", 32, cache_dir=tmp_path).rows, whole)
+
+
+KILLED_IN_THE_BUILD = """
+import os, sys, time
+from data.cache import build_once
+def build(folder):
+    (folder / "x").touch()
+    print("building", flush=True)
+    time.sleep(float(sys.argv[2]))
+print(build_once(sys.argv[1], "rows", 1, build), flush=True)
+"""
+
+
+def test_a_process_that_waits_for_a_build_makes_it_where_the_other_is_killed(tmp_path):
+    first, log = forked.start_code(KILLED_IN_THE_BUILD, [tmp_path / "cache", 60], tmp_path)
+    forked.wait_for(first, log, "building")
+    second, other = forked.start_code(KILLED_IN_THE_BUILD, [tmp_path / "cache", 0], tmp_path)
+    time.sleep(2)  # it waits
+    first.kill()
+    first.join()
+    forked.finish([second], other)
+    assert other.read_text().split()[0] == "building" and len([*tmp_path.glob("cache/rows-*/x")]) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_the_users_mistake(shards, tmp_path):
     (tmp_path / "file").touch()
     for cache in (tmp_path / "file" / "cache", tmp_path / "file", tmp_path / ("x" * 300), "/proc/cache"):
         with pytest.raises(ValueError, match=r"cache_dir: .* cannot be written .*name another"):
-            open_shards(str(shards), "train", cache_dir=cache)
+            open_shards(str(shards), "train", 32, cache_dir=cache)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", tmp_path]).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:

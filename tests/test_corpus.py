@@ -24,12 +24,12 @@ import pyarrow.parquet
 import pytest
 
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
-from data.shards import is_shards, read_manifest
+from data.shards import read_manifest
 from data.sources.corpus import Source, has_split, load_corpus
 from data.sources.files import CUT_AFTER, LONG_FILE
 from data.sources.installed import DOCSTRING
-from data.sources.storage import Folder
 from tests.runs import PROJECT
+from utils.io.urls import Folder
 
 TEXTS = ["plain", "two\nlines\n", 'quotes " and, commas', "été 日本 🎉", "tab\tand \x00 NUL", "   indented"]
 ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(TEXTS)]
@@ -83,7 +83,7 @@ from data.sources import installed
 from data.sources.corpus import Source
 def fingerprint(name):
     installed._python_files.cache_clear()
-    return installed.open_rows(Source(name))[0]
+    return installed.open_units(Source(name))[0]
 module = pathlib.Path(sysconfig.get_path("purelib"), "module.py")
 module.write_text("x = 1\\n")
 first = fingerprint("installed-python")
@@ -266,7 +266,7 @@ def test_mistakes_are_named_with_their_remedy(tmp_path):
             with pytest.raises(ValueError, match=f"{how}.jsonl.{suffix} is damaged .*repair it"):
                 load(tmp_path / f"{how}.jsonl.{suffix}")
     for name in ("x" * 300, "y" * 300 + ".jsonl", "./" + "z" * 300):
-        assert not is_shards(name)
+        assert read_manifest(name) is None
         with pytest.raises(ValueError, match="dataset_name"):
             load(name)
 
@@ -292,7 +292,7 @@ def test_text_shards_of_earlier_versions_are_the_parquet_files_in_a_folder(tmp_p
     for split, rows in ("train", ROWS[:4]), ("validation", ROWS[4:]):
         pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}-00000.parquet")
     (tmp_path / "manifest.json").write_text('{"format": "text-1", "splits": {}}')
-    assert not is_shards(str(tmp_path)) and list(load(tmp_path)) == ROWS[:4]
+    assert read_manifest(str(tmp_path)) is None and list(load(tmp_path)) == ROWS[:4]
     assert list(load(tmp_path, split="validation")) == ROWS[4:]
 
 
@@ -300,7 +300,7 @@ def test_a_name_with_brackets_is_a_name(tmp_path):
     for name in ("my[1].jsonl", "what?.jsonl", "all*.jsonl"):
         folder_of(tmp_path / f"in {name}", name, "my1.jsonl", "whats.jsonl", "allen.jsonl")
         path = tmp_path / f"in {name}" / name
-        assert texts(load(path)) == [name] and not is_shards(str(path))
+        assert texts(load(path)) == [name] and read_manifest(str(path)) is None
     folder = sorted(texts(load(tmp_path / "in my[1].jsonl")))
     assert folder == ["allen.jsonl", "my1.jsonl", "my[1].jsonl", "whats.jsonl"]
     assert texts(load(tmp_path / "in what?.jsonl" / "wha*.jsonl")) == ["what?.jsonl", "whats.jsonl"]
@@ -334,7 +334,7 @@ def test_one_file_of_the_web_is_read_and_followed(tmp_path):
         (tmp_path / "a.jsonl").write_bytes(lines)
         (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
         for name in ("a.jsonl", "b.jsonl.gz", "a.jsonl?download=true", "b.jsonl.gz?download=true"):
-            assert not is_shards(f"{url}/{name}")
+            assert read_manifest(f"{url}/{name}") is None
             assert texts(load(f"{url}/{name}")) == TEXTS
         first = load(f"{url}/a.jsonl").fingerprint
         (tmp_path / "a.jsonl").write_bytes(lines.replace(b"plain", b"PLAIN"))
@@ -374,7 +374,7 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     kept = [document["content"] for document in show_progress(documents_kept, counts, "filtering")]
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
     assert kept == expected and counts.filtered == 500 - len(expected)
-    assert f"{counts.filtered:,}" in counts.table("title")
+    assert f"{counts.filtered:,} filtered" in counts.line()
 
 
 def test_seen_hashes_is_a_set():

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from tests.runs import PROJECT
 from utils.display import curves
-from utils.display.curves import draw, draw_curves
+from utils.display.curves import draw_curves
 from utils.display.metrics import MetricsLog
 
 
@@ -103,12 +103,6 @@ def test_the_smoothed_curve_follows_the_loss_and_ignores_spikes():
     assert set(at[np.isnan(smooth)]) == {step for step in at if 3000 <= step < 3050} != set()  # a gap
 
 
-def test_tokens_on_the_axis_come_from_the_nearest_training_lines():
-    lines = [train_line(10), eval_line(15), train_line(20)]
-    at, values = curves._series(lines, "loss/eval", "tokens")
-    assert at.tolist() == [15_000] and values.tolist() == [2.0]
-
-
 def test_events_are_marked_where_they_happened(tmp_path, drawn):
     """Two resumes and a skipped update, read back from the axes that were drawn."""
     log = MetricsLog(tmp_path, 0)
@@ -116,7 +110,7 @@ def test_events_are_marked_where_they_happened(tmp_path, drawn):
         log.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
         if step in (10, 20):
             log = MetricsLog(tmp_path, log.offset)
-    draw([tmp_path], tmp_path / "curves.png")
+    draw_curves(tmp_path)
     lines = {str(line.get_label()): line for line in drawn[0].lines}
     assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20]
     assert list(lines["skipped updates (1)"].get_xdata()) == [17]
@@ -138,16 +132,10 @@ def drawn(monkeypatch):
     return axes
 
 
-def legend(axis) -> dict:
-    """{what it says: the line beside it}"""
-    (found,) = axis.figure.legends
-    return {text.get_text(): line for text, line in zip(found.get_texts(), found.get_lines(), strict=True)}
-
-
 def test_each_evaluation_set_has_a_curve_of_its_own(tmp_path, drawn):
     """In loss and accuracy, told apart by colour and by dashes; the title has the last values of each."""
     write_run(tmp_path / "run", RUNS["three evaluation sets"])
-    draw([tmp_path / "run"], tmp_path / "curves.png")
+    draw_curves(tmp_path / "run")
     loss, accuracy = drawn[0], drawn[4]
     lines = {line.get_label(): line for line in loss.lines if line.get_label().startswith("evaluation")}
     assert list(lines) == [f"evaluation, {name}" for name in ("wiki", "books", "code")]
@@ -161,49 +149,19 @@ def test_each_evaluation_set_has_a_curve_of_its_own(tmp_path, drawn):
                      "wiki 35.98, books 43.90, code -")  # fmt: skip
 
 
-def test_overlaid_runs_share_the_dashes_of_an_evaluation_set(tmp_path, drawn):
-    """A run that evaluates on "books" alone: dashed as in the run that has it as the second of two."""
-    write_run(tmp_path / "one", [train_line(9), sets_line(9, wiki=3.0, books=3.5)])
-    write_run(tmp_path / "two", [train_line(9), sets_line(9, books=2.5)])
-    draw([tmp_path / "one", tmp_path / "two"], tmp_path / "both.png")
-    told = legend(drawn[0])
-    assert list(told) == ["one", "two", "evaluation, wiki", "evaluation, books"]
-    books = [line for line in drawn[0].lines if len(line.get_ydata()) and line.get_ydata()[-1] in (3.5, 2.5)]
-    assert [line.get_color() for line in books] == [told[run].get_color() for run in ("one", "two")]
-    assert {line.get_linestyle() for line in books} == {told["evaluation, books"].get_linestyle()}
-
-
 @pytest.mark.parametrize("steps", [20, 1000])
 def test_the_loss_before_any_training_flattens_no_long_curve(tmp_path, drawn, steps):
     lines = [eval_line(0, 9.2)] + [train_line(s, 2 + 4 / s**0.3) for s in range(1, steps + 1)]
     write_run(tmp_path, lines + [eval_line(s, 3.0) for s in range(steps // 4, steps + 1, steps // 4)])
-    draw([tmp_path], tmp_path / "curves.png")
+    draw_curves(tmp_path)
     assert (drawn[0].get_ylim()[1] > 9.2) == (steps == 20)
-
-
-def test_overlaid_runs_are_told_apart_by_their_paths_where_names_are_the_same(tmp_path, drawn):
-    runs = [write_run(tmp_path / name, [train_line(1), eval_line(1)]) for name in ("a/tiny", "b/tiny", "c")]
-    draw(runs, tmp_path / "both.png")
-    assert list(legend(drawn[0])) == [str(runs[0]), str(runs[1]), "c", "evaluation"]
 
 
 def test_a_title_of_many_sets_is_cut(tmp_path, drawn):
     write_run(tmp_path, [sets_line(1, **{f"an-evaluation-set-{i}": 3.0 for i in range(20)})])
-    draw([tmp_path], tmp_path / "curves.png")
+    draw_curves(tmp_path)
     lines = drawn[0].get_title(loc="left").splitlines()
     assert len(lines) == 2 and max(map(len, lines)) <= 110 and lines[1].endswith("...")
-
-
-def test_the_command_overlays_runs_and_refuses_other_folders(tmp_path):
-    """`python -m utils.display.curves run1 run2`"""
-    for name in ("one", "two"):
-        write_run(tmp_path / name, RUNS["5,000 points"])
-    command = [sys.executable, "-m", "utils.display.curves", str(tmp_path / "one"), str(tmp_path / "two")]
-    output = ["--output", str(tmp_path / "both.png"), "--x", "tokens"]
-    subprocess.run([*command, *output], cwd=PROJECT, check=True)
-    assert imread(tmp_path / "both.png").std() > 0.02
-    result = subprocess.run([*command, str(tmp_path), *output], cwd=PROJECT, capture_output=True, text=True)
-    assert result.returncode == 2 and str(tmp_path) in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_log_of_100k_lines_is_smoothed_to_few_points(tmp_path, drawn):

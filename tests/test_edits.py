@@ -174,9 +174,10 @@ def check_evaluation_is_comparable(runs):
 
 def check_isolated_documents(runs):
     """The loss of the saved model on rows of several documents, computed of one document after the other."""
-    [file] = runs.whole.parent.parent.glob("short-cache/**/validation.npy")
+    [file] = runs.whole.parent.parent.glob("short-cache/**/validation-*.npy")
     model, losses, documents = AutoModelForCausalLM.from_pretrained(runs.whole), [], 0
-    rows = np.load(file)
+    ids, T = np.load(file), FLAGS["block_size"]
+    rows = ids[: len(ids) // T * T].reshape(-1, T)
     for row in torch.from_numpy(rows[evaluation_rows(len(rows), FLAGS["max_eval_samples"], 42)]).long():
         ends = [int(end) + 1 for end in (row == model.config.eos_token_id).nonzero()]
         for begin, end in itertools.pairwise(sorted({0, *ends, len(row)})):
@@ -265,7 +266,8 @@ def state(folder: Path) -> dict:
 
 def saved(folder: Path, step: int, name: str) -> dict:
     """Tensors of one of the things that are kept."""
-    return load_file(checkpoint(folder, step) / f"{name}.safetensors")
+    tensors = load_file(checkpoint(folder, step) / f"{name}.safetensors")
+    return {f"lm.{path}": value for path, value in tensors.items()} if name == "model" else tensors
 
 
 def forward(runs, folder: Path) -> bool:
@@ -389,7 +391,7 @@ def test_two_processes_train_like_one(runs):
         assert a.keys() == b.keys()
         for key in a:
             if key.startswith("loss/") and a[key] != b[key]:  # None where a step was skipped
-                rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
+                rel = 2e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
                 assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
 
 
@@ -453,10 +455,11 @@ def test_processes_of_which_one_is_slower_rehearse_alike(workspace, tmp_path):
     """One falls behind in the update that is timed: each exchanges gradients as often as the other."""
     apply(FOLDER / "z-loss.diff", tmp_path)
     script = tmp_path / "train_clm.py"
-    end = "                    optimizer.zero_grad()\n"
+    end = "        optimizer.zero_grad()\n"
     once = "_calls.append(1) or len(_calls) == 2 and accelerator.process_index"
-    slow = f"{end}                    __import__('time').sleep(1.1 * ({once}))\n"
+    slow = f"{end}        __import__('time').sleep(1.1 * ({once}))\n"
     code = script.read_text().replace("\n@entry_point", "\n_calls = []\n\n\n@entry_point")
+    assert code.count(end) == 1
     script.write_text(code.replace(end, slow))
     settings = {"max_train_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 2, "save_steps": 2}
     made = flags(workspace, Edit(), tmp_path / "run", **settings)

@@ -1,24 +1,33 @@
-"""The saved model's files: readable by whoever may read their neighbours, replaced whole."""
+"""The saved model's files: readable by whoever may read their neighbours, replaced whole; and a full disk."""
 
 import os
+import resource
 import stat
 
+import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from tests import forked
+from tests.runs import PROJECT, TINY, metrics, write_corpus
 from utils.learning.losses import CausalLMLoss
 from utils.publishing.export import export_model
 
 
-def test_all_files_have_the_mode_that_the_umask_gives(tmp_path):
-    """safetensors writes files that only their owner may read: nobody else could load the model."""
+@pytest.fixture
+def tiny():
     words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="<s>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<s>")
     sizes = {"n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 2, "bos_token_id": 0, "eos_token_id": 0}
-    lm = GPT2LMHeadModel(GPT2Config(**sizes))
-    accelerator = Accelerator(cpu=True)
+    return Accelerator(cpu=True), GPT2LMHeadModel(GPT2Config(**sizes)), tokenizer
+
+
+def test_all_files_have_the_mode_that_the_umask_gives(tiny, tmp_path):
+    """safetensors writes files that only their owner may read: nobody else could load the model."""
+    accelerator, lm, tokenizer = tiny
     for mask, mode in ((0o022, 0o644), (0o007, 0o660)):
         before = os.umask(mask)
         try:
@@ -29,3 +38,88 @@ def test_all_files_have_the_mode_that_the_umask_gives(tmp_path):
         assert "model.safetensors" in modes and set(modes.values()) == {mode}, modes
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in lm.state_dict().items())
+
+
+def test_a_full_disk_costs_one_export_and_not_the_model_before(tiny, tmp_path, caplog):
+    """Whichever file finds no room, of safetensors, tokenizers or Python; the card is one of them."""
+    accelerator, lm, tokenizer = tiny
+    model = CausalLMLoss(lm)
+    assert export_model(accelerator, model, tokenizer, tmp_path) == ""
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with torch.no_grad():
+        lm.transformer.wte.weight.fill_(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (0, 300, 1000, 2000, len(before["model.safetensors"]) - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))  # every larger file: EFBIG
+        try:
+            assert "File too large" in export_model(accelerator, model, tokenizer, tmp_path), room
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        assert f"the model was not saved in {tmp_path}: " in caplog.text
+        caplog.clear()
+
+    def card():
+        with open("/dev/full", "w") as file:
+            file.write("x")
+
+    assert "No space left on device" in export_model(accelerator, model, tokenizer, tmp_path, card)
+    assert export_model(accelerator, model, tokenizer, tmp_path) == ""
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).transformer.wte.weight.eq(1).all()
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("full")
+    return TINY | {"dataset_name": write_corpus(folder / "corpus.jsonl"), "cache_dir": folder / "cache"}
+
+
+def fill_disk(output_dir):
+    """Where the model is written first, config.json finds no space left, until `.export` is gone."""
+    full = output_dir.with_name("full")
+    full.mkdir(parents=True)
+    (full / "config.json").symlink_to("/dev/full")
+    output_dir.mkdir()
+    (output_dir / ".export").symlink_to(full)
+    return output_dir / ".export"
+
+
+def assert_saved(output_dir, step):
+    weights = load_file(output_dir / f"checkpoints/step-{step:08d}/model.safetensors")
+    found = load_file(output_dir / "model.safetensors")
+    assert found and all(torch.equal(value, weights[name]) for name, value in found.items())
+    assert f"| optimizer steps | {step:,} |" in (output_dir / "README.md").read_text()
+
+
+def test_training_goes_on_and_a_later_save_has_the_model(flags, tmp_path):
+    run, log = tmp_path / "run", tmp_path / "log"
+    full = fill_disk(run)
+    flags = flags | {"output_dir": run, "max_train_steps": 150, "eval_steps": 150}
+    process = forked.start(PROJECT, "train_clm.py", flags, log)
+    forked.wait_for(process, log, f"the model was not saved in {run}: [Errno 28] No space left on device")
+    full.unlink()
+    forked.finish([process], log)
+    assert_saved(run, 150)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_last_model_that_found_no_room_is_saved_by_the_same_command(flags, processes, tmp_path):
+    """Without training again; until then it fails again."""
+    flags = flags | {"per_device_train_batch_size": 8 // processes}
+    whole = forked.run("train_clm.py", flags | {"output_dir": tmp_path / "whole"}, processes)
+    assert whole.returncode == 0, whole.stderr
+    run = tmp_path / "run"
+    full = fill_disk(run)
+    for attempt in range(2):
+        done = forked.run("train_clm.py", flags | {"output_dir": run}, processes)
+        assert done.returncode == 1 and done.stderr.count("was not saved in") == 2 - attempt, done.stderr
+        line = "\nerror: the last model was not saved: [Errno 28] No space left on device; make room"
+        assert done.stderr.count(line) == 1 and "Traceback" not in done.stderr
+        assert not (run / "model.safetensors").exists() and not (run / "README.md").exists()
+    full.unlink()
+    done = forked.run("train_clm.py", flags | {"output_dir": run}, processes)
+    assert done.returncode == 0 and "step 6/6" not in done.stdout, done.stderr
+    assert_saved(run, 6)
+    assert metrics(run) == metrics(tmp_path / "whole")
+    done = forked.run("train_clm.py", flags | {"output_dir": run}, processes)
+    assert done.returncode == 0 and "this run is finished" in done.stdout

@@ -90,6 +90,42 @@ def test_it_is_read_or_named_and_counted(case, tmp_path):
     assert counts.read == len(expected) + unreadable + counts.empty + counts.duplicate
 
 
+def test_a_stray_quote_in_a_csv_is_told_and_no_document_swallows_others(tmp_path):
+    rows = [f"{i},line {i}" for i in range(200)]
+    for number, stray in enumerate(('100,"line 100', '100,"line 100" and more, "with" it')):
+        path = tmp_path / f"{number}.csv"
+        path.write_text("\n".join(["id,text", *rows[:100], stray, *rows[101:]]) + "\n")
+        with pytest.raises(ValueError, match=rf"{number}.csv is damaged"):
+            list(load_corpus(Source(str(path))))
+    (tmp_path / "good.csv").write_text('id,text\n1,"a ""quoted"" word, and\na line"\n')
+    assert [row["text"] for row in load_corpus(Source(str(tmp_path / "good.csv")))] == [
+        'a "quoted" word, and\na line']
+
+
+def test_folders_named_after_splits_are_splits_and_one_folder_alone_says_nothing(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / "texts" / split).mkdir(parents=True)
+        (tmp_path / "texts" / split / "0.jsonl").write_text(json.dumps({"text": split}))
+    for split in ("train", "validation", "test"):
+        assert [row["text"] for row in load_corpus(Source(f"{tmp_path}/texts", split=split))] == [split]
+    assert [row["text"] for row in load_corpus(Source(f"{tmp_path}/texts/test"))] == ["test"]
+
+
+def test_files_of_different_columns_are_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"content": "one"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "two", "id": 1}) + "\n")
+    with pytest.raises(ValueError, match="document 2 has no column 'content', but text, id: name files that"):
+        list(clean_documents(load_corpus(Source(str(tmp_path))), Accounting()))
+
+
+@pytest.mark.parametrize("text", ["word and\n" * 500_000, "word " * 900_000, "日本語" * 500_000])
+def test_a_text_without_blank_lines_becomes_documents_of_a_megabyte_and_nothing_is_lost(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    found = [row["text"] for row in load_corpus(Source(str(tmp_path / "a.txt")))]
+    assert "".join(found) == text and len(found) > 3
+    assert max(len(piece.encode()) for piece in found) <= 1 << 21
+
+
 def test_other_types_are_counted_in_one_line(tmp_path, capsys):
     for name in ("a.jsonl", "b.jsonl", "b.jsonl.zip", "card.md", "train.bin", "x.pkl", "y.pkl", "LICENSE"):
         (tmp_path / name).write_bytes(LINES)

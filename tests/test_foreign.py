@@ -8,6 +8,7 @@ tests/tfrecords was written by TensorFlow 2.21, in the way of transformers' prep
         out.write(tf.train.Example(features=tf.train.Features(feature=lists)).SerializeToString())
 """
 
+import gzip
 import shutil
 import struct
 import tempfile
@@ -20,17 +21,15 @@ import pyarrow as pa
 import pytest
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from data.foreign import _full_row, _records
-from data.order import SampleOrder, keep_batch
-from data.packing import PackedRows
-from data.rows import Recipe, open_sources, prepare
-from data.shards import check_shards, is_shards, open_shards
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.foreign import ForeignRows, _full_row, _records, is_foreign
+from data.open import Recipe, open_sources, prepare
+from data.tokenizer import train_tokenizer
 from tests import forked
 from tests.runs import PROJECT, TINY, metrics
-from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
+from tests.shard_data import make_texts, save_tokenizer, write_jsonl
 
 RECORDS = PROJECT / "tests" / "tfrecords"
 T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
@@ -75,22 +74,23 @@ def folder(tmp_path_factory):
 
 def opened(name, split="train", block_size=T) -> np.ndarray:
     with tempfile.TemporaryDirectory() as cache:
-        rows = open_shards(str(name), split, cache_dir=cache, block_size=block_size)
-    return rows.__getitems__([(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
+        rows = ForeignRows(str(name), cache).rows(split, block_size)
+        return rows.__getitems__([(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
 
 
 def cut(*streams) -> np.ndarray:
-    return np.concatenate([stream[: len(stream) // T * T].reshape(-1, T) for stream in streams])
+    stream = np.concatenate(streams)
+    return stream[: len(stream) // T * T].reshape(-1, T)
 
 
 def test_rows_are_those_that_were_put_in(folder):
     assert np.array_equal(opened(folder / "train.bin"), cut(ids(3000)))
     assert np.array_equal(opened(folder / "llama.bin"), cut(ids(900)))
     expected = cut(ids(1000), ids(20, 1), ids(500, 2))
-    assert np.array_equal(opened(folder / "fineweb"), expected), "each file by itself"
+    assert np.array_equal(opened(folder / "fineweb"), expected)
     assert np.array_equal(opened(folder / "fineweb", "validation"), cut(ids(300, 9)))
     assert np.array_equal(opened(folder / "fineweb" / "*train*.bin"), expected)
-    assert is_shards(str(folder / "fineweb")) and not is_shards(str(folder / "bpe"))
+    assert is_foreign(str(folder / "fineweb")) and not is_foreign(str(folder / "bpe"))
 
 
 def test_records_that_tensorflow_wrote_are_read(tmp_path):
@@ -121,7 +121,7 @@ def bad_files(folder: Path) -> dict[str, tuple[str, str]]:
     files = {
         "odd.bin": (flat[:-1], "truncated: 5,999 bytes"),
         "empty.bin": (b"", "truncated: 0 bytes"),
-        "int32.bin": (np.array(ids(3000), np.int32).tobytes(), "every second id is 0: .*4 bytes"),
+        "int32.bin": (np.array(ids(3000), np.int32).tobytes(), r"ids of uint32, it seems: add \?dtype"),
         "cut-record.tfrecord": (whole[:-7], "record 23: truncated behind it"),
         "cut-head.tfrecord": (whole[:-136], "record 23: truncated behind it"),
         "dataset-0-24.tfrecord": (whole[: 16 + whole[0]], "record 1: truncated: .*its name tells of more"),
@@ -149,13 +149,13 @@ def bad_files(folder: Path) -> dict[str, tuple[str, str]]:
 def test_each_broken_file_is_a_line(tmp_path):
     for name, (path, line) in bad_files(tmp_path).items():
         with pytest.raises(ValueError, match=rf"^[^\n]*{name}\S* {line}[^\n]*$"):
-            open_shards(path, "train", cache_dir=str(tmp_path / "cache"), block_size=T)
+            ForeignRows(path, str(tmp_path / "cache"))
     several = tmp_path / "several"
     several.mkdir()
     for name in ("odd.bin", "magic.bin"):
         shutil.copy(tmp_path / name, several)
     with pytest.raises(ValueError, match=r"^[^\n]*magic.bin: .*\n[^\n]*odd.bin: [^\n]*$"):
-        check_shards(str(several), cache_dir=str(tmp_path / "cache"))
+        ForeignRows(str(several), str(tmp_path / "cache"))
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}, "nothing is remembered"
 
 
@@ -222,7 +222,7 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     (line,) = problems_of(folder, write_records(tmp_path / "padded.tfrecord", [[1] * T] * 2, masks))
     assert "padded.tfrecord, record 2: padding" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "few.bin", [1] * 31))
-    assert line == f"block_size: no file of {tmp_path}/few.bin, train, has the 32 tokens of a row."
+    assert line == f"block_size: {tmp_path}/few.bin, train, has not the 32 tokens of a row."
     (line,) = problems_of(folder, folder / "none.bin")
     assert "none.bin': no such file" in line
     (line,) = problems_of(folder, name, next_sentence=True)
@@ -231,8 +231,8 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     shutil.copy(name, tmp_path / "mixed" / "train.bin")
     (line,) = problems_of(folder, tmp_path / "mixed")
     assert ".bin and .tfrecord" in line
-    with pytest.raises(ValueError, match="no rows for validation.*eval_dataset_name"):
-        data_of(folder, folder / "train.bin", eval_dataset_name=())
+    (line,) = problems_of(folder, folder / "train.bin", eval_dataset_name=())
+    assert "no rows for validation" in line and "eval_dataset_name" in line
 
 
 def data_of(folder, name, **changes):
@@ -244,67 +244,78 @@ def data_of(folder, name, **changes):
 
 
 def test_files_are_read_from_end_to_end_once_and_followed(folder, tmp_path, monkeypatch):
-    path = write_nanogpt(tmp_path / "a.bin", ids(500))
-    first = open_shards(path, "train", cache_dir=str(tmp_path), block_size=T)
-    assert isinstance(first.parts[0].base, np.memmap), "nothing is copied"
+    path, cache = write_nanogpt(tmp_path / "a.bin", ids(500)), str(tmp_path)
+    first = ForeignRows(path, cache).rows("train", T)
+    assert isinstance(first.views[0].base.base, np.memmap), "nothing is copied"
     assert not list(tmp_path.rglob("*.npy"))
     read = []
     monkeypatch.setattr("data.foreign._read_flat", lambda *_: read.append(1) or 1 / 0)
-    again = open_shards(path, "train", cache_dir=str(tmp_path), block_size=T)
-    other = open_shards(path, "train", cache_dir=str(tmp_path), block_size=2 * T)
+    again, other = ForeignRows(path, cache).rows("train", T), ForeignRows(path, cache).rows("train", 2 * T)
     monkeypatch.undo()
     assert not read and again.fingerprint == first.fingerprint != other.fingerprint
     shutil.copy(path, tmp_path / "b.bin")
-    copy = open_shards(str(tmp_path / "b.bin"), "train", cache_dir=str(tmp_path), block_size=T)
-    assert copy.fingerprint == first.fingerprint, "of the content"
+    assert ForeignRows(str(tmp_path / "b.bin"), cache).rows("train", T).fingerprint == first.fingerprint
     write_nanogpt(tmp_path / "a.bin", ids(500, 1))
-    changed = open_shards(path, "train", cache_dir=str(tmp_path), block_size=T)
-    assert changed.fingerprint != first.fingerprint
+    assert ForeignRows(path, cache).rows("train", T).fingerprint != first.fingerprint
 
 
 def test_of_either_kind_the_first_rows_may_do(folder, tmp_path):
-    for name, split in ((folder / "fineweb", "train"), (RECORDS, "train")):
-        every, few = (open_shards(str(name), split, cache_dir=str(tmp_path), block_size=T, max_rows=most)
-                      for most in (0, 5))  # fmt: skip
+    for name in (folder / "fineweb", RECORDS):
+        every, few = (ForeignRows(str(name), str(tmp_path)).rows("train", T, most) for most in (0, 5))
         assert len(few) == 5 < len(every)
         keys = [(row, 0, row) for row in range(5)]
         assert few.__getitems__(keys)["input_ids"].equal(every.__getitems__(keys)["input_ids"])
 
 
-def test_batches_are_those_of_packed_rows(folder, tmp_path):
-    rows = open_shards(str(folder / "fineweb"), "train", cache_dir=str(tmp_path), block_size=T)
-    np.save(tmp_path / "packed.npy", cut(ids(1000), ids(20, 1), ids(500, 2)).astype(np.uint16))
-    packed = PackedRows(tmp_path / "packed.npy")
-    assert len(rows) == len(packed) and rows.block_size == T
-    keys = [(7, 0, 5), (8, 0, 31), (9, 1, 45), (-1, 0, -1)]
-    mine, theirs = rows.__getitems__(keys), packed.__getitems__(keys)
-    assert {name: values.tolist() for name, values in mine.items()} == {
-        name: values.tolist() for name, values in theirs.items()}
-    order = {"sampler": SampleOrder(len(rows), 3, 0, 2 * len(rows)), "collate_fn": keep_batch}
-    for mine, theirs in zip(*(DataLoader(each, 4, **order) for each in (rows, packed)), strict=True):
-        assert mine["input_ids"].equal(theirs["input_ids"]) and mine["row"].equal(theirs["row"])
+def test_ids_of_other_types_are_asked_for_and_read(folder, tmp_path):
+    """What their own programs write: nothing tells the type but the name."""
+    wide = np.random.default_rng(0).integers(0, 100_000, 2000)
+    for dtype in ("uint32", "int64"):
+        wide.astype(dtype).tofile(tmp_path / f"{dtype}.bin")
+        with pytest.raises(ValueError, match=rf"ids of {dtype}, it seems: add \?dtype={dtype} to the name"):
+            ForeignRows(str(tmp_path / f"{dtype}.bin"), str(tmp_path / "cache"))
+        assert np.array_equal(opened(f"{tmp_path}/{dtype}.bin?dtype={dtype}"), cut(wide))
+    with pytest.raises(ValueError, match="dtype is one of uint16, uint32, int64"):
+        ForeignRows(f"{tmp_path}/uint32.bin?dtype=float32", str(tmp_path / "cache"))
+    # Uint16 that looks like anything else is taken as it is named.
+    zeros = np.zeros(600, np.uint16)
+    zeros[::2] = 7
+    write_nanogpt(tmp_path / "few.bin", zeros)
+    assert np.array_equal(opened(f"{tmp_path}/few.bin?dtype=uint16"), cut(zeros))
 
 
-def test_converted_to_shards_they_are_the_same_rows_in_both_scripts(folder, tmp_path, capsys):
-    for name, tokenizer in ((folder / "fineweb", "bpe"), (RECORDS, "masked")):
-        out = tmp_path / name.name
-        words = str(name), out, str(folder / tokenizer)
-        assert run(*words) == 0
-        assert f"{out}, train: " in capsys.readouterr().out
-        assert run(*words) == 0 and "nothing to do" in capsys.readouterr().out
-        cache = str(tmp_path / "cache")
-        for split in ("train", "validation"):
-            made = open_shards(str(out), split, cache_dir=cache)
-            given = open_shards(str(name), split, cache_dir=cache, block_size=T)
-            every = np.arange(len(given))
-            assert made.rows.dtype == np.uint16 and np.array_equal(made.rows, given.rows[every])
-        whole = name == RECORDS
-        assert check_shards(str(out), T - 2 if whole else T, load_tokenizer(words[2]), 2)["block_size"] == T
-        with pytest.raises(ValueError, match=f"set --block_size {T if whole else T + 2}, or prepare"):
-            check_shards(str(out), T if whole else T - 2, None, 2)
-    assert run(str(folder / "train.bin"), tmp_path / "x", None, keywords=["a"]) == 2
-    error = capsys.readouterr().err
-    assert "tokenizer_name: none given" in error and "dataset_name: tokens have no text" in error
+def test_a_wide_vocabulary_asks_for_the_type(folder, tmp_path):
+    vocabulary = {f"w{i}": i for i in range(70_000)} | {"[UNK]": 70_000}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    wide = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", unk_token="[UNK]")
+    wide.save_pretrained(tmp_path)
+    (line,) = problems_of(folder, folder / "train.bin", tokenizer_name=str(tmp_path), eval_dataset_name=(
+        f"{folder}/val.bin?dtype=uint16",))  # fmt: skip
+    assert "whether ids have 2 bytes or 4" in line and "?dtype=uint16 or ?dtype=uint32" in line
+
+
+def test_what_is_no_token_file_under_its_name_is_refused(folder, tmp_path):
+    text = b"Plain text, as people have it.\n" * 20
+    np.save(tmp_path / "array.npy", ids(500))
+    contents = {"text": text, "gz": gzip.compress(text), "npy": (tmp_path / "array.npy").read_bytes()}
+    for name, data in contents.items():
+        (tmp_path / f"{name}.bin").write_bytes(data + b"x" * (len(data) % 2))
+        with pytest.raises(ValueError, match="under this name"):
+            ForeignRows(str(tmp_path / f"{name}.bin"), str(tmp_path / "cache"))
+
+
+def test_lists_that_are_not_packed_are_read(tmp_path):
+    """As protobuf's older writers have it: the field's number before each of its numbers."""
+    def varint(n):
+        return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
+
+    def field(number, content):
+        return varint(number * 8 + 2) + varint(len(content)) + content
+
+    values = [5, 300, 2**21, 0]
+    numbers = b"".join(b"\x08" + varint(value) for value in values)
+    example = field(1, field(1, field(1, b"input_ids") + field(2, field(3, numbers))))
+    assert _full_row(example).tolist() == values
 
 
 # format -> script, its tokenizer, training data, evaluation data
@@ -379,7 +390,7 @@ def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):
     first.tokenizer.save_pretrained(tmp_path)
     saved = first.fingerprints | {"dataset_name": [str(RECORDS)]}
     again = data_of(folder, RECORDS, **settings, saved=saved, output_dir=str(tmp_path))
-    assert len(again.train) == len(first.train) == 9 and again.fingerprints == first.fingerprints
+    assert again.length == first.length == 9 and again.fingerprints == first.fingerprints
 
 
 def test_whole_records_and_rows_that_get_special_tokens_are_not_mixed(folder, tmp_path):
@@ -397,7 +408,7 @@ def test_whole_records_and_rows_that_get_special_tokens_are_not_mixed(folder, tm
 def test_streaming_them_is_reading_them_where_they_lie(folder):
     evals = {"eval_dataset_name": (str(folder / "val.bin"),)}
     streamed, mapped = (data_of(folder, folder / "train.bin", streaming=on, **evals) for on in (True, False))
-    assert streamed.fingerprints == mapped.fingerprints and streamed.stream is None
+    assert streamed.fingerprints == mapped.fingerprints and streamed.state_dict(0) is None
 
 
 def test_no_pickle_is_opened(folder, tmp_path):
@@ -405,8 +416,8 @@ def test_no_pickle_is_opened(folder, tmp_path):
     write_nanogpt(tmp_path / "char" / "train.bin", ids(500))
     touch = b"cos\nsystem\n(S'touch " + bytes(tmp_path / "opened") + b"'\ntR."
     (tmp_path / "char" / "meta.pkl").write_bytes(touch)
-    rows = open_shards(str(tmp_path / "char"), "train", cache_dir=str(tmp_path), block_size=T)
+    rows = ForeignRows(str(tmp_path / "char"), str(tmp_path)).rows("train", T)
     assert len(rows) == 15
     assert not (tmp_path / "opened").exists()
-    code = "import sys, data.shards; print('crc32c' in sys.modules, 'tensorflow' in sys.modules)"
+    code = "import sys, data.kinds; print('crc32c' in sys.modules, 'tensorflow' in sys.modules)"
     assert forked.run_code(code).stdout == "False False\n"

@@ -26,11 +26,10 @@ ALWAYS = float("inf")
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
-from utils.publishing import hub_client
-from utils.publishing.hub_client import check_hub
-from utils.publishing.push import Pusher
-from utils.publishing.stores import HubBranch, fetch_checkpoint
-from utils.state.files import seal, write_file
+from utils.publishing import places
+from utils.publishing.places import Hub, fetch_checkpoint
+from utils.publishing.publisher import Publisher
+from utils.io.files import seal, write_file
 
 out = Path(sys.argv[1])
 out.mkdir(exist_ok=True)
@@ -163,7 +162,7 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
     Program(both, tmp_path, """
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-    pusher = Pusher(check_hub("model", private=True), out)
+    pusher = Publisher(out, Hub("model", private=True)).start()
     saved = {}
     for step in (1, 2, 3):
         torch.manual_seed(step)
@@ -199,7 +198,7 @@ def test_newer_snapshots_replace_those_that_wait(both, tmp_path):
     """On a slow network, with files rewritten all the time: whole revisions in order, the last among them."""
     both.faults.append(Fault(UPLOAD, "slow", rate=40_000, times=ALWAYS))
     states = Program(both, tmp_path, """
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     for step in range(1, 13):
         save(step)
         pusher.push(step)
@@ -228,7 +227,7 @@ PASSING = {
 def test_passing_troubles_lose_nothing(both, tmp_path):
     """One trouble per push: each revision stays whole and arrives, after the wait that is asked for."""
     program = Program(both, tmp_path, f"""
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     for step in range(1, 1 + {len(PASSING)}):
         input()
         save(step)
@@ -256,7 +255,7 @@ def test_a_wait_that_cannot_be_asked_for_is_not_waited(hub, tmp_path):
     program = Program(hub, tmp_path, f"""
     for step in range(1, 1 + {len(NO_WAIT)}):
         input()
-        pusher = Pusher(check_hub("ada/model"), out)
+        pusher = Publisher(out, Hub("ada/model")).start()
         save(step)
         pusher.push(step)
         while not pusher.poll():
@@ -282,7 +281,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
     def told(model_id, token=good):
         os.environ["HF_TOKEN"] = token
         try:
-            return check_hub(model_id)
+            return Hub(model_id).repo_id
         except ValueError as error:
             return str(error)
 
@@ -302,10 +301,10 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
-    hub_client.CHECK_SECONDS = 1
+    places.CHECK_SECONDS = 1
     input()
     try:
-        check_hub("model")
+        Hub("model")
     except ValueError as error:
         print(error)
     """)
@@ -318,7 +317,7 @@ def test_no_answer_ends_before_any_work(hub, tmp_path, how):
 def test_token_revoked_during_training(both, tmp_path):
     """Said once; training goes on; nothing is lost: the printed command works with a good token."""
     program = Program(both, tmp_path, """
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     for step in (1, 2, 3):
         save(step)
         pusher.push(step)
@@ -342,7 +341,7 @@ def test_token_revoked_during_training(both, tmp_path):
 def test_server_lost_before_the_last_push(both, tmp_path, how):
     """The wait is bounded, the exit not held up; files are kept, and the printed command works later."""
     program = Program(both, tmp_path, """
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     save(1)
     pusher.push(1)
     tell(wait(pusher, "done"))
@@ -370,7 +369,7 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
 def test_killed_during_a_push(both, tmp_path, when):
     """The same program again ends with whole revisions and the last model, and clears what was frozen."""
     code = """
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     assert not (out / ".hub").exists()
     for step in (1, 2):
         save(step)
@@ -390,26 +389,11 @@ def test_killed_during_a_push(both, tmp_path, when):
     assert steps(both) == [1, 2]
 
 
-def test_commit_quota(hub, tmp_path):
-    """Beyond the quota snapshots wait and are replaced by newer ones; some commits are kept for the end."""
-    Program(hub, tmp_path, """
-    pusher = Pusher(check_hub("ada/model"), out)
-    pusher.commits_per_hour = 2
-    for step in (1, 2, 3, 4, 5):
-        save(step)
-        pusher.push(step)
-        wait(pusher, "done") if step < 3 else time.sleep(0.2)
-    assert "quota" in pusher.status, pusher.status
-    assert pusher.finish(10)
-    """).end()
-    assert steps(hub) == [1, 2, 5]
-
-
 def test_the_hubs_own_quota(hub, tmp_path):
     """While the Hub takes no more, snapshots wait as long as it asks, and are replaced by newer ones."""
     hub.faults = [Fault("POST .*/commit/", status=429, headers={"Retry-After": "2"}, skip=2)]
     Program(hub, tmp_path, """
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     for step in (1, 2, 3, 4, 5):
         save(step)
         pusher.push(step)
@@ -424,7 +408,7 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
     hub.faults = [Fault("POST .*/commit/", status=503)]
     Program(hub, tmp_path, """
     import resource
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     save(1)
     (out / "large.json").write_bytes(b"x" * 100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -450,7 +434,7 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
 def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
     """One file where there were shards: no revision holds both."""
     Program(hub, tmp_path, """
-    pusher = Pusher(check_hub("ada/model"), out)
+    pusher = Publisher(out, Hub("ada/model")).start()
     for i in (1, 2):
         (out / f"model-0000{i}-of-00002.safetensors").write_bytes(b"half")
     (out / "model.safetensors.index.json").write_text("{}")
@@ -470,8 +454,8 @@ def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
 def test_training_state_comes_back_on_another_machine(both, tmp_path):
     """Byte for byte; the branch holds one state; a failed download leaves nothing that looks like a state."""
     program = Program(both, tmp_path, """
-    store = HubBranch("ada/model")
-    pusher = Pusher(None, out, store)
+    store = Hub("ada/model", setting="checkpoint_url")
+    pusher = Publisher(out, None, store).start()
     assert fetch_checkpoint(store, out) is None
     for name in ("step-00000005-keep", "step-7", "step-000000099"):  # copies of the user's are not published
         (out / "checkpoints" / name).mkdir(parents=True)

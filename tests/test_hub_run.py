@@ -152,7 +152,7 @@ def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tm
 
     tool("tokenizer", "--vocab_size", "400", "--output_dir", tmp_path / "words")
     hub.faults.append(Fault("POST .*/datasets/ada/rows/commit/main", status=500, times=1))
-    prepare = ["--tokenizer_name", tmp_path / "words", "--block_size", "32", "--validation_fraction", "0.1",
+    prepare = ["--tokenizer_name", tmp_path / "words", "--validation_fraction", "0.1",
                "--output_dir", "hf://datasets/ada/rows"]  # fmt: skip
     tool("prepare", *prepare)
     files = set(hub.commits("ada/rows", kind="datasets")[-1]["files"])

@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 from data.masking import MaskTokens
 from tests import forked
 from tests.test_masking import SPECIAL, make_batch, make_tokenizer
-from utils.state.checkpoint import Checkpoints, thing_bytes
-from utils.state.rehearsal import Watch, rehearsal
+from utils.learning.muon import MuonAdamW
+from utils.state.checkpoint import Checkpoints
+from utils.state.edit_check import EditCheck
+from utils.state.rehearsal import rehearsal
+from utils.state.room import thing_bytes
 from utils.state.training_state import digest, freeze
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -130,7 +133,7 @@ def test_the_rehearsal_puts_everything_back(accelerator, tmp_path):
     def update():
         train(model, keep, 1)
 
-    with rehearsal(accelerator, model, keep, checkpoints, Watch(update, model, keep)) as folder:
+    with rehearsal(accelerator, model, keep, checkpoints, EditCheck(update, model, keep)) as folder:
         update()
         assert folder.is_dir() and digests(model, keep) != before
     assert digests(model, keep) == before and not folder.exists()
@@ -144,7 +147,7 @@ def test_the_rehearsal_notices_what_does_not_come_back(accelerator, tmp_path):
             pass
 
     keep["mine"] = Forgets()
-    watch = Watch(lambda: None, model, keep)
+    watch = EditCheck(lambda: None, model, keep)
     with pytest.raises(RuntimeError, match="differs from what was saved: mine"):
         with rehearsal(accelerator, model, keep, Checkpoints(accelerator, tmp_path), watch):
             train(model, keep, 1)
@@ -158,7 +161,7 @@ def test_what_nobody_keeps_is_told_once(accelerator):
     def update():
         return early, late
 
-    watch = Watch(update, model, keep)
+    watch = EditCheck(update, model, keep)
     early[0] += 1
     assert "changes early, and nobody keeps it" in watch.changed()
     early[0] += 1
@@ -179,9 +182,9 @@ class Counter:
 
 @pytest.mark.parametrize(
     "what",
-    ["average", "muon", "tensor", "closure", "namespace", "counter", "helper", "queue", "array", "dict",
-     "generator", "numbers", "attribute", "default", "keyword", "random", "iterator", "class", "file", "loss",
-     "ours"],
+    ["average", "muon", "tensor", "swap", "closure", "namespace", "counter", "helper", "queue", "array",
+     "dict", "generator", "numbers", "attribute", "default", "keyword", "random", "iterator", "class", "file",
+     "loss", "ours"],
 )
 def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what, tmp_path, monkeypatch):
     """Also in a file of the user's, in a class among the project's, behind a loss that the model holds."""
@@ -201,7 +204,7 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what, tmp_pa
     forgotten = {name: keep.pop(name) for name in ("average", "muon")}
     average, muon, tensor, number, counter = *forgotten.values(), torch.zeros(2), 0, Counter()
     queue, array, found, generator = deque([1]), np.zeros(2), {}, torch.Generator()
-    numbers = itertools.count()
+    numbers, swap = itertools.count(), torch.arange(2.0)
     constant, table = torch.ones(3), {"a": torch.ones(2)}  # never changed: nobody has to keep them
 
     def helper():
@@ -218,6 +221,8 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what, tmp_pa
             muon.step()
         elif what == "tensor":
             tensor.add_(1)
+        elif what == "swap":
+            swap.copy_(swap.flip(0))
         elif what == "closure":
             number += 1
         elif what == "namespace":
@@ -262,12 +267,12 @@ def test_what_update_changes_and_nobody_keeps_is_named(accelerator, what, tmp_pa
     known = {"tensor": "tensor", "closure": "number", "namespace": "calls.count", "helper": "tensor",
              "counter": "counter.seen", "dict": "found", "attribute": "update.calls", "class": "Counter.made",
              "file": "seed", "loss": "losses", "ours": "ours.mean"}  # fmt: skip
-    watch = Watch(update, model, keep)
+    watch = EditCheck(update, model, keep)
     update()
     with pytest.raises(ValueError, match=f"update changes {known.get(what, what)},"):
         watch.check()
     if what in forgotten:
-        watch = Watch(update, model, everything)
+        watch = EditCheck(update, model, everything)
         update()
         watch.check()
 
@@ -280,35 +285,41 @@ def test_batches_that_depend_on_those_before_are_named(accelerator):
     def collate(batch):
         return batch + numbers.random()
 
-    watch = Watch(lambda: None, model, keep, collate=collate)
+    watch = EditCheck(lambda: None, model, keep, collate=collate)
     assert watch.changed() == ""
     collate(1)
     assert "data.collate.numbers changes, and batches are made ahead of the step" in watch.changed()
     masks = MaskTokens(make_tokenizer(**SPECIAL), 0.3, seed=0)
-    watch = Watch(lambda: None, model, keep, collate=masks)
+    watch = EditCheck(lambda: None, model, keep, collate=masks)
     masks(make_batch([0, 1]))
     assert watch.changed() == ""
     masks.mlm_probability = 0.2
     assert "data.collate.mlm_probability changes" in watch.changed()
 
 
-def test_an_optimizer_that_moves_nothing_is_told(accelerator, capsys):
-    model, keep = build(accelerator)
+@pytest.mark.parametrize("kind", ["AdamW", "fused AdamW", "MuonAdamW", "Muon", "Adafactor", "SGD"])
+def test_only_an_optimizer_that_moves_nothing_is_named(accelerator, kind):
+    """Fused AdamW does not raise the version of a tensor that it changes."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+    makers = {"fused AdamW": lambda weights: torch.optim.AdamW(weights, fused=True),
+              "MuonAdamW": lambda weights: MuonAdamW([{"params": weights, "momentum": 0.95}])}  # fmt: skip
+    maker = makers.get(kind) or getattr(torch.optim, kind)
+    moves, idle = maker([model[0].weight]), torch.optim.SGD([model[1].weight])
 
     def update():
         model(torch.ones(2, 6)).square().sum().backward()
-        keep["adamw"].step()
+        moves.step()
+        model.zero_grad()
 
-    watch = Watch(update, model, keep)
+    watch = EditCheck(update, model, {"moves": moves, "idle": idle})
     update()
-    watch.check_optimizers(accelerator)
-    assert capsys.readouterr().out.startswith("warning: muon has moved no weight")
+    assert watch.idle_optimizers() == ["idle"]
 
 
 APART = """
 import os, sys, torch
 from accelerate import Accelerator
-from utils.state.rehearsal import Watch
+from utils.state.edit_check import EditCheck
 accelerator = Accelerator(cpu=True)
 rank, exchanged = accelerator.process_index, sys.argv[1] == "exchanged"
 model, scale = accelerator.prepare(torch.nn.Linear(2, 2)), torch.nn.Parameter(torch.ones(()))
@@ -320,10 +331,10 @@ def update():
         scale.grad.copy_(accelerator.reduce(scale.grad, "mean"))
     own.step()
 
-watch = Watch(update, model, {"own": own})
+watch = EditCheck(update, model, {"own": own})
 update()
 try:
-    watch.check_optimizers(accelerator)
+    watch.check_weights(accelerator)
     sys.stdout.write("together\\n")  # at once: print may write the end of the line apart
 except ValueError as error:
     print(error)
@@ -351,7 +362,7 @@ def test_weights_of_no_optimizer_are_named_wherever_they_are(accelerator, what):
         (head(found) if what == "head" else scale * found).square().sum().backward()
         model.zero_grad()
 
-    watch = Watch(update, model, keep)
+    watch = EditCheck(update, model, keep)
     update()
     with pytest.raises(ValueError, match=f"leaves gradients of {what}.*in one, or need no gradient"):
         watch.check()
@@ -409,7 +420,7 @@ def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, nam
             model.calls += 1
 
     def rehearse():
-        watch = Watch(update, model, keep)
+        watch = EditCheck(update, model, keep)
         with rehearsal(accelerator, model, keep, Checkpoints(accelerator, tmp_path), watch):
             update()
 
@@ -458,7 +469,7 @@ def test_what_stays_as_it_is_is_not_named(accelerator):
         keep["adamw"].step()
         model.zero_grad()
 
-    watch = Watch(update, model, keep)
+    watch = EditCheck(update, model, keep)
     update()
     watch.check()
 
@@ -513,3 +524,22 @@ def test_a_complete_save_that_was_not_renamed_yet_is_not_lost(accelerator, tmp_p
     (folder / ".tmp-step-00000007").mkdir()  # not complete
     assert Checkpoints(accelerator, tmp_path).load("auto", model, keep) == {"n": 1}
     assert [path.name for path in folder.iterdir()] == ["step-00000005"]
+
+
+def test_a_generator_is_kept_as_it_is(accelerator, tmp_path):
+    """What the start asks for must be accepted: a resumed run draws the numbers that would have come."""
+    model, generator = torch.nn.Linear(2, 2), torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    Checkpoints(accelerator, tmp_path).save(1, model, {"noise": generator}, {}, final=True)
+    expected = torch.rand(5, generator=generator)
+    again = torch.Generator()
+    Checkpoints(accelerator, tmp_path).load("auto", model, {"noise": again})
+    assert torch.equal(torch.rand(5, generator=again), expected)
+
+
+def test_weights_that_are_not_finite_are_named(accelerator):
+    model, keep = build(accelerator)
+    watch = EditCheck(lambda: None, model, keep)
+    assert watch.check_weights(accelerator) == []
+    next(model.parameters()).data[1, 2] = float("inf")
+    assert watch.check_weights(accelerator) == ["model.0.weight"]

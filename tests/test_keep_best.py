@@ -4,11 +4,12 @@ import json
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from data.packing import PackedRows
+from data.rows import PackedRows
 from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 
@@ -48,7 +49,7 @@ def test_the_best_model_is_kept_through_worse_evaluations_and_a_kill(flags, proc
     assert (told["step"], told["loss/eval"]) == (best, found[best])
     assert f"best, of step {best}" in log.read_text()
     model = AutoModelForCausalLM.from_pretrained(run / "best").eval()
-    rows = PackedRows(next(flags["cache_dir"].glob("rows*/validation.npy")))
+    rows = PackedRows([np.load(next(flags["cache_dir"].glob("rows*/validation-*.npy")))], flags["block_size"])
     with torch.no_grad():
         ids = torch.from_numpy(rows.rows[:].astype("int64"))
         assert math.isclose(model(ids, labels=ids).loss.item(), found[best], rel_tol=1e-5)

@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast as Fast
 from tests.forked import finish, run_code, start, start_all
 from tests.hub_server import TOKEN, Fault, HubServer
 from tests.runs import PROJECT, TINY, environment, write_corpus
+from utils.io.files import find_problem
 from utils.learning.losses import CausalLMLoss
 from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
-from utils.state.checkpoint import outdate, step_of
-from utils.state.files import find_problem
+from utils.state.folders import outdate, step_of
 
 KILLS = os.environ.get("MILESTONE_KILLS")
 REPO = "ada/tiny"

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from fractions import Fraction
@@ -16,14 +17,16 @@ import pytest
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
+from data.batches import Data
 from data.masking import MaskTokens
 from data.mixture import Mixture
-from data.packing import PackedRows
-from data.rows import Data, Recipe, open_sources, prepare
-from data.streams import StreamingRows
+from data.open import Recipe, open_sources, prepare
+from data.rows import PackedRows
+from data.streams import StreamedRows
 from tests import forked, shard_data
 from tests.runs import PROJECT, TINY, metrics, write_corpus
-from utils.settings import changed_settings, parse_args
+from utils.flags import parse_args
+from utils.settings import changed_settings
 
 T, B, SEED = 32, 50, 3
 SHARES = (0.5, 0.3333, 0.1667)  # of the last two 333.3 and 166.7 rows of a block
@@ -127,7 +130,9 @@ def opened(found: Recipe, process: int = 0, processes: int = 1) -> Data:
     problems = []
     sources = open_sources(found, problems)
     assert not problems, problems
-    place = {"num_processes": property(lambda _: processes), "process_index": property(lambda _: process)}
+    place = {"num_processes": property(lambda _: processes), "process_index": property(lambda _: process),
+             "local_process_index": property(lambda _: 0)}
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # each as on a machine of its own
     return prepare(sources, type("OneOfSeveral", (Accelerator,), place)(cpu=True))
 
 
@@ -167,9 +172,11 @@ def check_consumed(found: Recipe, end: int, kills: int = 20) -> Data:
     data, expected = opened(found), {}
     for i, (name, source) in enumerate(data.train.sources.items()):
         if found.streaming and name != "flat":  # position k of the stream of this source alone
-            alone = StreamingRows(source, batch_size=1, seed=SEED)
-            rows = itertools.islice(alone, int(end * SHARES[i]) + 2)
-            expected[i] = [(row["epoch"], row["row"], row["input_ids"].tolist()) for row in rows]
+            alone = StreamedRows(source.source, f"{found.cache_dir}/alone", 10**9)
+            expected[i] = []
+            for epoch, row in itertools.islice(alone.walk(0, SEED), int(end * SHARES[i]) + 2):
+                ids = alone.take(np.array([row]), np.array([epoch]))["input_ids"][0]
+                expected[i].append((epoch, row, ids.tolist()))
         else:
             ids = source.rows.tolist() if name != "flat" else flat_rows(found.dataset_name[i])
             n = len(ids)
@@ -239,9 +246,9 @@ def test_all_of_the_share_is_that_source_alone(folder, kind):
         data = found[shares] = opened(recipe(folder, *order, mixture=shares, **more))
         assert data.length == alone.length
         for mine, batch in zip(data.loader(0, 6 * B), alone.loader(0, 6 * B), strict=True):
-            assert batch.keys() == mine.keys() - {"source"}
-            assert set(mine["source"].tolist()) == {shares.index(1.0)}
-            assert all(mine[name].equal(batch[name]) for name in batch)
+            assert batch.keys() == mine.keys()
+            assert set(mine["source"].tolist()) == {shares.index(1.0)} and not batch["source"].any()
+            assert all(mine[name].equal(batch[name]) for name in batch.keys() - {"source"})
 
 
 def test_pairs_and_masks_of_several_sources(folder):
@@ -294,13 +301,16 @@ def test_each_source_is_prepared_as_if_it_were_alone_and_evaluated_under_its_nam
     assert sorted(Path(cache).iterdir()) == made, "nothing was prepared again"
     assert list(data.evals) == list(data.train.sources) == ["a", "shards", "c"]
     for found, other in zip(data.train.sources, alone.values(), strict=True):
-        assert data.train.sources[found].path == other.train.path
-        assert data.evals[found].path == other.evals[""].path
+        assert data.train.sources[found].fingerprint == other.train.fingerprint
+        assert data.evals[found].fingerprint == other.evals[""].fingerprint
     parts = zip((500_000, 333_300, 166_700), alone.values(), strict=True)
     expected = [[part, other.train.fingerprint] for part, other in parts]
     assert data.fingerprints["train"] == dict(zip(("a", "shards", "c"), expected, strict=True))
-    # A run goes on with the rows in the cache, whatever became of their sources.
-    gone = recipe("/gone", cache_dir=cache, tokenizer_name="/gone", output_dir=f"{folder}/tokenizer")
+    # A run resumes with the rows in the cache, whatever became of the text.
+    names = {"mixture": (0.6, 0.4), "cache_dir": cache}
+    data = opened(recipe(folder, "a.jsonl", "c.jsonl", **names))
+    elsewhere = {"tokenizer_name": "/gone", "output_dir": f"{folder}/tokenizer"}
+    gone = recipe("/gone", "a.jsonl", "c.jsonl", **names, **elsewhere)
     saved = json.loads(json.dumps(data.fingerprints)) | {"dataset_name": [*gone.dataset_name]}
     gone = replace(gone, saved=saved)
     assert rows_of(opened(gone).loader(0, 3 * B)) == rows_of(data.loader(0, 3 * B))
@@ -317,7 +327,41 @@ def test_what_is_evaluated_on_is_left_out_of_every_source(folder):
         rest = shard_data.write_jsonl(folder / "rest.jsonl", texts)
         other = opened(recipe("", rest.lstrip("/"), mixture=(), tokenizer_name=f"{folder}/tokenizer",
                               cache_dir=f"{folder}/cache", eval_dataset_name=(f"{folder}/shards",)))
-        assert np.array_equal(data.train.sources[name].rows, other.train.rows)
+        assert np.array_equal(data.train.sources[name].rows, other.train.sources[""].rows)
+
+
+def whole_in(rows, tokenizer, texts) -> list[str]:
+    """Which of these texts stand whole in the rows."""
+    stream = " ".join(tokenizer.convert_ids_to_tokens(rows.rows.ravel().tolist()))
+    return [text for text in texts if " ".join(tokenizer.tokenize(text)) in stream]
+
+
+def test_keywords_of_one_source_do_not_hide_what_another_must_leave_out(folder, tmp_path):
+    """With a warm cache of other keywords: b's validation documents stand in a, too."""
+    made = enumerate(shard_data.make_texts(60, words=20))
+    texts = [f"{'guide' if i % 2 else 'story'} {text}" for i, text in made]
+    for name, found in {"a/train": texts, "b/train": texts[:5], "b/validation": texts[20:60]}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shard_data.write_jsonl(tmp_path / f"{name}.jsonl", found)
+    names = f"{tmp_path}/a".lstrip("/"), f"{tmp_path}/b".lstrip("/")
+    for keywords, evaluated in ((("b=guide",), texts[21:60:2]), ((), texts[20:60])):
+        data = opened(recipe("", *names, mixture=(0.5, 0.5), keywords=keywords, cache_dir=f"{tmp_path}/c",
+                             tokenizer_name=f"{folder}/tokenizer"))
+        assert not whole_in(data.train.sources["a"], data.tokenizer, evaluated), keywords
+
+
+def test_what_a_small_source_holds_out_no_other_one_trains_on(folder, tmp_path):
+    """Twelve documents of which more are held out than the fraction says, and 2,000 with these among them."""
+    few = shard_data.make_texts(12, seed=5, words=30)
+    many = shard_data.make_texts(2000, seed=6, words=30)
+    for name, found in {"few": few, "many": many[:1000] + few + many[1000:]}.items():
+        shard_data.write_jsonl(tmp_path / f"{name}.jsonl", found)
+    names = f"{tmp_path}/few.jsonl".lstrip("/"), f"{tmp_path}/many.jsonl".lstrip("/")
+    data = opened(recipe("", *names, mixture=(0.5, 0.5), validation_fraction=0.03, block_size=256,
+                         tokenizer_name=f"{folder}/tokenizer", cache_dir=f"{tmp_path}/c"))
+    held_out, trained = (whole_in(rows, data.tokenizer, few)
+                         for rows in (data.evals["few"], data.train.sources["many"]))  # fmt: skip
+    assert held_out and trained and not {*held_out} & {*trained}
 
 
 def test_text_columns_and_keywords_of_each_source(folder):
@@ -328,13 +372,13 @@ def test_text_columns_and_keywords_of_each_source(folder):
     data = opened(recipe(folder, *names, mixture=(0.5, 0.5), text_column=("none", "body"), keywords=kept))
     for name, column, words in (("a.jsonl", (), ("1",)), ("d.jsonl", ("body",), ("9", "7"))):
         alone = opened(recipe(folder, name, mixture=(), text_column=column, keywords=words))
-        assert data.train.sources[name[0]].path == alone.train.path
+        assert data.train.sources[name[0]].fingerprint == alone.train.fingerprint
     columns = ("text", "body")
     data = opened(recipe(folder, *names, mixture=(0.5, 0.5), text_column=columns, keywords=("1", "d=")))
     none = recipe(folder, "a.jsonl", mixture=(), text_column="none", eval_dataset_name=f"{folder}/c.jsonl")
     assert opened(none).fingerprints == opened(replace(none, text_column=())).fingerprints
     alone = opened(recipe(folder, "d.jsonl", mixture=(), text_column=("body",)))
-    assert data.train.sources["d"].path == alone.train.path
+    assert data.train.sources["d"].fingerprint == alone.train.fingerprint
 
 
 def test_a_source_with_keywords_of_its_own_and_an_evaluation_set_of_its_name(folder, tmp_path):

@@ -134,7 +134,7 @@ def test_overrides_are_typed_by_the_configuration():
         (("causal", "gpt3", "", None, 16), ["model_type, 'gpt3': unknown to transformers; near: gpt"]),
         (("causal", "t5", "", None, 16), ["model_type, 't5': transformers has no causal language model"]),
         (("causal", "gpt2", "n_embd=100,n_head=3", None, 16), ["divisible"]),
-        (("causal", "llama", "num_attention_heads=2", None, 16), []),
+        (("causal", "llama", "num_attention_heads=2,hidden_size=64", None, 16), []),
         (("causal", "llama", BERT + ",num_key_value_heads=4", None, 16), ["size"]),
         (("causal", "gpt2", "n_positions=8,vocab_size=40", None, 16), ["vocab_size 40", "needs n_positions"]),
         (("causal", "gpt2", GPT2, "/no/such/folder", 16), ["config_overrides", "model_name_or_path, '/no"]),

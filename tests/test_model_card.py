@@ -13,11 +13,13 @@ from transformers import (
     RobertaForMaskedLM,
 )
 
-from utils.publishing.model_card import write_model_card
+from utils.publishing.model_card import END, write_model_card
 
 CARD = {
     "model_name": "my: model", "parameters": 12_345, "dataset": "ada/text", "step": 100, "max_steps": 100,
-    "tokens": 2_000_000, "seconds": 90.0, "hardware": "2 x cpu",
+    "tokens": 2_000_000, "seconds": 90.0,
+    "launch": {"processes": 2, "device": "cpu", "precision": "float32", "attention": "sdpa",
+               "compiler": "no"},
     "settings": {"learning_rate": 3e-4, "prompts": ["a\n"]},
     "results": {"loss/eval": 2.5, "perplexity": 12.18, "bits_per_byte": float("nan"), "eval_tokens": 4000},
 }  # fmt: skip
@@ -91,3 +93,26 @@ def test_unfinished_run_on_local_files(tmp_path):
     assert str(tmp_path) not in card.content.split("---")[1]
     for expected in ("step 7 of 100", "(curves.png)", 'model="ada/model"', "Not evaluated yet"):
         assert expected in card.content
+
+
+def test_what_the_user_wrote_stays(tmp_path, caplog):
+    """A README.md of theirs, whatever it holds, and what they add below the card."""
+    readme, beside = tmp_path / "README.md", tmp_path / "MODEL_CARD.md"
+    write_model_card(tmp_path, **CARD, **GPT2)
+    card = readme.read_bytes()
+    assert card.endswith(END)
+    readme.write_bytes(card + b"\n## Mine\n\xff\n")
+    for step in (101, 102):
+        write_model_card(tmp_path, **CARD | {"step": step}, **GPT2)
+    assert b"| optimizer steps | 102 |" in readme.read_bytes()
+    assert readme.read_bytes().endswith(END + b"\n## Mine\n\xff\n") and readme.read_bytes().count(END) == 1
+    assert not beside.exists() and not caplog.text
+
+    readme.write_bytes(b"# Mine alone\n\xff")
+    for _ in range(2):
+        write_model_card(tmp_path, **CARD, **GPT2)
+    assert (readme.read_bytes(), beside.read_bytes()) == (b"# Mine alone\n\xff", card)
+    assert caplog.text.count(f"{readme} is yours and stays as it is: the model card is {beside}") == 1
+    beside.write_bytes(b"Mine, too")
+    write_model_card(tmp_path, **CARD, **GPT2)
+    assert (readme.read_bytes(), beside.read_bytes()) == (b"# Mine alone\n\xff", b"Mine, too")

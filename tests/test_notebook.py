@@ -6,7 +6,7 @@ import sys
 from tests import forked
 from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
 from train_clm import PRESETS, TrainArgs
-from utils.settings import parse_args
+from utils.flags import parse_args
 
 CELL = """
 import socket

@@ -14,7 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForPreTraining
 
 from tests import forked
+from tests.launches import launches
 from utils.learning.optim import (
+    SCHEDULES,
     Means,
     UpdateGuard,
     build_optimizer,
@@ -92,6 +94,28 @@ def test_schedules_may_end_above_zero(kind):
     if kind == "warmup_stable_decay":  # 1 - sqrt of the part that is done
         assert rates[4:15] == [3.0] * 11
         assert rates[15:20] == pytest.approx([3 * (0.1 + 0.9 * (1 - math.sqrt(i / 6))) for i in range(1, 6)])
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("end", [0.0, 0.1])
+def test_every_schedule_begins_at_zero_and_reaches_the_last_step(kind, end):
+    """Whatever warm-up is of the run, also when the run is resumed at its last step."""
+    for last in (1, 2, 20):
+        for warmup in sorted({0, 1, last - 1, last}):
+            made = []
+            for _ in range(2):
+                optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
+                made.append(build_schedule(optimizer, kind, warmup, last, min((last - warmup), 5), end))
+            rates = []
+            for _ in range(last):
+                rates.append(made[0].get_last_lr()[0])
+                made[0].optimizer.step()
+                made[0].step()
+            assert all(0 <= rate <= 3 for rate in rates), (kind, last, warmup)
+            if warmup and kind != "constant":
+                assert rates[:warmup] == pytest.approx([3 * step / warmup for step in range(warmup)])
+            made[1].load_state_dict(made[0].state_dict())
+            assert made[1].last_epoch == last
 
 
 @pytest.mark.parametrize(
@@ -345,3 +369,30 @@ def two_process_worker():
 
 if __name__ == "__main__":
     two_process_worker()
+
+
+def test_what_ends_a_step_takes_as_many_calls_for_any_number_of_layers():
+    """Clipping, guard, means, Muon and AdamW, schedule: on a GPU the host starts each of them."""
+
+    def calls(layers):
+        config = AutoConfig.for_model("gpt2", n_layer=layers, n_embd=16, n_head=2, vocab_size=32)
+        lm, accelerator = AutoModelForCausalLM.from_config(config), Accelerator(cpu=True)
+        optimizer = build_optimizer(lm, 1e-3, 0.1, optimizer_type="muon")
+        schedule, means = build_schedule(optimizer, "cosine", 2, 10), Means(accelerator, "train")
+        optimizer = accelerator.prepare(optimizer)
+        guard = UpdateGuard(accelerator, optimizer)
+        loss = torch.ones(())
+
+        def end():
+            means.add(loss)
+            means.close(guard.judge(accelerator.clip_grad_norm_(lm.parameters(), 1.0)))
+            optimizer.step()
+            schedule.step()
+
+        for _ in range(2):
+            for weight in lm.parameters():
+                weight.grad = torch.ones_like(weight)
+            made = launches(end)
+        return made
+
+    assert calls(1) == calls(5) < 160

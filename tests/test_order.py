@@ -3,22 +3,30 @@
 import numpy as np
 import pytest
 
-from data.order import SampleOrder, evaluation_order, evaluation_rows, permuted
+from data.mixture import MixedOrder, MixedRows, Mixture
+from data.order import epochs_and_rows, evaluation_order, evaluation_rows, permuted
+from data.rows import PackedRows
+
+
+def order(n: int, seed: int, start: int, stop: int) -> list[tuple]:
+    """(position, epoch, row) of these positions."""
+    rows = PackedRows([np.zeros(n, np.uint16)], 1)
+    return [key[:3] for key in MixedOrder(MixedRows(Mixture((1.0,), seed), {"": rows}), start, stop)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 4097])
 def test_every_row_comes_once_per_epoch(n):
-    order = list(SampleOrder(n, seed=3, start=0, stop=3 * n))
+    found = order(n, seed=3, start=0, stop=3 * n)
     for epoch in range(3):
-        rows = [row for _, e, row in order if e == epoch]
+        rows = [row for _, e, row in found if e == epoch]
         assert sorted(rows) == list(range(n))
-    assert [position for position, _, _ in order] == list(range(3 * n))
+    assert [position for position, _, _ in found] == list(range(3 * n))
 
 
 def test_resuming_at_any_position_gives_the_same_rest():
-    whole = list(SampleOrder(1000, seed=1, start=0, stop=2500))
+    whole = order(1000, seed=1, start=0, stop=2500)
     for start in (0, 1, 999, 1000, 1001, 2499, 2500):
-        assert list(SampleOrder(1000, seed=1, start=start, stop=2500)) == whole[start:]
+        assert order(1000, seed=1, start=start, stop=2500) == whole[start:]
 
 
 def test_seed_and_epoch_change_the_order():
@@ -44,7 +52,7 @@ def test_the_order_is_uniform():
 
 
 def test_ten_billion_rows_need_no_memory():
-    rows = [row for _, _, row in SampleOrder(10**10, seed=0, start=7 * 10**9, stop=7 * 10**9 + 1000)]
+    rows = epochs_and_rows(7 * 10**9, 7 * 10**9 + 1000, 10**10, seed=0)[1].tolist()
     assert len(set(rows)) == 1000 and 0 <= min(rows) and max(rows) < 10**10
 
 
@@ -59,7 +67,7 @@ def test_evaluation_rows_are_drawn_by_the_seed_and_smaller_samples_are_part_of_l
     assert len(set(drawn)) == 100 and drawn == sorted(drawn) and 0 <= drawn[0] and drawn[-1] < 1000
     assert set(evaluation_rows(1000, 40, seed=3)) < set(drawn) == set(evaluation_rows(1000, 100, seed=3))
     assert 0 < len(set(drawn) & set(evaluation_rows(1000, 100, seed=4))) < 30  # 10 are expected
-    first = {row for _, _, row in SampleOrder(1000, seed=3, start=0, stop=100)}  # of training
+    first = {row for _, _, row in order(1000, seed=3, start=0, stop=100)}  # of training
     assert len(first & set(drawn)) < 30
     for most in (0, 1000, 1001):
         assert evaluation_rows(1000, most, seed=3) == list(range(1000))

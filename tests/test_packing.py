@@ -14,18 +14,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data import cache, packing
+from data import encode, factory
+from data.encode import Encoder, token_dtype, tokenize_documents
 from data.filters import in_validation
-from data.packing import (
-    PackedRows,
-    Split,
-    prepare_rows,
-    token_dtype,
-    tokenize_documents,
-    trained_tokenizer,
-)
-from data.rows import Recipe, open_sources
+from data.open import Recipe, open_sources
+from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
+from data.text import prepare_evaluation, prepare_rows, trained_tokenizer
 from tests import forked
 from tests.runs import TINY, write_corpus
 
@@ -80,8 +75,7 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
         stream = expected_stream(own, tokenizer)
         account = prepared.accounting[split]
         assert all_rows(rows).flatten().tolist() == stream[: len(rows) * T]
-        assert len(rows) == len(stream) // T == account["rows"]
-        assert account["tokens"] == len(stream) == account["rows"] * T + account["tokens_dropped"]
+        assert len(rows) == len(stream) // T and account["tokens"] == len(stream)
         assert account["kept"] == len(own) and account["bytes"] == sum(len(text.encode()) for text in own)
     train = prepared.accounting["train"]
     reasons = ("unreadable", "empty", "filtered", "duplicate", "validation", "kept")
@@ -102,8 +96,9 @@ def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_p
     texts = [document["content"] for document in corpus][:10]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    prepared = prepare(corpus, tokenizer, tmp_path, eval_corpus=load_corpus(Source(str(other))))
-    assert prepared.accounting["train"]["validation"] == 0
+    settings = {"block_size": T, "cache_dir": str(tmp_path)}
+    prepared = prepare_evaluation(load_corpus(Source(str(other))), tokenizer, **settings)
+    assert [*prepared.splits] == ["validation"]
     stream = expected_stream(texts, tokenizer)
     assert all_rows(prepared.splits["validation"]).flatten().tolist() == stream[: len(stream) // T * T]
 
@@ -113,19 +108,20 @@ def test_what_is_evaluated_on_is_counted_told_and_not_trained_on(corpus, tokeniz
     for name, found in {"one": [*texts[:10], "of its own " * 50], "two": texts[5:15]}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in found))
     one, two = (load_corpus(Source(str(tmp_path / f"{name}.jsonl"))) for name in ("one", "two"))
-    found = prepare(corpus, tokenizer, tmp_path, eval_corpus=one, also_evaluated=(two,))
+    found = prepare(corpus, tokenizer, tmp_path, validation_fraction=None, evaluated=(one, two))
     stream = expected_stream(texts[15:], tokenizer)
     assert all_rows(found.train).flatten().tolist() == stream[: len(stream) // T * T]
-    train, validation = found.accounting["train"], found.accounting["validation"]
-    assert (train["evaluated"], train["kept"], validation["kept"]) == (15, len(texts) - 15, 11)
+    train = found.accounting["train"]
+    assert (train["evaluated"], train["kept"]) == (15, len(texts) - 15)
     assert train["read"] == train["kept"] + 15 + train["duplicate"]
-    assert f"15 documents of {corpus.name} are in the evaluation data too" in capsys.readouterr().out
-    apart = prepare(corpus, tokenizer, tmp_path, eval_corpus=one)
+    assert "15 evaluated" in capsys.readouterr().out
+    apart = prepare(corpus, tokenizer, tmp_path, validation_fraction=None, evaluated=(one,))
     assert apart.accounting["train"]["evaluated"] == 10 and apart.folder != found.folder
-    same = prepare(corpus, tokenizer, tmp_path, eval_corpus=corpus)  # to see whether a model can learn it all
-    assert (np.array(same.splits["validation"].rows) == np.array(same.train.rows)).all()
+    # To see whether a model can learn it all.
+    same = prepare(corpus, tokenizer, tmp_path, validation_fraction=None, evaluated=(corpus,))
+    assert same.accounting["train"]["kept"] == len(texts)
     with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
-        prepare(two, tokenizer, tmp_path, eval_corpus=corpus)
+        prepare(two, tokenizer, tmp_path, validation_fraction=None, evaluated=(corpus,))
 
 
 def test_duplicates_are_counted_either_way_and_kept_where_asked(folder, tokenizer, tmp_path):
@@ -143,7 +139,7 @@ def test_duplicates_are_counted_either_way_and_kept_where_asked(folder, tokenize
     assert made[True].folder != made[False].folder
     recipe = {"dataset_name": str(twice), "block_size": T, "cache_dir": str(tmp_path), "vocab_size": 600}
     rows = [open_sources(Recipe(**recipe, keep_duplicates=keep), []).train[""] for keep in (False, True)]
-    assert [corpus.source.keep_duplicates for corpus in rows] == [False, True]
+    assert [text.corpus.source.keep_duplicates for text in rows] == [False, True]
 
 
 def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer, monkeypatch):
@@ -151,9 +147,9 @@ def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer,
     documents += ["\n".join(documents), "", "<|endoftext|> is only text here", "a\0b"]
     parts = {}
     for piece, batch in ((1 << 20, 1 << 20), (500, 3000), (1000, 1)):
-        monkeypatch.setattr(packing, "split_text", lambda text, piece=piece: original(text, piece))
-        monkeypatch.setattr(packing, "BATCH_CHARACTERS", batch)
-        found = tokenize_documents(((text, text) for text in documents), tokenizer)
+        monkeypatch.setattr(encode, "split_text", lambda text, piece=piece: original(text, piece))
+        monkeypatch.setattr(encode, "BATCH_CHARACTERS", batch)
+        found = tokenize_documents(((text, text) for text in documents), Encoder.of(tokenizer))
         parts[piece, batch] = [(tokens.tolist(), note) for tokens, note in found]
     first, *others = parts.values()
     assert all(other == first for other in others)
@@ -163,28 +159,51 @@ def test_long_documents_and_any_batching_give_the_same_tokens(corpus, tokenizer,
     assert [tokenizer.decode(tokens[:-1]) for tokens, _ in first] == documents
 
 
-original = packing.split_text
+original = encode.split_text
 
 
-def test_a_split_carries_over_and_its_file_is_npy(tokenizer, tmp_path):
-    draw = np.random.default_rng(0)
-    for block_size in (1, 7, 128):
-        split = Split(tmp_path / "a.npy", block_size, tokenizer)
-        chunks = [draw.integers(0, 1 << 16, draw.integers(0, 500), dtype=np.uint16) for _ in range(50)]
-        for chunk in chunks:
-            split.add(chunk)
-        split.close()
-        stream, rows = np.concatenate(chunks), np.load(tmp_path / "a.npy")
-        assert rows.dtype == np.uint16 and rows.shape == (len(stream) // block_size, block_size)
-        rest = split.rest
-        assert (np.concatenate([rows.ravel(), rest]) == stream).all() and len(rest) < block_size
-        assert split.counts.tokens == len(stream) and split.counts.tokens_dropped == len(rest)
+CORPORA = int(os.environ.get("CORPORA", "4"))
+ODD = ["", " \n\t", None, 17, "NUL \0 bytes \0", "a lone surrogate \ud800", "\r\nCRLF\r\n", "twice", "twice"]
+
+
+def random_corpus(path: Path, seed: int) -> list[str]:
+    """Writes one; returns its texts that count, the later of two alike left out."""
+    draw = random.Random(seed)
+    words = ["alpha", "beta", "gamma\n", "42", "é", "\t"]
+    texts = [" ".join(draw.choices(words, k=draw.choice([1, 3, 40, 400])))
+             for _ in range(draw.randint(1, 120))]
+    texts += draw.sample(texts, len(texts) // 5) + ODD
+    draw.shuffle(texts)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return [*dict.fromkeys(t for t in texts if isinstance(t, str) and t.strip() and "\ud800" not in t)]
+
+
+@pytest.mark.parametrize("seed", range(CORPORA))
+def test_rows_of_any_corpus_in_chunks_of_any_size_are_those_of_an_independent_packer(
+        tokenizer, tmp_path, seed, monkeypatch):
+    """Each token of each document once, in the order of the source, but for the last T - 1 at most."""
+    texts = random_corpus(tmp_path / "texts.jsonl", seed)
+    corpus, rng = load_corpus(Source(str(tmp_path / "texts.jsonl"))), random.Random(seed)
+    drawn = 10 ** rng.uniform(-4, -2), rng.randint(2, 300)
+    for shard_mb, block_size in ((0.0005, 7), (0.004, 64), (64, 1), drawn):
+        monkeypatch.setattr(factory.Factory, "shard_mb", shard_mb)
+        cache, fraction = tmp_path / f"{shard_mb}", rng.choice([None, 0.3])
+        settings = {"block_size": block_size, "validation_fraction": fraction, "seed": seed}
+        splits = {"train": [t for t in texts if not fraction or not in_validation(t, seed, fraction)],
+                  "validation": [t for t in texts if fraction and in_validation(t, seed, fraction)]}
+        streams = {split: expected_stream(own, tokenizer) for split, own in splits.items() if own}
+        if min(map(len, streams.values())) < block_size or fraction and len(streams) < 2:
+            continue
+        prepared = prepare(corpus, tokenizer, cache, **settings)
+        for split, stream in streams.items():
+            rows = all_rows(prepared.splits[split])
+            assert rows.flatten().tolist() == stream[: len(stream) // block_size * block_size], shard_mb
+            assert prepared.accounting[split]["kept"] == len(splits[split])
 
 
 def test_packed_rows_deliver_batches_and_padding(tmp_path):
     array = np.random.default_rng(0).integers(1, 1 << 16, (100, T), dtype=np.uint16)
-    np.save(tmp_path / "rows.npy", array)
-    rows = PackedRows(tmp_path / "rows.npy")
+    rows = PackedRows([array.ravel()[:1000], array.ravel()[1000:]], T)
     assert len(rows) == 100 and rows.block_size == T
     batch = rows.__getitems__([(7, 0, 3), (-1, 2, -1), (8, 1, 59)])
     assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].shape == (3, T)
@@ -201,12 +220,12 @@ def test_ids_beyond_uint16_are_kept():
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", unk_token="[UNK]")
-    [(tokens, _)] = tokenize_documents([("w65535 w65537 w65536 w1", None)], tokenizer)
+    [(tokens, _)] = tokenize_documents([("w65535 w65537 w65536 w1", None)], Encoder.of(tokenizer))
     assert token_dtype(tokenizer) == tokens.dtype == np.uint32
     assert tokens.tolist() == [65535, 65537, 65536, 1, 0]
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no eos_token"):
-        next(tokenize_documents([("w1", None)], tokenizer))
+        next(tokenize_documents([("w1", None)], Encoder.of(tokenizer)))
 
 
 def test_ids_with_gaps_are_kept_and_weighed(tmp_path):
@@ -224,42 +243,47 @@ def test_ids_with_gaps_are_kept_and_weighed(tmp_path):
         "num_warmup_steps": 0, "prompts": "none", "config_overrides": "n_layer=1,n_embd=8,n_head=1",
     })  # fmt: skip
     assert done.returncode == 0, done.stderr
-    [rows] = (tmp_path / "cache").glob("rows-*/train.npy")
+    [rows] = (tmp_path / "cache").glob("rows-*/train-*.npy")
     assert set(np.unique(np.load(rows)).tolist()) == {0, 1, 70_000}
 
 
 def test_a_second_start_reads_nothing_and_every_setting_counts(corpus, tokenizer, folder, tmp_path):
     first = prepare(corpus, tokenizer, tmp_path)
 
-    def refuse():
+    def refuse(*_):
         raise AssertionError("the corpus was read again")
 
     again = prepare(replace(corpus, rows=refuse), tokenizer, tmp_path)
     assert again.folder == first.folder and again.accounting == first.accounting
     other_tokenizer = trained_tokenizer(corpus, vocab_size=500, algorithm="bpe", model_type="gpt2",
                                         cache_dir=str(tmp_path))
-    changes = [{"block_size": 16}, {"seed": 1}, {"validation_fraction": 0.3}, {"eval_corpus": corpus},
-               {"validation_fraction": None}]
+    changes = [{"seed": 1}, {"validation_fraction": 0.3}, {"validation_fraction": None}]
     folders = {prepare(corpus, tokenizer, tmp_path, **change).folder for change in changes}
     folders |= {prepare(corpus, other_tokenizer, tmp_path).folder, first.folder}
     folders.add(prepare(with_keywords(corpus, "import"), tokenizer, tmp_path).folder)
     assert len(folders) == len(changes) + 3
+    longer = prepare(corpus, tokenizer, tmp_path, block_size=2 * T)
+    assert longer.folder == first.folder, "rows of any length are cut from the same tokens"
 
 
 def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
     first = prepare(corpus, tokenizer, tmp_path)
     whole = all_rows(first.train)
-    for name in ("train.npy", "train.npy.xxh3", "preparation.json", cache.MANIFEST):
+    for name in ("train-00000-00000.npy", "validation-00000.npy", "manifest.json"):
         file = Path(first.folder, name)
-        file.write_bytes(file.read_bytes()[:-9])
-        assert (all_rows(prepare(corpus, tokenizer, tmp_path).train) == whole).all()
+        before = file.read_bytes()
+        file.write_bytes(before[:-9])
+        again = prepare(corpus, tokenizer, tmp_path)
+        assert (all_rows(again.train) == whole).all() and again.accounting == first.accounting | {
+            split: again.accounting[split] | {"seconds": first.accounting[split]["seconds"]}
+            for split in first.accounting} | ({} if name != "manifest.json" else again.accounting)
+        assert name == "manifest.json" or file.read_bytes() == before
 
 
 PREPARE = """
 import sys, time
-from data.rows import Recipe, open_sources
 from data.sources.corpus import Source, load_corpus
-from data.packing import prepare_rows
+from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
 source, tokenizer, cache, slow = sys.argv[1:]
 corpus = load_corpus(Source(source))
@@ -281,22 +305,22 @@ def start(folder, tokenizer, cache, slow):
     return forked.start_code(PREPARE, [folder / "text.jsonl", folder / "tokenizer", cache, slow], folder)
 
 
-def test_of_two_processes_one_prepares_and_a_killed_one_leaves_no_trace(corpus, tokenizer, folder, tmp_path):
+def test_of_two_processes_one_prepares_and_a_killed_one_is_resumed(corpus, tokenizer, folder, tmp_path):
     killed, log = start(folder, tokenizer, tmp_path, 0.5)
     forked.wait_for(killed, log, "document-")
     killed.kill()
     killed.join()
-    assert not any((path / cache.MANIFEST).exists() for path in tmp_path.iterdir())
+    assert not [*tmp_path.glob("rows-*/manifest.json")]
     both = [start(folder, tokenizer, tmp_path, 0.02) for _ in range(2)]
     for process, log in both:
         forked.finish([process], log)
     outputs = [log.read_text().split() for _, log in both]
-    read = [sum(word.startswith("document-") for word in words) for words in outputs]
-    assert sorted(read) == [0, 80], "the other read nothing"
     assert outputs[0][-1] == outputs[1][-1]
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
-    assert (np.load(Path(outputs[0][-1], "train.npy")) ==
-            all_rows(prepare(corpus, tokenizer, tmp_path / "own").train).numpy()).all()
+    made = Path(outputs[0][-1])
+    assert sorted(path.name for path in made.iterdir()) == [
+        "manifest.json", "tokenizer", "train-00000-00000.npy", "validation-00000.npy"]
+    assert (np.load(made / "train-00000-00000.npy") == np.load(Path(
+        prepare(corpus, tokenizer, tmp_path / "own").folder, "train-00000-00000.npy"))).all()
 
 
 def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_path):
@@ -310,7 +334,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_pa
     one.write_text("only one document\n" * 500)
     with pytest.raises(ValueError, match="one document cannot be split"):
         prepare(load_corpus(Source(str(one))), tokenizer, tmp_path)
-    assert not any(path.is_dir() for path in tmp_path.iterdir())
+    assert not [*tmp_path.glob("rows-*/")]
 
 
 def test_the_trained_tokenizer_is_kept(corpus, tokenizer, folder):

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from transformers import BertForPreTraining
 
 from data.masking import MaskTokens
-from data.pairs import PairBuilder, PairRows, prepare_pairs, shared_rows, split_sentences
+from data.open import Recipe, open_sources, prepare
+from data.pair_rows import PairRows, shared_rows
+from data.pairs import PairBuilder, prepare_pairs, split_sentences
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import train_tokenizer
+from tests import shard_data
 
 WORDS = "the of and to in is for on with as by at from that which this it are was were be has".split()
 
@@ -57,13 +61,11 @@ def test_sentences_end_where_a_reader_ends_them():
 
 
 
-@pytest.mark.parametrize("name", ["eval_corpus", "also_evaluated"])
-def test_what_is_evaluated_on_is_not_trained_on(name, tokenizer, tmp_path):
+def test_what_is_evaluated_on_is_not_trained_on(tokenizer, tmp_path):
     lines = open(write_documents(tmp_path / "all.jsonl")).readlines()
     (tmp_path / "some.jsonl").write_text("".join(lines[:15]))
     corpus, some = load(tmp_path / "all.jsonl"), load(tmp_path / "some.jsonl")
-    asked = {"eval_corpus": some} if name == "eval_corpus" else {"also_evaluated": (some,), "seed": 1}
-    made = prepare_pairs(corpus, tokenizer, block_size=64, cache_dir=str(tmp_path), **asked,
+    made = prepare_pairs(corpus, tokenizer, block_size=64, cache_dir=str(tmp_path), evaluated=(some,), seed=1,
                          validation_fraction=0.2)
     train = made.accounting["train"]
     assert (train["evaluated"], train["kept"] + train["validation"]) == (15, 25)
@@ -112,21 +114,39 @@ def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
     # Every token is used once, whatever the label, or counted among what was not.
     used = np.concatenate([side for a, b, _ in pairs for side in (a, b)])
     assert len(np.unique(used)) == len(used)
-    assert len(used) + builder.dropped + builder.left_over == len(document_of)
-    assert builder.left_over <= 125
+    assert len(used) + builder.dropped + left_over(builder) == len(document_of)
+    assert left_over(builder) <= 125
+
+
+def left_over(builder) -> int:
+    """Tokens of the chunks that wait."""
+    return sum(len(chunk.a) + len(chunk.b) for chunk in builder.waiting)
 
 
 def test_chunks_of_a_long_document_wait_for_others():
-    """Nothing is paired with its own document: chunks wait, and those left at the end are counted."""
+    """Nothing is paired with its own document while others may come."""
     book, *tales = numbered([[10] * 200] + [[10] * 20] * 30)
     builder = PairBuilder(room=20, seed=0)
-    assert list(builder.pairs([book])) == [] and builder.left_over == 2000
+    assert list(builder.pairs([book])) == [] and left_over(builder) == 2000
     rows = list(builder.pairs(tales[:5]))  # 10 chunks each
-    assert 1000 <= builder.left_over == 3000 - 20 * len(rows) < 1400
+    assert 1000 <= left_over(builder) == 3000 - 20 * len(rows) < 1400
     assert {chunk.document for chunk in builder.waiting} == {1}
     assert all(a[0] < 2000 or b[0] < 2000 or a[0] // 200 != b[0] // 200 for a, b, label in rows if label == 1)
     assert {a[0] < 2000 for a, _, _ in builder.pairs(tales[5:])} == {True, False}
-    assert builder.left_over == 0
+    assert left_over(builder) == 0
+
+
+@pytest.mark.parametrize("tales", [0, 3])
+def test_a_long_document_at_the_end_is_paired_with_itself_where_chunks_do_not_touch(tales):
+    documents = numbered([[10] * 2000] + [[10] * 20] * tales)
+    builder = PairBuilder(room=60, seed=0)
+    rows = [*builder.pairs(documents), *builder.rest()]
+    used = np.concatenate([side for a, b, _ in rows for side in (a, b)])
+    total = sum(len(sentence) for document in documents for sentence in document)
+    assert len(np.unique(used)) == len(used) == total - builder.dropped and builder.dropped < 0.05 * total
+    assert abs(2 * sum(label for *_, label in rows) - len(rows)) <= 2
+    for a, b, label in rows:
+        assert (b[0] == a[-1] + 1) if label == 0 else (b[0] != a[-1] + 1 and a[0] != b[-1] + 1)
 
 
 def surface(pairs, lengths, room):
@@ -214,7 +234,6 @@ def test_rows_on_disk(tmp_path, tokenizer):
     assert documents["train"] and documents["validation"]
     assert not documents["train"] & documents["validation"], "a document is on both sides"
     account = pairs.accounting["train"]
-    assert account["rows"] == len(pairs.train)
     used = batch["attention_mask"][:-1].sum().item() - 3 * len(pairs.train)
     assert account["tokens"] == used + account["tokens_dropped"]
 
@@ -238,16 +257,10 @@ def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"no breaks in number {i}"}) + "\n" for i in range(50))
     )
-    with pytest.raises(ValueError, match="none of two sentences"):
+    with pytest.raises(ValueError, match="documents, and pairs need two documents of two sentences"):
         prepare_pairs(
             load(tmp_path / "a.jsonl"), tokenizer, block_size=32, cache_dir=tmp_path, seed=0
         )
-    with pytest.raises(ValueError, match="one document"):
-        prepare_pairs(
-            load(write_documents(tmp_path / "b.jsonl", n=1, sentences=(9, 9))), tokenizer,
-            block_size=32, eval_corpus=load(write_documents(tmp_path / "c.jsonl")),
-            cache_dir=tmp_path,
-        )  # fmt: skip
 
 
 def test_a_source_without_text_is_refused(tmp_path):
@@ -255,6 +268,43 @@ def test_a_source_without_text_is_refused(tmp_path):
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "pairs")
     with pytest.raises(ValueError, match="--text_column one that holds text: input_ids, token_type_ids"):
         load(tmp_path / "pairs")
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_pairs_that_others_have_saved_are_trained_on(tmp_path, tokenizer, pack):
+    """As BertForPreTraining's data set of the AMD example: rows padded by transformers."""
+    texts = [(f"first {i} " + "a " * (i % 9), f"second {i} " + "b " * (i % 5), i % 2) for i in range(60)]
+    encoded = tokenizer([a for a, *_ in texts], [b for _, b, _ in texts], padding="max_length", max_length=64)
+    columns = {**encoded, "next_sentence_label": [label for *_, label in texts]}
+    whole = datasets.Dataset.from_dict(columns)
+    splits = {"train": whole.select(range(50)), "validation": whole.select(range(50, 60))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    settings = {
+        "dataset_name": f"{tmp_path}/saved", "tokenizer_name": f"{tmp_path}/tokenizer", "block_size": 64,
+        "next_sentence": True, "pack_pairs": pack, "cache_dir": f"{tmp_path}/cache",
+    }  # fmt: skip
+    sources = open_sources(Recipe(**settings), problems := [])
+    assert not problems, problems
+    data = prepare(sources, Accelerator(cpu=True))
+    (rows,) = data.train.sources.values()
+    assert rows.size == 50 and data.evals[""].size == 10
+    batch = rows.__getitems__([(i, 0, i) for i in range(len(rows))])
+    if pack:
+        found = one_by_one(batch)
+        for i in range(50):
+            length = sum(columns["attention_mask"][i])
+            assert found[i]["input_ids"] == columns["input_ids"][i][:length]
+            assert found[i]["token_type_ids"] == columns["token_type_ids"][i][:length]
+            assert found[i]["label"] == columns["next_sentence_label"][i]
+    else:
+        for name in columns:
+            assert batch[name].tolist() == columns[name][:50], name
+    problems = []
+    wrong = {"block_size": 32, "next_sentence": False, "tokenizer_name": None}
+    open_sources(Recipe(**settings | wrong), problems)
+    told = "set --block_size 64", "set --next_sentence true", "tokenizer_name:"
+    assert all(any(part in line for line in problems) for part in told), problems
 
 
 # ---- Several pairs to a row
@@ -269,7 +319,6 @@ def write_pairs(path, lengths, T, ids=(10, 200), seed=0):
         row[[0, end_of_a - 1, length - 1]] = 2, 3, 3
         row[T:] = end_of_a, length, rng.integers(2)
     np.save(path, rows)
-    path.with_name(path.name + ".xxh3").write_text("content")
     return path
 
 
@@ -296,8 +345,8 @@ def one_by_one(batch: dict) -> dict[int, dict[str, list]]:
 def test_packed_rows_hold_every_pair_once_and_whole(tmp_path, T):
     lengths = np.random.default_rng(1).integers(8, T + 1, 300)
     file = write_pairs(tmp_path / "pairs.npy", lengths, T)
-    plain, packed = PairRows(file), PairRows(file, pack=True)
-    assert packed.fingerprint != plain.fingerprint == "content"
+    plain, packed = shard_data.packed(file, PairRows), shard_data.packed(file, PairRows, pack=True)
+    assert packed.fingerprint != plain.fingerprint
     assert "members" not in vars(packed), "a resume looks at the fingerprints of all files in the cache"
     batch, alone = all_rows(packed), all_rows(plain)
     assert {value.dtype for value in batch.values()} == {torch.int64} and packed.block_size == T
@@ -341,8 +390,8 @@ def test_packed_pairs_have_the_masks_that_they_would_have_alone(tmp_path, tokeni
     file = write_pairs(tmp_path / "pairs.npy", lengths, T)
     for rate in (0.15, 0.9):
         mask = MaskTokens(tokenizer, rate, seed=5)
-        alone = mask(all_rows(PairRows(file), epoch=3))
-        packed = mask(all_rows(PairRows(file, pack=True), epoch=3))
+        alone = mask(all_rows(shard_data.packed(file, PairRows), epoch=3))
+        packed = mask(all_rows(shard_data.packed(file, PairRows, pack=True), epoch=3))
         K = math.ceil(rate * T) + packed["pair"].shape[1]
         assert packed["slots"].shape == packed["slot_labels"].shape == (len(packed["row"]), K)
         assert (packed["slot_labels"][-1] == -100).all()

@@ -5,25 +5,23 @@ are the documents, the duplicates and the counts of one preparation.
 import contextlib
 import itertools
 import json
+import random
 import re
 import time
-from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 
-from data import packing, prepare, records
-from data.shards import check_shards, open_shards
-from data.sources import files, installed, storage
+from data import prepare
+from data.shards import check_shards
+from data.sources import files, installed, library
 from data.sources.corpus import Source, load_corpus
-from data.streams import ShardSource
 from data.tokenizer import load_tokenizer
 from tests import forked
 from tests.runs import PROJECT
-from tests.shard_data import command, make_texts, run, save_tokenizer, write_jsonl
+from tests.shard_data import command, make_texts, run, save_tokenizer, tokens_of, write_jsonl
+from utils.io import urls
 
 PARTS = 3
 
@@ -61,20 +59,22 @@ def files_of(folder) -> dict[str, bytes]:
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     del found["tokenizer/tokenizer_config.json"]
     manifest = json.loads(found.pop("manifest.json"))
-    for account in manifest["accounting"].values():
+    for account in [*manifest["accounting"].values(),
+                    *(account for line in manifest["chunks"] for account in line["accounts"].values())]:
         del account["seconds"]
     return found | {"manifest": manifest}
 
 
-def ended_documents(stream: np.ndarray, eos: int) -> list[tuple]:
-    ends = np.flatnonzero(stream == eos) + 1
-    return [tuple(document.tolist()) for document in np.split(stream, ends)[:-1]]
+@pytest.fixture(params=[1, 1 << 26], ids=["many units", "one unit"])
+def units(request, monkeypatch):
+    monkeypatch.setattr(files, "UNIT_BYTES", request.param)
 
 
 @pytest.mark.parametrize("evaluation, settings", [
     (True, {}), (False, {"fim_rate": 0.5}), (True, {"keep_duplicates": []}), (False, {"keywords": ["e s"]})])
-def test_the_parts_are_the_documents_and_the_counts_of_one_preparation(
-        tmp_path, tokenizer, monkeypatch, evaluation, settings):
+def test_any_number_of_parts_in_any_order_makes_the_files_of_one_preparation(
+        tmp_path, tokenizer, evaluation, settings, units):
+    """units: each of its files is one, or all are."""
     source = write_source(tmp_path / "source", evaluation)
     if "fim_rate" in settings:
         own = load_tokenizer(tokenizer)
@@ -82,64 +82,37 @@ def test_the_parts_are_the_documents_and_the_counts_of_one_preparation(
         own.add_special_tokens({"additional_special_tokens": special})
         tokenizer = str(tmp_path / "tokenizer")
         own.save_pretrained(tokenizer)
-    eos = load_tokenizer(tokenizer).eos_token_id
     assert run(source, tmp_path / "one", tokenizer, **settings) == 0
-    monkeypatch.setattr(storage.Folder, "remove", lambda folder, name: None)  # progress stays
-    parts = in_parts(source, tmp_path / "parts", tokenizer, **settings)
-    one, manifest = check_shards(str(tmp_path / "one")), check_shards(str(parts))
-    accounts = manifest["accounting"]
-    for account in [*one["accounting"].values(), *accounts.values()]:
-        del account["seconds"]
-    assert accounts == one["accounting"]  # of a remainder, too, there is but one
+    for parts in (2, 3, 7):
+        order = random.Random(parts).sample(range(parts), parts)
+        made = in_parts(source, tmp_path / f"parts-{parts}", tokenizer, order, parts, **settings)
+        assert files_of(made) == files_of(tmp_path / "one"), parts
+    accounts = check_shards(str(tmp_path / "one"))["accounting"]
     assert accounts["train"]["duplicate"] > 20 and accounts["train"]["unreadable"] >= 4
     assert evaluation == (accounts["train"]["evaluated"] > 9) == (accounts["validation"]["duplicate"] > 9)
-    assert accounts["validation"]["rows"] > 0
-
-    made = [json.loads((parts / f"progress/part-{part:05d}.json").read_text()) for part in range(PARTS)]
-    assert sum(any(part["rest"].values()) for part in made) == PARTS
-    for split, entry in manifest["splits"].items():
-        rows = open_shards(str(parts), split, cache_dir=tmp_path / "cache").rows
-        assert len(rows) == entry["rows"] == one["splits"][split]["rows"]
-        if split == "train":
-            windows = ShardSource(str(parts)).windows(0, 0, ())
-            epoch = [*itertools.takewhile(lambda window: not window.epoch, windows)]
-            order = np.concatenate([window.row_ids for window in epoch])
-            streamed = [window.load(np.arange(len(window.row_ids))) for window in epoch]
-            assert np.array_equal(rows[order], np.concatenate(streamed))
-        found, first = [], 0
-        for its in made:
-            last = first + sum(shard["rows"] for shard in its["shards"][split])
-            found += ended_documents(np.append(rows[first:last], its["rest"][split]), eos)
-            first = last
-        assert accounts[split]["tokens"] == sum(map(len, found)) and accounts[split]["kept"] == len(found)
-        names = [shard["file"] for shard in entry["shards"]]
-        assert names == sorted(names) and names[0].startswith("part-00000") and len(names) > PARTS
-        whole = open_shards(str(tmp_path / "one"), split, cache_dir=tmp_path / "cache").rows
-        assert not Counter(ended_documents(whole.reshape(-1), eos)) - Counter(found)
+    assert len(tokens_of(tmp_path / "one", "validation")) > 32
 
 
 def test_parts_that_end_at_any_write_leave_the_bytes_of_those_that_do_not(tmp_path, tokenizer, monkeypatch):
     source = write_source(tmp_path / "source")
     whole = files_of(in_parts(source, tmp_path / "whole", tokenizer))
-    monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)  # one after every document or two
-    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
-    writes, write, folder = itertools.count(1), storage.Folder.write, tmp_path / "parts"
+    rng, writes, write, folder = random.Random(3), itertools.count(1), urls.Folder.write, tmp_path / "parts"
 
     class Killed(BaseException):
         pass
 
     def write_or_die(*arguments):
-        if next(writes) % 25 == 0:
+        if next(writes) and rng.random() < 0.12:
             raise Killed
         write(*arguments)
 
-    monkeypatch.setattr(storage.Folder, "write", write_or_die)
+    monkeypatch.setattr(urls.Folder, "write", write_or_die)
     for part in itertools.cycle([2, 0, 1]):
         with contextlib.suppress(Killed):
             assert run(source, folder, tokenizer, parts=PARTS, part=part) == 0
         if (folder / "manifest.json").exists():
             break
-    assert next(writes) > 250  # ten deaths
+    assert next(writes) > 70  # about eight deaths
     assert files_of(folder) == whole
 
 
@@ -154,11 +127,12 @@ def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_
 
     for part in (2, 0):
         assert run(source, folder, tokenizer, parts=PARTS, part=part, shard_mb=0.01) == 0
-    assert "is read. The same command goes on when these are: 1\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="not finished; the same `python -m data.prepare`"):
+    assert "is read. Run the same command again when these are: 1\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="not finished; run the same `python -m data.prepare`"):
         check_shards(str(folder))
+    before = len([*(folder / "progress").glob("*-*-*.npz")])
     process = start(1)  # the last one to be read goes on
-    while process.is_alive() and len([*(folder / "part-00001").glob("*.parquet")]) < 3:
+    while process.is_alive() and len([*(folder / "progress").glob("*-*-*.npz")]) < before + 3:
         time.sleep(0.002)
     process.kill()
     process.join()
@@ -177,21 +151,21 @@ def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_
 def test_two_that_find_all_done_at_once_write_one_manifest(tmp_path, tokenizer, monkeypatch, other_first):
     """On a store without locks: the other one joins the parts just before this one does, or just after."""
     source, url = write_source(tmp_path / "source"), f"memory://bucket/{other_first}"
-    join = prepare.join_parts
+    join = prepare.write_manifest
     one = files_of(in_parts(source, tmp_path / "parts", tokenizer))
     for part in (0, 1, 2, 0):
         assert run(source, url, tokenizer, parts=PARTS, part=part) == 0
 
     def join_beside_another(*arguments):
-        monkeypatch.setattr(prepare, "join_parts", join)
+        monkeypatch.setattr(prepare, "write_manifest", join)
         made = None if other_first else join(*arguments)
         assert run(source, url, tokenizer, parts=PARTS, part=0) == 0
         return made or join(*arguments)
 
-    monkeypatch.setattr(prepare, "join_parts", join_beside_another)
+    monkeypatch.setattr(prepare, "write_manifest", join_beside_another)
     assert run(source, url, tokenizer, parts=PARTS, part=1) == 0
-    assert prepare.join_parts is join
-    folder = storage.Folder(url)
+    assert prepare.write_manifest is join
+    folder = urls.Folder(url)
     folder.fs.get(folder.root, str(tmp_path / "copy"), recursive=True)
     assert files_of(tmp_path / "copy") == one and not folder.names("progress")
 
@@ -200,8 +174,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
     source, folder = write_source(tmp_path / "source"), tmp_path / "parts"
     assert run(source, folder, tokenizer, parts=3, part=0) == 0
     for settings, message in [
-        (dict(parts=4, part=1), "parts 3, now 4"), (dict(parts=3, part=1, seed=1), "seed 0, now 1"),
-        ({}, "parts 3, now None"),
+        (dict(parts=4, part=1), "in 3, now 4"), (dict(parts=3, part=1, seed=1), "seed 0, now 1"),
         (dict(parts=3, part=3), "part: must be 0 to 2"), (dict(parts=3), "part: must be 0 to 2.*is None"),
         (dict(part=1), "part: must be 0 to 0"), (dict(parts=0, part=0), "parts: must be 1 or greater"),
     ]:
@@ -210,7 +183,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
         assert re.search(message, error) and error.count("error:") == 1 and "Traceback" not in error
     (tmp_path / "train.bin").write_bytes(bytes(1000))
     assert run(str(tmp_path / "train.bin"), folder, tokenizer, parts=3, part=1) == 2
-    assert "leave out keywords, split, fim_rate, parts" in capsys.readouterr().err
+    assert "holds tokens already: train on it as it is" in capsys.readouterr().err
     # Of two that begin at the same moment the settings of one stay, and the other leaves nothing.
     settings, check = folder / "progress/settings.json", prepare.finished_manifest
     others = [settings.read_text()]
@@ -223,7 +196,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
 
     monkeypatch.setattr(prepare, "finished_manifest", check_late)
     assert run(source, folder, tokenizer, parts=3, part=1, seed=1) == 2
-    assert not (folder / "progress/hashes-00001").exists()
+    assert not (folder / "progress/hashes-00001.npz").exists()
 
 
 def test_one_part_is_what_no_parts_are(tmp_path, tokenizer):
@@ -235,38 +208,31 @@ def test_one_part_is_what_no_parts_are(tmp_path, tokenizer):
 
 def test_parts_that_give_nothing_to_train_on_are_told_at_the_end(tmp_path, tokenizer, capsys):
     source = write_jsonl(tmp_path / "texts.jsonl", ["a", "b"])
+    settings = {"parts": 3, "keywords": ["absent"]}
     for part in [0, 1, 2, 0]:
-        assert run(source, tmp_path / "parts", tokenizer, parts=3, part=part) == 0
-    assert run(source, tmp_path / "parts", tokenizer, parts=3, part=1) == 2
+        assert run(source, tmp_path / "parts", tokenizer, part=part, **settings) == 0
+    assert run(source, tmp_path / "parts", tokenizer, part=1, **settings) == 2
     assert "gives nothing to train on" in capsys.readouterr().err
     assert not [*(tmp_path / "parts").rglob("*.*")]
 
 
-@pytest.mark.parametrize("kind", [
-    "five files", "two files", "articles", "a part", "saved", "few saved", "installed-docs"])
-def test_the_parts_of_a_source_are_all_of_it(tmp_path, kind, monkeypatch):
-    """And of many files each part opens its own."""
+@pytest.mark.parametrize("kind", ["five files", "articles", "a part", "saved", "installed-docs"])
+def test_the_units_of_a_source_are_all_of_it_in_order(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(files, "UNIT_BYTES", 1)
+    monkeypatch.setattr(library, "UNIT_BYTES", 3000)
     texts, folder = make_texts(90), tmp_path / "source"
     folder.mkdir()
     lines = [line for text in texts for line in ("", " = Title = ", text)]
-    if "saved" in kind:
-        datasets.Dataset.from_dict({"text": texts[: 2 if kind == "few saved" else None]}).save_to_disk(folder)
-    for i in range({"five files": 5, "two files": 2, "articles": 4, "a part": 5}.get(kind, 0)):
+    if kind == "saved":
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(folder)
+    for i in range({"five files": 5, "articles": 4, "a part": 5}.get(kind, 0)):
         found = lines[i * 70 : (i + 1) * 70] if kind == "articles" else texts[i::5]
         write_jsonl(folder / f"{i}.jsonl", found)
     few = lambda: ({"text": text} for text in texts)  # noqa: E731
     monkeypatch.setitem(installed.INSTALLED, "installed-docs", few)
-    source = Source(kind if "installed" in kind else f"{folder}{':train[3:20]' * (kind == 'a part')}")
-    whole, opened, unpacked = load_corpus(source), [], files._unpacked
-    monkeypatch.setattr(files, "_unpacked", lambda url, file: opened.append(url) or unpacked(url, file))
-    parts, found = [load_corpus(replace(source, part=(part, PARTS))) for part in range(PARTS)], []
-    for part in parts:
-        opened.clear()
-        documents = [document[part.text_column] for document in part]
-        assert part.fingerprint == whole.fingerprint and [*part.documents(2)] == [*part][2:]
-        found += documents
-        if kind == "five files":
-            assert len({*opened}) in (1, 2) and len({*opened}) == len(documents) / 18
-    expected = [document[whole.text_column] for document in whole]
-    assert sorted(found) == sorted(expected) and len(expected) > 1
-    assert kind == "few saved" or all(0 < len([*part]) < len(expected) for part in parts)
+    part = ":train[3:20]" if kind == "a part" else ""
+    corpus = load_corpus(Source(kind if "installed" in kind else f"{folder}{part}"))
+    assert (corpus.units > 4) == (kind in ("five files", "saved"))
+    units = [[*corpus.documents(0, unit)] for unit in range(corpus.units)]
+    assert [*itertools.chain.from_iterable(units)] == [*corpus] and len([*corpus]) > 1
+    assert [*corpus.documents(1, corpus.units - 1)] == units[-1][1:] and all(units)

@@ -19,13 +19,11 @@ from utils.learning.losses import CausalLMLoss
 from utils.learning.model import use_one_kernel_gelu
 from utils.learning.optim import build_optimizer
 
-def update(config, rows, block_size, accumulation, bf16, times, optimizer_type, gradient_checkpointing):
+def update(config, rows, block_size, accumulation, bf16, times):
     lm = AutoModelForCausalLM.from_config(config)
-    if gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm).train()
-    optimizer = build_optimizer(model, 1e-3, 0.1, optimizer_type=optimizer_type)
+    optimizer = build_optimizer(model, 1e-3, 0.1)
     for _ in range(times):
         for _ in range(accumulation):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -40,21 +38,19 @@ def resident(name):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 torch.set_num_threads(1)
-shape, rows, block_size, accumulation, bf16, *kind = json.loads(sys.argv[1])
-update(AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=1, vocab_size=300), 2, 16, 1, bf16, 1, *kind)
+shape, rows, block_size, accumulation, bf16 = json.loads(sys.argv[1])
+update(AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=1, vocab_size=300), 2, 16, 1, bf16, 1)
 before = resident("VmRSS")
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")  # VmHWM starts anew
-update(AutoConfig.for_model("gpt2", **shape), rows, block_size, accumulation, bf16, 2, *kind)
+update(AutoConfig.for_model("gpt2", **shape), rows, block_size, accumulation, bf16, 2)
 print(resident("VmHWM") - before)
 """
 SHAPE = {"n_layer": 4, "n_embd": 256, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-CASES = {  # shape, rows, block size, accumulation, bf16, optimizer, blocks computed again
-    "activations": [{**SHAPE, "vocab_size": 8192}, 32, 128, 1, False, "adamw", False],
-    "vocabulary": [{**SHAPE, "vocab_size": 50257}, 8, 128, 1, False, "adamw", False],
-    "accumulation": [{**SHAPE, "vocab_size": 8192}, 16, 128, 2, False, "adamw", False],
-    "checkpointing": [{**SHAPE, "n_layer": 8, "vocab_size": 8192}, 32, 128, 1, False, "adamw", True],
-    "muon": [{**SHAPE, "n_layer": 8, "n_embd": 512, "vocab_size": 512}, 4, 128, 1, False, "muon", False],
+CASES = {  # shape, rows, block size, accumulation, bf16
+    "activations": [{**SHAPE, "vocab_size": 8192}, 32, 128, 1, False],
+    "vocabulary": [{**SHAPE, "vocab_size": 50257}, 8, 128, 1, False],
+    "accumulation": [{**SHAPE, "vocab_size": 8192}, 16, 128, 2, False],
 }
 
 
@@ -66,10 +62,9 @@ def test_the_estimated_peak_is_the_measured_one(case):
     runs = [forked.run_code(MEASURE, [json.dumps(CASES[case])]) for _ in range(3)]
     assert [result.returncode for result in runs] == [0, 0, 0], runs[0].stderr[-2000:]
     measured = min(int(result.stdout) for result in runs)
-    shape, rows, block_size, accumulation, bf16, optimizer, again = CASES[case]
+    shape, rows, block_size, accumulation, bf16 = CASES[case]
     config = AutoConfig.for_model("gpt2", **shape)
-    plan = estimate(config, rows, block_size, accumulation=accumulation, bf16=bf16,
-                    optimizer_type=optimizer, gradient_checkpointing=again)  # fmt: skip
+    plan = estimate(config, rows, block_size, accumulation=accumulation, bf16=bf16)
     assert plan["peak"] == pytest.approx(measured, rel=0.20)
 
 
@@ -87,8 +82,6 @@ def test_other_models_are_planned_by_running_them_without_data(model_type, kind)
     if kind == "causal":
         assert plan["parameters"] == AutoModelForCausalLM.from_config(config).num_parameters()
     assert plan["weights"] == 4 * plan["parameters"] and plan["optimizer"] == 8 * plan["parameters"]
-    kept = estimate(config, 4, 32, kind=kind, predicted=1.0 if kind == "causal" else 0.15, kept_bytes=1000)
-    assert kept == {**plan, "peak": plan["peak"] + 1000}
     more = estimate(config, 8, 32, kind=kind, predicted=1.0 if kind == "causal" else 0.15)
     assert more["activations"] == pytest.approx(2 * plan["activations"], rel=0.05)
 

@@ -3,7 +3,6 @@ survived.
 """
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -12,18 +11,25 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
-from data import packing, prepare, records
+from data import encode, prepare
 from data.filters import in_validation
 from data.shards import check_shards, open_shards
-from data.sources import storage
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
 from tests import forked
-from tests.shard_data import command, make_texts, run, save_tokenizer, shard_bytes, write_jsonl
+from tests.shard_data import (
+    command,
+    make_texts,
+    manifest_of,
+    run,
+    save_tokenizer,
+    shard_bytes,
+    tokens_of,
+    write_jsonl,
+)
+from utils.io import retry, urls
 
 PROJECT = Path(__file__).resolve().parent.parent
 KILLS = int(os.environ.get("KILLS", "2"))  # moments at which the preparation is killed
@@ -32,16 +38,6 @@ KILLS = int(os.environ.get("KILLS", "2"))  # moments at which the preparation is
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def manifest_of(folder) -> dict:
-    return json.loads((Path(folder) / "manifest.json").read_text())
-
-
-def tokens_of(folder, split: str) -> np.ndarray:
-    files = sorted(Path(folder).glob(f"{split}-*.parquet"))
-    rows = [np.stack(pq.read_table(file)["input_ids"].to_numpy()) for file in files]
-    return np.concatenate(rows).reshape(-1)
 
 
 ODD = [  # what a JSON line can hold, and the column of the account that must count it
@@ -80,57 +76,98 @@ def test_every_document_and_every_token_is_accounted_for(tmp_path, tokenizer):
             reference[split] += [*ids, hub_tokenizer.eos_token_id]
             size[split] += len(text.encode())
     for split, account in accounts.items():
-        rows, dropped = divmod(len(reference[split]), 32)
         assert account["tokens"] == len(reference[split])
-        assert (account["rows"], account["tokens_dropped"]) == (rows, dropped)
         assert account["bytes"] == size[split]
-        assert tokens_of(tmp_path / "shards", split).tolist() == reference[split][: rows * 32]
+        assert tokens_of(tmp_path / "shards", split).tolist() == reference[split]
     assert held["kept"] == train["validation"] > 0
 
 
 @pytest.mark.parametrize("flag", [None, "keep_duplicates"])
-def test_interrupted_between_any_records_the_shards_are_the_same(tmp_path, tokenizer, monkeypatch, flag):
+def test_interrupted_at_any_write_the_shards_are_the_same_and_nothing_is_tokenized_twice(
+        tmp_path, tokenizer, monkeypatch, flag):
     """Of a source with three splits, documents in several of them."""
     texts, source = make_texts(160), tmp_path / "source"
     source.mkdir()
     splits = {"test": texts[110:130], "valid": texts[125:150], "train": texts[:115] + texts[100:]}
     for name, found in splits.items():
         write_jsonl(source / f"{name}.jsonl", found)
-    settings = {"shard_mb": 0.02} | ({flag: []} if flag else {})
+    settings = {"shard_mb": 0.002} | ({flag: []} if flag else {})
     assert run(str(source), tmp_path / "whole", tokenizer, **settings) == 0
-    # A record after every batch of one or two documents; after some writes a run ends.
-    monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
-    monkeypatch.setattr(packing, "BATCH_CHARACTERS", 1000)
-    runs, writes, write = 0, [], storage.Folder.write
+    writes, write, encoded, batches = [], urls.Folder.write, [], encode._batches
 
     class Killed(BaseException):
         pass
 
     def write_or_die(folder, name, data, tries=None):
         writes.append(name)
-        if len(writes) == 4 + runs:  # each run gets one write further than the one before
+        if len(writes) == 4:  # each run but the last ends at its fourth write
             writes.clear()
             raise Killed
         write(folder, name, data, tries)
 
-    monkeypatch.setattr(storage.Folder, "write", write_or_die)
-    status = None
+    def counted(documents):
+        for pieces, places in batches(documents):
+            encoded.append(sum(place[2] for place in places))
+            yield pieces, places
+
+    monkeypatch.setattr(urls.Folder, "write", write_or_die)
+    monkeypatch.setattr(encode, "_batches", counted)
+    status, runs = None, 0
     while status is None:
         runs += 1
+        chunks = len([*(tmp_path / "parts" / "progress").glob("*-*-*.npz")])
+        if chunks == len(manifest_of(tmp_path / "whole")["chunks"]):
+            monkeypatch.setattr(urls.Folder, "write", write)
         with contextlib.suppress(Killed):
             status = run(str(source), tmp_path / "parts", tokenizer, **settings)
-    assert runs > 3 and status == 0
+    assert runs > 9 and status == 0
     assert shard_bytes(tmp_path / "parts") == shard_bytes(tmp_path / "whole")
     whole, parts = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "parts")
+    kept = sum(account["kept"] for account in whole["accounting"].values())
+    longest = max(line["accounts"][line["chunk"][0]]["read"] for line in whole["chunks"])
+    assert kept <= sum(encoded) <= kept + runs * longest, "a chunk that was cut off, once more"
     train = whole["accounting"]["train"]
     assert train["duplicate"] == 10
     assert train["kept"] + train["evaluated"] == (175 if flag == "keep_duplicates" else 165)
     for manifest in (whole, parts):
-        for account in manifest["accounting"].values():
+        for account in [*manifest["accounting"].values(),
+                        *(account for line in manifest["chunks"] for account in line["accounts"].values())]:
             del account["seconds"]
     assert parts == whole
     names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("whole", "parts")]
     assert names[0] == names[1]
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut off", "changed"])
+def test_any_file_that_is_lost_or_damaged_is_made_again_to_the_same_bytes(tmp_path, tokenizer, how):
+    texts, source = make_texts(120), tmp_path / "source"
+    source.mkdir()
+    for name, found in {"test": texts[:20], "train": texts[10:] + texts[:60]}.items():
+        write_jsonl(source / f"{name}.jsonl", found)
+    folder, settings = tmp_path / "shards", {"shard_mb": 0.01, "validation_fraction": 0.2}
+    assert run(str(source), folder, tokenizer, **settings) == 0
+    before = shard_bytes(folder)
+    assert {name.split("-")[0] for name in before} == {"train", "validation", "test"} and len(before) > 7
+    for names in [[name] for name in before] + [random.Random(0).sample([*before], 4)]:
+        for name in names:
+            data = bytearray((folder / name).read_bytes())
+            data[-1] ^= 1
+            (folder / name).write_bytes(data if how == "changed" else data[:-2])
+            if how == "deleted":
+                (folder / name).unlink()
+        assert run(str(source), folder, tokenizer, **settings) == 0
+        assert shard_bytes(folder) == before and not (folder / "progress").exists()
+
+
+def test_a_damaged_file_of_a_source_that_changed_is_told(tmp_path, tokenizer, capsys, monkeypatch):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(50))
+    assert run(source, tmp_path / "shards", tokenizer) == 0
+    next((tmp_path / "shards").glob("train-*")).unlink()
+    others = [{"text": text} for text in make_texts(50, 1)]
+    corpus = replace(load_corpus(Source(source)), rows=lambda: iter(others))
+    monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: corpus)
+    assert run(source, tmp_path / "shards", tokenizer) == 2
+    assert "cannot be made again, as the source has other documents now" in capsys.readouterr().err
 
 
 def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp_path, tokenizer):
@@ -161,7 +198,7 @@ def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp
 def test_documents_without_a_keyword_are_counted_and_left_out(tmp_path, tokenizer):
     texts = [*make_texts(100), None, "needle in a haystack", "needle again"] * 2
     source, made = write_jsonl(tmp_path / "texts.jsonl", texts), tmp_path / "shards"
-    settings = {"keywords": ["needle", "absent"], "block_size": 2, "validation_fraction": 0}
+    settings = {"keywords": ["needle", "absent"], "validation_fraction": 0}
     assert run(source, made, tokenizer, **settings) == 0
     account = manifest_of(made)["accounting"]["train"]
     expected = {"read": 206, "filtered": 200, "unreadable": 2, "duplicate": 2, "kept": 2}
@@ -184,17 +221,17 @@ def test_all_splits_of_a_source_become_shards_and_what_is_evaluated_on_is_not_tr
     assert {name: account["read"] for name, account in accounts.items()} == {
         "train": 100, "validation": 30, "test": 35}
     assert (accounts["train"]["evaluated"], accounts["validation"]["duplicate"]) == (10, 5)
-    assert "evaluated" in capsys.readouterr().out
+    assert "10 evaluated" in capsys.readouterr().out
     own = load_tokenizer(tokenizer)
     for name, found in expected.items():
         ids = [own(text, add_special_tokens=False)["input_ids"] + [own.eos_token_id] for text in found]
         ids = sum(ids, [])
-        assert tokens_of(made, name).tolist() == ids[: len(ids) // 32 * 32]
-        assert manifest["splits"][name]["rows"] == len(ids) // 32
+        assert tokens_of(made, name).tolist() == ids
+        assert manifest["splits"][name]["tokens"] == len(ids)
     one = tmp_path / "one"
     assert run(str(tmp_path / "source"), one, tokenizer, split="test", validation_fraction=0) == 0
     assert tokens_of(one, "train").tolist() == tokens_of(made, "test").tolist()
-    assert open_shards(str(made), "test", cache_dir=tmp_path / "cache").rows.shape == (len(ids) // 32, 32)
+    assert open_shards(str(made), "test", 32, cache_dir=tmp_path / "cache").rows.shape == (len(ids) // 32, 32)
 
 
 def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp_path, tokenizer, capsys):
@@ -204,17 +241,17 @@ def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp
     assert run(source, tmp_path / "shards", tokenizer) == 0
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")} == before
     assert "nothing to do" in capsys.readouterr().out
-    assert run(source, tmp_path / "shards", tokenizer, block_size=64, seed=3) == 2
+    assert run(source, tmp_path / "shards", tokenizer, shard_mb=64, seed=3) == 2
     error = capsys.readouterr().err
-    assert "block_size 32, now 64" in error and "seed 0, now 3" in error and "Traceback" not in error
+    assert "shard_mb 0.004096, now 64" in error and "seed 0, now 3" in error and "Traceback" not in error
     write_jsonl(tmp_path / "texts.jsonl", make_texts(51))
     assert run(source, tmp_path / "shards", tokenizer) == 2
     assert "content" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"tokenizer_name": "", "block_size": 1, "shard_mb": 0, "validation_fraction": 1},
-     r"(?s)block_size: .*is 1\..*shard_mb: .*is 0\.0.*tokenizer_name: none.*validation_fraction: .*is 1\.0"),
+    ({"tokenizer_name": "", "shard_mb": 0, "validation_fraction": 1},
+     r"(?s)shard_mb: .*is 0\.0.*tokenizer_name: none.*validation_fraction: .*is 1\.0"),
     ({"tokenizer_name": "/nowhere"}, "tokenizer_name '/nowhere' cannot be loaded"),
     ({"dataset_name": "/nowhere.jsonl"}, "no such file"),
     ({"output_dir": "/proc/nowhere"}, "/proc/nowhere cannot be written"),
@@ -231,7 +268,7 @@ def test_a_users_mistake_is_one_message_and_status_2(tmp_path, tokenizer, capsys
 
 def test_two_runs_at_once_are_refused(tmp_path, tokenizer, capsys):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(9))
-    with prepare._only_run(storage.Folder(tmp_path / "shards")):
+    with prepare._only_run(urls.Folder(tmp_path / "shards")):
         assert run(source, tmp_path / "shards", tokenizer) == 2
     assert "another run is preparing" in capsys.readouterr().err
     assert run(source, tmp_path / "shards", tokenizer) == 0
@@ -249,8 +286,7 @@ def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch,
             yield document
 
     monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: replace(corpus, rows=rows))
-    monkeypatch.setattr(records, "SECONDS_BETWEEN_RECORDS", 0)
-    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
     assert run(source, tmp_path / "shards", tokenizer) == 1
     assert "item 280, failed 8 times" in capsys.readouterr().err
     away = False

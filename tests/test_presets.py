@@ -1,13 +1,21 @@
 """The presets against their sources, setting by setting; and one flag more than none is enough."""
 
+import json
+import re
+
 import pytest
 import torch
 from transformers import AutoConfig
 
 import train_clm
 import train_mlm
-from utils.learning.model import MODEL_CLASSES, _parse_overrides
-from utils.settings import parse_args
+from tests import forked
+from tests.hub_data import publish, put_data
+from tests.hub_server import HubServer
+from tests.runs import metrics
+from utils.flags import parse_args
+from utils.learning.configuration import MODEL_CLASSES
+from utils.learning.overrides import parse_overrides
 
 # What each source says, in our names; sizes are those of the models that they make.
 COURSE = {  # Hugging Face course, chapter 7.6, its loop with Accelerate
@@ -78,7 +86,7 @@ def test_its_model_has_the_sources_size(preset):
     script, source, _, vocab_size, kind, millions = TABLE[preset]
     args = parse_args(script.TrainArgs, script.PRESETS, ["--preset", preset])
     config = AutoConfig.for_model(args.model_type)
-    chosen, problems = _parse_overrides(config, args.config_overrides)
+    chosen, problems = parse_overrides(config, args.config_overrides)
     positions = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     chosen.setdefault(positions, args.block_size + 2)  # RoBERTa's, counted from its pad id
     with torch.device("meta"):
@@ -101,3 +109,79 @@ def test_the_default_warmup_is_a_share_of_all_steps():
     for script, steps in ((train_clm, 144), (train_mlm, 200)):
         args = script.TrainArgs()
         assert int(args.num_warmup_steps * args.max_train_steps) == steps
+
+
+# ---- Each preset on a Hub with what it names
+
+SIZE = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size?=64"
+TINY = {
+    "config_overrides": SIZE, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 1, "max_train_steps": 3, "num_warmup_steps": 1, "logging_steps": 1,
+    "max_eval_samples": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory, hub_port, _home):
+    with HubServer(tmp_path_factory.mktemp("hub"), hub_port, home=_home) as hub:
+        publish(hub)
+        yield hub
+
+
+def started(hub, script, folder, **flags) -> dict:
+    """Trains three steps and evaluates. Returns how many documents it has read of {split: documents}, and the
+    parquet files of data sets that it has asked for."""
+    flags |= {"output_dir": folder / "run", "cache_dir": folder / "cache", "vocab_size": 600}
+    hub.log.clear()
+    done = forked.run(f"{script.__name__}.py", TINY | flags, env=hub.env() | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = metrics(folder / "run")
+    assert lines[-1]["step"] == 3 and "loss/eval" in lines[-1]
+    manifests = [json.loads(path.read_text()) for path in folder.glob("cache/*-*/manifest.json")]
+    accounts = [made["accounting"] for made in manifests if not made["settings"].get("evaluation", [0, 0])[1]]
+    asked = re.findall(r"/resolve/[^/]+/(\S+\.parquet)", " ".join(entry["line"] for entry in hub.log))
+    return {split: found["read"] for splits in accounts for split, found in splits.items()} or {*asked}
+
+
+SCRIPTS = {name: script for script in (train_clm, train_mlm) for name in script.PRESETS}
+ON_THE_HUB = {  # what each trains on and evaluates; streams only have files
+    "codeparrot": {"train": 90, "validation": 30}, "gpt2-124m": "sample/10BT/",
+    "wikitext-roberta": {"train": 50, "validation": 10}, "wikitext-bert-nsp": {"train": 50, "validation": 10},
+    "modernbert-base": "sample/100BT/", "bert-24h": "sample/100BT/",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", ON_THE_HUB)
+def test_it_starts_on_the_hub_and_evaluates_on_what_it_names(preset, hub, tmp_path):
+    found, expected = started(hub, SCRIPTS[preset], tmp_path, preset=preset), ON_THE_HUB[preset]
+    assert found == expected or found and all(file.startswith(expected) for file in found)
+
+
+def test_no_preset_is_left_out():
+    assert {"laptop", *ON_THE_HUB} == {*train_clm.PRESETS, *train_mlm.PRESETS}
+
+
+WIKITEXT = "Salesforce/wikitext"
+
+
+@pytest.mark.parametrize("preset", ["wikitext-roberta", "wikitext-bert-nsp"])
+@pytest.mark.parametrize(("train", "evaluated", "read"), [
+    (WIKITEXT, f"{WIKITEXT}:test", {"train": 50, "validation": 15}),
+    (WIKITEXT, f"{WIKITEXT}:validation", {"train": 50, "validation": 10}),
+    (f"{WIKITEXT}:validation", f"{WIKITEXT}:validation", {"train": 10, "validation": 10}),  # the AMD article
+])  # fmt: skip
+def test_a_split_of_the_same_data_set_keeps_its_configuration(preset, train, evaluated, read, hub, tmp_path):
+    names = {"dataset_name": train, "eval_dataset_name": evaluated}
+    assert started(hub, train_mlm, tmp_path, preset=preset, **names) == read
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_an_evaluation_set_without_a_train_split_is_its_validation_or_its_test(split, hub, tmp_path):
+    name, file = f"ada/only-{split}", f"data/{split}-00000-of-00001.parquet"
+    rows = [{"content": f"{i} " * 200} for i in range(7)]
+    put_data(hub, name, {"default": {split: file}}, {file: rows})
+    asked = {"preset": "codeparrot", "eval_dataset_name": name}
+    assert started(hub, train_clm, tmp_path / "named", **asked) == {"train": 90, "validation": 7}
+    command = ["--preset", "codeparrot", "--dataset_name", name]
+    done = forked.run("train_clm.py", command, env=hub.env())
+    assert done.returncode == 2 and f"dataset_name '{name}' has no split 'train'" in done.stderr

@@ -16,7 +16,7 @@ import train_clm
 import train_mlm
 from tests import forked
 from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
-from utils.settings import parse_args
+from utils.flags import parse_args
 
 PAGES = {page: page.read_text() for page in [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]}
 README, ALL = PAGES[PROJECT / "README.md"], "\n".join(PAGES.values())
@@ -83,10 +83,10 @@ def commands() -> list[str]:
 TINY_RUN = arguments({**TINY, "preflight": True, "dataset_name": "corpus.jsonl"})
 TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --rounds 1".split()
 TINY_LEARNING = [*TINY_RUN, "--config_overrides", "n_layer=1,n_embd=32,n_head=2", "--max_train_steps", "4"]
+PIPELINE = "python -c 'from transformers import pipeline; print"
 BENCHMARK = "python -m tests.benchmarks."
 SMALL = {
-    'python -m utils.generate runs/clm --prompt "import': [],
-    "python -m utils.display.curves runs/clm runs/other": [],
+    PIPELINE + '(pipeline("text-generation", "runs/clm")("import': [],
     "python -m utils.display.plan": [],
     "python -m docs.harness.documents": [],
     "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
@@ -119,7 +119,7 @@ NOT_HERE = {
     "OMP_NUM_THREADS=1 python -m tests.benchmarks.learning": "two hours; without the variable it is above",
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
-    'python -m utils.generate runs/clm --prompt "<|fim': "a model that fills in; test_fim.py",
+    PIPELINE: "a model that fills in; test_fim.py",
     "python train_clm.py --dataset_name code.jsonl": "three data sets; test_mixture.py",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "python train_mlm.py --next_sentence": "an hour; with fewer words in test_train_mlm.py",
@@ -138,7 +138,6 @@ NOT_HERE = {
     "sbatch --array": "needs Slurm; the parts are run in test_parts.py",
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokenizer": "needs the network; test_tokenizer.py on local text",
-    "hf upload user/name my-tokenizer": "needs an account",
     "lm_eval run": "an environment of its own; tests/harness",
     "python -m docs.harness.masked": "the same",
     "python -m tests.harness.difference": "after the two above; tests/harness",
@@ -206,7 +205,8 @@ LONG = [pytest.param(start, marks=pytest.mark.slow) if "benchmarks" in start or 
 def test_the_command_runs(start, project_with_runs):
     known = [*SMALL, *NOT_HERE]  # of several beginnings the longest counts
     line = next(line for line in commands() if max(filter(line.startswith, known), key=len) == start)
-    made = python if line.startswith("python ") and "benchmarks" not in line else shell
+    forks = line.startswith(("python -m", "python train")) and "benchmarks" not in line
+    made = python if forks else shell
     assert made(project_with_runs, " ".join([line, *map(shlex.quote, SMALL[start])])).strip()
 
 

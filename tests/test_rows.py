@@ -15,11 +15,10 @@ import torch
 from accelerate import Accelerator
 from filelock import FileLock
 
-from data.cache import RowFile
+from data.batches import Data
 from data.masking import MaskTokens
+from data.open import Recipe, open_sources, prepare, short_names
 from data.order import evaluation_rows
-from data.packing import PackedRows
-from data.rows import Data, Recipe, open_sources, prepare, short_names
 from data.tokenizer import train_tokenizer
 from tests import forked, shard_data
 from tests.runs import PROJECT
@@ -77,6 +76,12 @@ def opened(found: Recipe) -> Data:
     return prepare(sources, Accelerator(cpu=True))
 
 
+def rows_of(data):
+    """Of the only data set."""
+    (rows,) = data.train.sources.values()
+    return rows
+
+
 def lists(batches) -> list[dict]:
     return [{name: value.tolist() for name, value in batch.items()} for batch in batches]
 
@@ -104,8 +109,9 @@ def test_batches_say_what_is_in_them_and_steps_of_any_size_take_every_position_o
     content = {}
     for row, ids in zip(rows, joined(batches, "input_ids"), strict=True):
         assert content.setdefault(row, ids) == ids and len(ids) == T
-    if data.length and "stream" not in kind:
-        assert all(data.train.rows[row].tolist() == ids for row, ids in content.items())
+    if "stream" not in kind:
+        rows = rows_of(data).rows
+        assert all(rows[row].tolist() == ids for row, ids in content.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,9 +154,8 @@ import json, sys, time
 sys.path.insert(0, {project!r})
 from pathlib import Path
 from accelerate import Accelerator
-from data.cache import RowFile
 from data.order import evaluation_rows
-from data.rows import open_sources, prepare
+from data.open import open_sources, prepare
 from tests import test_rows
 
 def main():
@@ -195,7 +200,7 @@ import datetime, os, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from accelerate import Accelerator
-from data.rows import open_sources, prepare
+from data.open import open_sources, prepare
 from tests.test_rows import recipe
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 (folder / f"here-{rank}").touch()
@@ -215,15 +220,16 @@ os._exit(0)
 def test_a_machine_that_prepares_for_longer_than_a_collective_may_wait_is_waited_for(folder, tmp_path):
     """Two caches, as on two machines; the second one is locked for longer than the group's time limit."""
     shutil.copytree(folder, tmp_path / "all")
-    made = opened(recipe(tmp_path / "all", cache_dir=str(tmp_path / "cache")))
-    lock = tmp_path / "all" / "1" / f"{Path(made.train.path).parent.name}.lock"
+    opened(recipe(tmp_path / "all", cache_dir=str(tmp_path / "cache")))
+    (prepared,) = (tmp_path / "cache").glob("rows-*/manifest.json")
+    lock = tmp_path / "all" / "1" / f"{prepared.parent.name}.lock"
     lock.parent.mkdir()
     (tmp_path / "apart.py").write_text(APART)
     log = tmp_path / "log"
     with FileLock(lock):
         script = str(tmp_path / "apart.py")
         both = forked.start_all(PROJECT, script, [tmp_path / "all"], log, processes=2)
-        while not list((tmp_path / "all").glob("0/rows-*/sizes.json")) and both[0].is_alive():
+        while not list((tmp_path / "all").glob("0/rows-*/manifest.json")) and both[0].is_alive():
             time.sleep(0.1)
         time.sleep(6)
     forked.finish(both, log)
@@ -276,14 +282,14 @@ def test_several_evaluation_sets_are_each_their_own_rows(folder):
     for data, first in ((one, 20), (several, 50)):  # b and c are part of it, and not trained on
         (folder / "rest.jsonl").write_text("".join(lines[first:]))
         rest = recipe(folder, dataset_name=f"{folder}/rest.jsonl", eval_dataset_name=(f"{folder}/shards",))
-        assert np.array_equal(data.train.rows, opened(rest).train.rows)
+        assert np.array_equal(rows_of(data).rows, rows_of(opened(rest)).rows)
     assert np.array_equal(several.evals["b"].rows, one.evals[""].rows)
     alone = opened(recipe(folder, dataset_name=f"{folder}/c.jsonl", eval_dataset_name=names[:1]))
-    assert np.array_equal(several.evals["c"].rows, alone.train.rows)
+    assert np.array_equal(several.evals["c"].rows, rows_of(alone).rows)
     own = opened(recipe(folder, "shards"))
     assert np.array_equal(several.evals["shards"].rows, own.evals[""].rows)
     assert several.evals["shards"].bytes_per_token == own.evals[""].bytes_per_token
-    assert len(several.evals["only-train"]) > len(own.train)
+    assert len(several.evals["only-train"]) > own.length
     for name, found in several.evals.items():
         batches = lists(several.evaluation(name))
         assert [row for row in joined(batches, "row") if row >= 0] == list(range(len(found.rows)))
@@ -301,9 +307,22 @@ def test_several_evaluation_sets_for_every_kind_of_training_rows(folder, kind, n
     assert [len(lists(data.evaluation(name))) > 0 for name in data.evals] == [True, True]
     single = opened(recipe(folder, kind, eval_dataset_name=names[:1]))
     assert np.array_equal(single.evals[""].rows, data.evals[name].rows)
-    train = [found.train.path if isinstance(found.train, PackedRows) else found.train.fingerprint
-             for found in (single, data)]
-    assert train[0] == train[1]
+    if kind != "pairs":  # these leave out what is evaluated on
+        assert single.train.fingerprint == data.train.fingerprint
+
+
+def test_the_bytes_of_a_token_are_those_of_the_text_streamed_or_not(folder):
+    """An end of text is a token, and no bytes: bits per byte of all kinds compare."""
+    for names in ((), (f"{folder}/c.jsonl",)):
+        asked = {"eval_dataset_name": names, "max_eval_samples": 10_000}
+        found = {kind: opened(recipe(folder, kind, **asked)).evals[""] for kind in ("text", "stream of text")}
+        texts = [json.loads(line)["text"] for line in (folder / "c.jsonl").open()]
+        if names:
+            tokenizer = opened(recipe(folder)).tokenizer
+            tokens = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts)
+            expected = sum(len(text.encode()) for text in texts) / tokens
+            assert found["text"].bytes_per_token == pytest.approx(expected, rel=1e-12)
+        assert found["stream of text"].bytes_per_token == found["text"].bytes_per_token
 
 
 def test_names_of_evaluation_sets_tell_them_apart():
@@ -324,13 +343,10 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
     assert len(several) == 4
     for line, part in zip(several, ("no/such.jsonl", "none-a", "none-b", "tokenizer_name"), strict=True):
         assert part in line
-    assert problems("shards", block_size=64)[0].endswith(f"set --block_size {T}, or prepare other shards.")
-    assert problems("shards", block_size=64, special=2) == [
-        f"block_size: <s> and </s> are added to the {T} tokens of the rows of {folder}/shards: "
-        f"set --block_size {T + 2}, or prepare other shards."
-    ]
+    assert not problems("shards", block_size=64) and not problems("shards", block_size=64, special=2)
+    assert "no row of 1000000 tokens for train" in problems("shards", block_size=1_000_000)[0]
     assert problems("shards", next_sentence=True) == [
-        "next_sentence: shards hold rows without sentences, name text."
+        "next_sentence: shards hold rows without sentences, name text or saved pairs."
     ]
     assert not problems() and not problems("shards", tokenizer_name=None) and not problems("pairs")
     assert not (tmp_path / "cache").exists()
@@ -356,7 +372,7 @@ def test_a_recipe_takes_its_settings_by_name(folder):
         assert Recipe.of(Args(dataset_name="x", eval_dataset_name=none)).eval_dataset_name == ()
 
 
-@pytest.mark.parametrize("kind", ["text", "shards", "pairs"])
+@pytest.mark.parametrize("kind", ["text", "pairs"])
 def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_source(folder, kind, tmp_path):
     first = opened(recipe(folder, kind, cache_dir=str(tmp_path / "cache")))
     gone = recipe(folder, kind, cache_dir=str(tmp_path / "cache"), dataset_name="/gone",
@@ -394,31 +410,12 @@ def test_fingerprints_change_with_the_content_and_with_nothing_else(folder, kind
     assert other["train"] != first["train"] and other["tokenizer"] == first["tokenizer"]
 
 
-def test_the_checksum_of_rows_is_of_their_content_and_kept(folder, tmp_path):
-    found = opened(recipe(folder, cache_dir=str(tmp_path))).train
-    before = found.fingerprint
-    array = np.load(found.path)
-
-    def written(name, rows):
-        file = RowFile(tmp_path / name, rows.shape[1], rows.dtype)
-        for block in np.array_split(rows, 3):
-            file.write(block)
-        file.close()
-        return PackedRows(tmp_path / name).fingerprint
-
-    assert written("copy.npy", array) == before, "the same rows, written otherwise"
-    assert written("shape.npy", array.reshape(-1, T // 2)) != before
-    array[3, 5] ^= 1
-    assert written("other.npy", array) != before
-    np.save(found.path, array)
-    assert found.fingerprint == before, "kept: rows of a cache do not change, and are not read at each start"
-
-
 def test_workers_deliver_the_facts_too(folder):
     data = opened(recipe(folder))
     data.collate = MaskTokens(data.tokenizer, 0.15, 1)
     expected = list(data.loader(8, 80))
-    order = [(p, e, r) for batch in expected for p, e, r in zip(
-        batch["position"].tolist(), batch["epoch"].tolist(), batch["row"].tolist(), strict=True)]
+    names = "position", "epoch", "row", "source"
+    columns = ([batch[name].tolist() for name in names] for batch in expected)
+    order = [key for found in columns for key in zip(*found, strict=True)]
     loader = torch.utils.data.DataLoader(data.train, B, sampler=order, collate_fn=data.collate, num_workers=2)
     assert lists(loader) == lists(expected)

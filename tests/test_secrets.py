@@ -1,18 +1,20 @@
 """Credentials: in nothing that a run or a preparation writes, prints or pushes; runs that need them work."""
 
 import base64
+import random
+import re
 import shutil
+import string
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from data.sources.storage import printable
 from tests import forked
 from tests.hub_server import TOKEN, HubServer
 from tests.runs import TINY, metrics, write_corpus
 from tests.shard_data import save_tokenizer
-from utils.publishing.secrets import without_secrets
+from utils.io.secrets import without_secrets
 
 S3_ID, S3_KEY = "AKIALOOPBACKADA4242Q", "s3-Secret/of+ada"
 PROXY, QUERY, OVERRIDE = "proxy-pass-4242", "query-token-4242", "hf_inAConfigOverride424242"
@@ -105,7 +107,7 @@ def test_prepared_shards_do_not_hold_the_password_of_their_source(server, hub, t
     url = f"http://ada:{server.password}@127.0.0.1:{server.server_port}/"
 
     def prepare(name, status):
-        words = ["--tokenizer_name", tmp_path / "words", "--block_size", "8", "--dataset_name", url + name]
+        words = ["--tokenizer_name", tmp_path / "words", "--dataset_name", url + name]
         words += ["--output_dir", tmp_path / "shards"]
         return run(server, hub, tmp_path, "data.prepare", words, status)
 
@@ -122,18 +124,42 @@ def test_prepared_shards_do_not_hold_the_password_of_their_source(server, hub, t
         ("'filecache::https://ada@host/x?sig=1&b=2' fails", "'filecache::https://***@host/x?***' fails"),
         ("https://host/x?sastoken", "https://host/x?***"),
         ("gs://bucket/x?token=1", "gs://bucket/x?***"),
+        ("ftp://user:12/34secret@host", "ftp://***@host"),
+        ("s3://KEY:1/secret@bucket", "s3://***@bucket"),
+        ("AccountName=ada;AccountKey=c2Vj+cmV0/==;x=1", "AccountName=ada;AccountKey=***;x=1"),
+        *((f"it is {token} here", "it is *** here") for token in (
+            "github_pat_11ABC_defGHI22345678", "gho_16C7e42F292c6912E7710c83", "glpat-aB3-cD4_eF5gH6iJ7kL8",
+            "sk-proj-aB3_cD4-eF5gH6iJ7kL8mN9",
+        )),
         *((same, same) for same in (
             "s3://bucket/part-?.jsonl", "hf://datasets/ada/rows@main/x", "http://host:80/x@2", "a@b c=d",
         )),
     ],
 )  # fmt: skip
-def test_what_is_cut_out_of_a_url(text, clean):
-    """data and utils know nothing of each other: each has its function, and both say the same of URLs."""
-    assert printable(text) == without_secrets(text) == without_secrets(clean) == clean
+def test_what_is_cut_out_of_a_text(text, clean):
+    assert without_secrets(text) == without_secrets(clean) == clean
+
+
+def test_no_password_of_a_random_url_is_left():
+    """Any characters but white space and quotes, which end a URL in a message; http's clients end a host and
+    its port at a slash, so a password there cannot be digits and a slash."""
+    draw, letters = random.Random(0), string.ascii_letters + string.digits + "/:@?#&=+%~!$*()[]{},;.-_"
+    for _ in range(20_000):
+        kind = draw.choice(("http", "https", "s3", "ftp", "gs", "hf", "sftp", "simplecache::https"))
+        user = "".join(draw.choices(string.ascii_letters + string.digits, k=draw.randint(1, 20)))
+        password = "".join(draw.choices(letters, k=draw.randint(9, 40)))
+        if "http" in kind and re.match(r"\d{1,5}/", password):
+            continue
+        text = f"error: {kind}://{user}:{password}@host.org/a/b.jsonl cannot be read"
+        clean = without_secrets(text)
+        assert password not in clean and "@host.org/a/b.jsonl cannot be read" in clean, (text, clean)
 
 
 def test_what_else_is_a_secret(monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "abc-def-ghi")
+    for i, name in enumerate(("DB_PASS", "MYSQL_PWD", "SSHPASS")):
+        monkeypatch.setenv(name, f"no{i}-prefix-tells")
+    assert without_secrets("no0-prefix-tells, no1-prefix-tells, no2-prefix-tells") == "***, ***, ***"
     settings = {"a": ["x abc-def-ghi", "hf_" + "q" * 30], "b": "n=2,auth_token=abc,pad_token_id=3", "c": 1}
     clean = {"a": ["x ***", "***"], "b": "n=2,auth_token=***,pad_token_id=3", "c": 1}
     assert without_secrets(settings) == clean

@@ -11,15 +11,13 @@ import pytest
 import train_clm
 import train_mlm
 from tests.runs import PROJECT
-from utils.entry import user_mistakes
+from utils.flags import ELSEWHERE, parse_args
+from utils.io.mistakes import user_mistakes
 from utils.settings import (
-    ELSEWHERE,
-    GONE,
     changed_settings,
     code_version,
     folder_problems,
     number_problems,
-    parse_args,
     save_args,
     stop_at,
 )
@@ -77,13 +75,13 @@ def test_names_of_other_scripts_say_what_does_it_here():
             with pytest.raises(ValueError) as error:
                 parse_args(script.TrainArgs, script.PRESETS, [f"--{name}", "3"])
             said = str(error.value).splitlines()
-            assert said == [f"--{name}: no such setting; instead: {there}", "`--help` lists every setting."]
+            assert said == [f"--{name}: no such setting; instead: {there}.", "`--help` lists every setting."]
             for flag in re.findall(r"--(\w+)", there):
                 launcher = flag in ("mixed_precision", "dynamo_backend", "config_file")
                 assert launcher or hasattr(script.TrainArgs(), flag), flag
             for file in re.findall(r"accelerate_configs/\w+\.yaml", there):
                 assert (PROJECT / file).exists()
-    with pytest.raises(ValueError, match="--fp16: .*mixed_precision in accelerate_configs"):
+    with pytest.raises(ValueError, match="--fp16: .*mixed_precision, or accelerate_configs"):
         parse_args(Args, PRESETS, ["--fp16"])
     with pytest.raises(ValueError, match="(?s)--warmup-steps=5: .*--lost=1: .*stray: "):
         parse_args(Args, PRESETS, ["--warmup-steps=5", "--lost=1", "stray"])
@@ -104,6 +102,8 @@ def test_help_has_every_setting_under_a_heading_with_its_default_and_what_it_is(
         assert re.search(rf"^  --{setting.name} \S.*  \S", out, re.M), setting.name
     assert out.index("\nModel\n") < out.index("--model_type") < out.index("\nOptimization\n")
     assert " | ".join(script.PRESETS) in out
+    for name in script.PRESETS:
+        assert re.search(rf"^  {name} +\S.{{20}}", out, re.M), name
     assert f"--output_dir {script.PRESETS[list(script.PRESETS)[1]]['output_dir']} " in out
 
 
@@ -163,14 +163,6 @@ def test_who_wants_a_longer_run_is_told_how():
     assert "docs/learning.md" not in changed_settings(saved, replace(longer, seed=1))[-1]
 
 
-def test_a_setting_that_is_gone_locks_no_run_out_that_did_not_use_it():
-    for name, did_nothing in GONE.items():
-        args = train_clm.TrainArgs()
-        assert not hasattr(args, name)
-        assert changed_settings(asdict(args) | {name: did_nothing}, args) == []
-        assert f"{name}: 5 in the run, gone now" in changed_settings(asdict(args) | {name: 5}, args)
-
-
 def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):
     (tmp_path / "file").write_text("")
     assert "is a file" in folder_problems("output_dir", str(tmp_path / "file"))[0]
@@ -192,7 +184,7 @@ def test_args_json_holds_settings_and_versions(tmp_path):
     class Here(Args):
         output_dir: str = str(tmp_path)
 
-    save_args(Here(), code_version(Here()))
+    save_args(tmp_path, asdict(Here()), code_version(Here()))
     record = json.loads((tmp_path / "args.json").read_text())
     assert record["settings"]["learning_rate"] == 0.1 and record["versions"]["torch"]
     assert record["code"]["script"] == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()

@@ -1,20 +1,20 @@
 """Token shards: exact, counted, verified, at local paths and in an S3 store that fails for a while."""
 
+import hashlib
+import itertools
 import json
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
-import torch
 
-from data.shards import check_shards, fetch_tokenizer, is_shards, open_shards
-from data.sources import storage
-from data.sources.tables import parquet_to_rows, rows_to_parquet
-from data.streams import ShardSource, StreamingRows
+from data.ahead import Mark, ShardGroups
+from data.shards import check_shards, damaged_files, fetch_tokenizer, open_shards, read_manifest
 from data.tokenizer import load_tokenizer
-from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, write_jsonl
+from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
+from utils.io import retry, urls
 
 T = 32
 
@@ -28,76 +28,91 @@ def made(tmp_path_factory):
     return {"folder": folder, "source": source, "tokenizer": tokenizer, "shards": str(folder / "shards")}
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_rows_come_back_exactly_and_the_same_rows_make_the_same_bytes(dtype):
-    rows = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (3000, 4096 // 3), dtype, endpoint=True)
-    data = rows_to_parquet(rows)
-    assert data == rows_to_parquet(rows.copy())
-    back = parquet_to_rows(data)
-    assert back.dtype == dtype and np.array_equal(back, rows)
+def streamed(url: str) -> np.ndarray:
+    """The rows of one epoch of a stream, in its order."""
+    groups = ShardGroups(url, check_shards(url)["splits"]["train"]["files"], T, 50)
+    first = itertools.takewhile(lambda found: not found[0].epoch, groups.groups(Mark()))
+    found = [rows for mark, rows in first]
+    return np.concatenate(found)
 
 
-def test_counts_stand_in_the_footer_and_the_manifest(made):
+def test_counts_and_checksums_stand_in_the_manifest(made):
     manifest = check_shards(made["shards"])
+    assert manifest["dtype"] == "uint16"
     for split, entry in manifest["splits"].items():
-        for shard in entry["shards"]:
-            footer = pq.read_metadata(f"{made['shards']}/{shard['file']}")
-            assert footer.num_rows == shard["rows"]
-            assert int(footer.metadata[b"tokens"]) == shard["tokens"] == shard["rows"] * T
-            field = pq.read_schema(f"{made['shards']}/{shard['file']}").field("input_ids")
-            assert str(field.type) == f"fixed_size_list<element: uint16>[{T}]"
-        assert entry["rows"] == sum(shard["rows"] for shard in entry["shards"])
-        assert entry["rows"] == manifest["accounting"][split]["rows"]
+        for file in entry["files"]:
+            path = Path(made["shards"], file["file"])
+            ids = np.load(path)
+            assert len(ids) == file["tokens"] and ids.dtype == np.uint16 and ids.ndim == 1
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == file["sha256"]
+            assert path.stat().st_size == file["size"]
+        assert entry["tokens"] == sum(file["tokens"] for file in entry["files"])
+        assert entry["tokens"] == manifest["accounting"][split]["tokens"]
+    train = [line for line in manifest["chunks"] if line["chunk"][0] == "train"]
+    assert len(train) > 5 and train[-1]["last"] and not any(line["last"] for line in train[:-1])
+    assert sum(line["accounts"]["train"]["read"] for line in train) == 200
 
 
-def test_the_copy_in_the_cache_is_made_once_and_follows_the_shards(made, tmp_path):
-    first = open_shards(made["shards"], "train", cache_dir=tmp_path)
-    (copy,) = tmp_path.rglob("*.npy")
-    written = copy.stat().st_mtime_ns
-    assert np.array_equal(open_shards(made["shards"], "train", cache_dir=tmp_path).rows, first.rows)
-    assert copy.stat().st_mtime_ns == written
+def test_the_same_shards_serve_rows_of_any_length(made, tmp_path):
+    stream = tokens_of(made["shards"], "train")
+    for block_size in (1, 7, 32, 1000):
+        rows = open_shards(made["shards"], "train", block_size, cache_dir=tmp_path)
+        n = len(stream) // block_size
+        assert len(rows) == n and np.array_equal(rows.rows.ravel(), stream[: n * block_size])
+    first = open_shards(made["shards"], "train", T, cache_dir=tmp_path, max_rows=9)
+    assert np.array_equal(first.rows.ravel(), stream[: 9 * T]) and len(first.views) < 5
+
+
+def test_local_shards_are_verified_once_and_read_where_they_lie(made, tmp_path, monkeypatch):
+    first, read, reads = open_shards(made["shards"], "train", T, cache_dir=tmp_path), urls.Folder.read, []
+    monkeypatch.setattr(urls.Folder, "read", lambda folder, name: reads.append(name) or read(folder, name))
+    again = open_shards(made["shards"], "train", T, cache_dir=tmp_path)
+    assert reads == ["manifest.json"] and not [*tmp_path.rglob("*.npy")]
+    assert np.array_equal(again.rows, first.rows) and again.fingerprint == first.fingerprint
     assert run(made["source"], made["folder"] / "other", made["tokenizer"], seed=1) == 0
-    other = open_shards(str(made["folder"] / "other"), "train", cache_dir=tmp_path)
-    assert other.path != first.path and len(list(tmp_path.rglob("*.npy"))) == 2
+    other = open_shards(str(made["folder"] / "other"), "train", T, cache_dir=tmp_path)
+    assert other.fingerprint != first.fingerprint
 
 
-def test_wrong_block_size_tokenizer_and_split_are_refused_with_the_remedy(made, tmp_path):
+def test_a_wrong_tokenizer_or_split_is_refused_with_the_remedy(made, tmp_path):
     url, cache = made["shards"], tmp_path / "cache"
     other = load_tokenizer(save_tokenizer(tmp_path / "other", seed=5))
-    message = r"(?s)block_size: 64.*set --block_size 32.*tokenizer_name:.*/tokenizer"
-    with pytest.raises(ValueError, match=message):
-        check_shards(url, 64, other)
-    own = load_tokenizer(fetch_tokenizer(url, str(cache)))
-    assert check_shards(url, T, own)["block_size"] == T
-    with pytest.raises(ValueError, match="has no rows for test, only for train, validation"):
-        open_shards(url, "test", cache_dir=cache)
+    with pytest.raises(ValueError, match=r"tokenizer_name:.*/tokenizer"):
+        check_shards(url, other)
+    check_shards(url, load_tokenizer(fetch_tokenizer(url, str(cache))))
+    with pytest.raises(ValueError, match="has no row of 32 tokens for test, only for train, validation"):
+        open_shards(url, "test", T, cache_dir=cache)
     with pytest.raises(ValueError, match="holds no token shards"):
-        open_shards(str(tmp_path), "train", cache_dir=cache)
-    assert not is_shards(str(tmp_path)) and not is_shards("user/name") and is_shards(url)
+        open_shards(str(tmp_path), "train", T, cache_dir=cache)
+    assert read_manifest(str(tmp_path)) is None is read_manifest("user/name") and read_manifest(url)
+    (tmp_path / "manifest.json").write_text('{"format": "token-rows-1"}')
+    with pytest.raises(ValueError, match="format 'token-rows-1', and this version reads .*Prepare it again"):
+        check_shards(str(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_a_damaged_shard_is_named(made, tmp_path, damage):
     url = tmp_path / "shards"
     assert run(made["source"], url, made["tokenizer"]) == 0
-    path = url / "train-00002.parquet"
+    path = url / "train-00000-00002.npy"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     if damage == "missing":
         path.unlink()
-    with pytest.raises(ValueError, match=r"train-00002.parquet is (damaged|missing).*Copy it again"):
-        open_shards(str(url), "train", cache_dir=tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"train-00000-00002.npy is (damaged|missing).*Copy it again"):
+        open_shards(str(url), "train", T, cache_dir=tmp_path / "cache")
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}, "no half-made copy stays"
-    with pytest.raises(ValueError, match=r"train-00002.parquet is (damaged|missing)"):
-        list(StreamingRows(ShardSource(str(url)), batch_size=1, seed=0, stop=10**4))
+    with pytest.raises(ValueError, match=r"train-00000-00002.npy is (damaged|missing)"):
+        streamed(str(url))
+    assert damaged_files(urls.Folder(url), check_shards(str(url))) == ["train-00000-00002.npy"]
 
 
 def test_an_unfinished_preparation_is_not_trained_on(made, tmp_path):
     (tmp_path / "progress").mkdir()
     (tmp_path / "progress" / "settings.json").write_text("{}")
-    with pytest.raises(ValueError, match="not finished; the same `python -m data.prepare` command"):
-        is_shards(str(tmp_path))
+    with pytest.raises(ValueError, match="not finished; run the same `python -m data.prepare` command"):
+        read_manifest(str(tmp_path))
 
 
 def test_errors_that_may_pass_are_told_from_those_that_stay():
@@ -106,12 +121,12 @@ def test_errors_that_may_pass_are_told_from_those_that_stay():
             self.response = type("Response", (), {"status_code": status})()
 
     Answer.__module__ = "httpx"
-    assert [storage.is_transient(Answer(status)) for status in (500, 503, 429, 408, 401, 403, 404)] == [
+    assert [retry.diagnose(Answer(status)).passing for status in (500, 503, 429, 408, 401, 403, 404)] == [
         True, True, True, True, False, False, False]
-    assert storage.is_transient(ConnectionResetError()) and storage.is_transient(TimeoutError())
+    assert retry.diagnose(ConnectionResetError()).passing and retry.diagnose(TimeoutError()).passing
     full = OSError(28, "No space left on device")
     for error in (FileNotFoundError(), PermissionError(), full, OSError("damaged file"), KeyError("bug")):
-        assert not storage.is_transient(error)
+        assert not retry.diagnose(error).passing
 
 
 class Store:
@@ -164,26 +179,25 @@ def store(monkeypatch):
 def test_s3_holds_the_same_shards_though_requests_fail(made, store, tmp_path, monkeypatch, capfd):
     texts, remote = make_texts(200), "s3://bucket/some/shards"
     source = "s3://bucket/texts.jsonl"
-    folder = storage.Folder("s3://bucket")
+    folder = urls.Folder("s3://bucket")
     folder.write("texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
 
-    monkeypatch.setattr(storage, "DELAYS", (0.05,) * 7)
+    monkeypatch.setattr(retry, "DELAYS", (0.05,) * 7)
     start = store.requests
     store.refuse = lambda n: (n - start) % 25 < 2 or 60 <= n - start < 67
     assert run(source, remote, made["tokenizer"]) == 0
-    rows = open_shards(remote, "train", cache_dir=tmp_path)
-    check_shards(made["shards"], T, load_tokenizer(fetch_tokenizer(remote, str(tmp_path))))
-    stream = StreamingRows(ShardSource(remote), batch_size=1, seed=0, stop=len(rows))
-    streamed = torch.stack([row["input_ids"] for row in sorted(stream, key=lambda row: row["row"])])
+    rows = open_shards(remote, "train", T, cache_dir=tmp_path)
+    check_shards(made["shards"], load_tokenizer(fetch_tokenizer(remote, str(tmp_path))))
+    stream = streamed(remote)
     assert store.refused > 15 and "next try in" in capfd.readouterr().err
     store.refuse = lambda n: False
-    stored = {name: folder.read(f"some/shards/{name}") for name in storage.Folder(remote).names()
-              if name.endswith(".parquet")}
+    stored = {name: folder.read(f"some/shards/{name}") for name in urls.Folder(remote).names()
+              if name.endswith(".npy")}
     assert stored == shard_bytes(made["shards"])
-    assert "progress" not in storage.Folder(remote).names()
-    local = open_shards(made["shards"], "train", cache_dir=tmp_path / "local")
-    assert np.array_equal(rows.rows, local.rows)
-    assert np.array_equal(streamed.numpy(), local.rows)
+    assert "progress" not in urls.Folder(remote).names()
+    local = open_shards(made["shards"], "train", T, cache_dir=tmp_path / "local")
+    assert np.array_equal(rows.rows, local.rows) and np.array_equal(stream, local.rows)
+    assert len([*tmp_path.glob("shards-*/*.npy")]) == len(check_shards(remote)["splits"]["train"]["files"])
 
 
 @pytest.mark.parametrize("wrong, message", [
@@ -195,7 +209,7 @@ def test_s3_holds_the_same_shards_though_requests_fail(made, store, tmp_path, mo
 def test_a_url_that_cannot_be_used_is_the_users_mistake(made, store, monkeypatch, capsys, wrong, message):
     import s3fs
 
-    monkeypatch.setattr(storage, "DELAYS", (0.1,) * 7)
+    monkeypatch.setattr(retry, "DELAYS", (0.1,) * 7)
     url = {"bucket": "s3://nowhere/shards", "protocol": "nowhere://bucket/shards"}.get(wrong, "s3://bucket/shards")
     if wrong == "credentials":
         store.refuse, store.status = lambda n: True, "403 Forbidden"

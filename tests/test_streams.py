@@ -1,27 +1,34 @@
-"""Streams: the same rows in the same order for any number of processes, resumed anywhere."""
+"""Streams: the same rows in the same order for any number of processes, resumed anywhere; each document is
+tokenized once for all processes of a machine, and the ring on the disk stays within its bound.
+"""
 
+import contextlib
 import itertools
+import json
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader
 
-from data.packing import prepare_rows
-from data.shards import open_shards
-from data.sources import storage
+from data import ahead
+from data.ahead import Mark, ShardGroups, TextGroups
+from data.encode import Encoder
+from data.mixture import MixedOrder, MixedRows, Mixture
+from data.shards import check_shards, open_shards
 from data.sources.corpus import Source, load_corpus
-from data.streams import ShardSource, StreamingRows, TextSource
+from data.streams import StreamedRows
+from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
+from utils.io import retry
 
-T = 32
+T, GROUP = 32, 100
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A source with duplicates, its shards (seven for training, unequal), its tokenizer."""
+    """A source with duplicates, its shards, its tokenizer."""
     folder = tmp_path_factory.mktemp("streams")
     texts = make_texts(70)
     source = write_jsonl(folder / "texts.jsonl", texts[:40] + texts[:15] + texts[40:])
@@ -32,93 +39,163 @@ def made(tmp_path_factory):
 
 
 def sources(made) -> dict:
-    settings = {"block_size": T, "validation_fraction": 0.05, "shuffle_rows": 100}
-    return {"shards": ShardSource(made["shards"]),
-            "text": TextSource(made["corpus"], made["tokenizer"], **settings)}
+    files = check_shards(made["shards"])["splits"]["train"]["files"]
+    return {"shards": ShardGroups(made["shards"], files, T, GROUP),
+            "text": TextGroups(made["corpus"], Encoder.of(made["tokenizer"]), T, GROUP, (0, 0.05))}
 
 
 def map_rows(made) -> np.ndarray:
-    rows = open_shards(made["shards"], "train", cache_dir=made["cache"])
-    return rows.__getitems__([(row, 0, row) for row in range(len(rows))])["input_ids"].numpy()
+    return open_shards(made["shards"], "train", T, cache_dir=made["cache"]).rows
 
 
-def read(rows: StreamingRows, batches: int) -> list[dict]:
-    """The first batches of a loader, each as lists."""
-    loader = DataLoader(rows, batch_size=rows.batch_size)
-    first = itertools.islice(loader, batches)
-    return [{name: value.tolist() for name, value in batch.items()} for batch in first]
+class Reader:
+    """Batches of B rows of positions from `start` on, as process p of P is fed them."""
 
+    def __init__(self, made, source, seed, most=10**9, machine=(0, 1)):
+        self.rows = StreamedRows(source, made["cache"], most, *machine)
+        self.mixed = MixedRows(Mixture((1.0,), seed), {"": self.rows})
 
-def in_turn(per_process: list[list[dict]]) -> list[tuple]:
-    """(epoch, row, ids) of all processes in the order of the stream, whose positions are in it."""
-    rows, positions = [], []
-    for batch in itertools.chain.from_iterable(zip(*per_process, strict=True)):
-        rows += zip(batch["epoch"], batch["row"], batch["input_ids"], strict=True)
-        positions += batch["position"]
-    assert positions == list(range(len(rows)))
-    return rows
+    def read(self, start: int, stop: int, B: int = 4, process: int = 0, processes: int = 1) -> list[tuple]:
+        """(position, epoch, row, ids) of each."""
+        found, order = [], iter(MixedOrder(self.mixed, start, stop))
+        for number in itertools.count():
+            keys = [*itertools.islice(order, B)]
+            if not keys:
+                return found
+            if number % processes == process:
+                batch = self.mixed.__getitems__(keys)
+                self.mixed.release()
+                columns = (batch[name].tolist() for name in ("position", "epoch", "row", "input_ids"))
+                found += zip(*columns, strict=True)
 
 
 @pytest.mark.parametrize("kind", ["shards", "text"])
-def test_two_processes_see_every_row_once_per_epoch(made, kind):
-    expected = map_rows(made)
-    n, B = len(expected), 4
-    source = sources(made)[kind]
-    if kind == "shards":
-        sizes = [shard["rows"] for shard in source.shards]
-        assert len(sizes) == 7 and len(set(sizes)) > 1
-    batches = 2 * n // (2 * B) + 2  # two whole epochs and a little of the third
-    settings = {"batch_size": B, "seed": 1, "num_processes": 2}
-    streams = [StreamingRows(source, process_index=p, **settings) for p in range(2)]
-    seen = in_turn([read(stream, batches) for stream in streams])
-    epochs = [[(row, ids) for e, row, ids in seen if e == epoch] for epoch in range(2)]
+def test_every_row_comes_once_per_epoch_and_is_the_prepared_one(made, kind):
+    expected, source = map_rows(made), sources(made)[kind]
+    n = len(expected)
+    seen = Reader(made, source, 1).read(0, 2 * n + 7)
+    assert [position for position, *_ in seen] == [*range(2 * n + 7)]
+    epochs = [[(row, ids) for _, e, row, ids in seen if e == epoch] for epoch in range(2)]
     for rows in epochs:
         assert sorted(row for row, _ in rows) == list(range(n))
-        for row, ids in rows:
-            assert ids == expected[row].tolist()
-    assert [row for row, _ in epochs[0]] != sorted(row for row, _ in epochs[0])
-    assert [row for row, _ in epochs[0]] != [row for row, _ in epochs[1]]
-    alone = StreamingRows(source, batch_size=2 * B, seed=1)
-    assert in_turn([read(alone, batches)]) == seen, "the order does not depend on processes"
+        assert all(ids == expected[row].tolist() for row, ids in rows)
+    order = [[row for row, _ in rows] for rows in epochs]
+    assert order[0] != sorted(order[0]) and order[0] != order[1]
+    assert sorted(order[0][:GROUP]) == [*range(GROUP)], "shuffled within a group"
+    assert Reader(made, source, 2).read(0, n) != seen[:n]
 
 
-def test_text_for_evaluation_gives_the_map_style_rows_in_order(made):
-    rows = np.concatenate([rows for rows, _, _ in sources(made)["text"].blocks(64)])
-    assert np.array_equal(rows, map_rows(made))
+@pytest.mark.parametrize("keep_duplicates", [False, True])
+def test_a_stream_has_the_rows_of_a_preparation(made, keep_duplicates, tmp_path):
+    corpus = load_corpus(replace(made["corpus"].source, keep_duplicates=keep_duplicates))
+    prepared = prepare_rows(corpus, made["tokenizer"], block_size=T, validation_fraction=0.05, seed=0,
+                            cache_dir=tmp_path)
+    groups = TextGroups(corpus, Encoder.of(made["tokenizer"]), T, 64, (0, 0.05))
+    assert np.array_equal(np.concatenate([rows for rows, *_ in groups.epoch(0, 0)]), prepared.train.rows)
+    assert keep_duplicates or np.array_equal(prepared.train.rows, map_rows(made))
 
 
-def test_shards_and_prepare_rows_make_the_same_rows(made):
-    prepared = prepare_rows(made["corpus"], made["tokenizer"], block_size=T, validation_fraction=0.05, seed=0,
-                            cache_dir=made["cache"])
-    assert np.array_equal(prepared.train.rows, map_rows(made))
-    held_out = open_shards(made["shards"], "validation", cache_dir=made["cache"])
-    assert np.array_equal(prepared.splits["validation"].rows, held_out.rows)
+def test_two_processes_share_one_producer_and_see_together_what_one_sees(made, monkeypatch):
+    alone = Reader(made, sources(made)["text"], 1).read(0, 400)
+    monkeypatch.setattr("data.streams._launch", lambda processes: "both")
+    both, found = [], []
+    for process in range(2):
+        monkeypatch.setattr("data.streams.NUMBERS", itertools.count())
+        both.append(Reader(made, sources(made)["text"], 1, machine=(process, 2)))
+        both[-1].rows._start(0)
+    for process, reader in enumerate(both):
+        found += reader.read(0, 400, process=process, processes=2)
+    assert sorted(found) == alone and both[1].rows.producer is None
 
 
 @pytest.mark.parametrize("kind", ["shards", "text"])
-def test_resumed_at_any_position_it_goes_on_as_if_uninterrupted(made, kind):
-    source, B = sources(made)[kind], 4
-    n = len(map_rows(made))
-    whole = read(StreamingRows(source, batch_size=B, seed=3), 2 * n // B)
-    for batches in (1, n // B - 1, n // B + 5):
-        first = StreamingRows(source, batch_size=B, seed=3)
-        assert read(first, batches) == whole[:batches]
-        state = first.state_dict(batches * B)
-        second = StreamingRows(source, batch_size=B, seed=3)
-        second.load_state_dict(state)
-        second.start = batches * B
-        more = min(len(whole) - batches, 40)
-        assert read(second, more) == whole[batches : batches + more]
-        if kind == "text" and batches * B > 100:  # it began with the window, not at the beginning
-            assert state["mark"][0] >= 100
+def test_resumed_at_any_position_it_is_as_if_uninterrupted(made, kind):
+    source, n = sources(made)[kind], len(map_rows(made))
+    whole = Reader(made, source, 3).read(0, 2 * n)
+    for position in (4, 99, 100, n - 1, n + 20):
+        first = Reader(made, source, 3)
+        assert first.read(0, position) == whole[:position]
+        state = json.loads(json.dumps(first.mixed.state_dict(position)))
+        second = Reader(made, source, 3)
+        second.mixed.load_state_dict(state)
+        stop = min(2 * n, position + 150)
+        assert second.read(position, stop) == whole[position:stop]
+        assert position <= GROUP or second.rows.begun.first >= GROUP, "it began with the group"
 
 
 def test_a_state_of_another_stream_is_refused(made):
-    state = StreamingRows(sources(made)["text"], batch_size=1, seed=3).state_dict(0)
-    for other in (StreamingRows(sources(made)["shards"], batch_size=1, seed=3),
-                  StreamingRows(sources(made)["text"], batch_size=1, seed=4)):
+    state = Reader(made, sources(made)["text"], 3).mixed.state_dict(0)
+    for other in (Reader(made, sources(made)["shards"], 3), Reader(made, sources(made)["text"], 4)):
         with pytest.raises(ValueError, match="not the one this checkpoint"):
-            other.load_state_dict(state)
+            other.mixed.load_state_dict(state)
+
+
+def test_the_ring_stays_within_its_bound_and_goes_with_the_reader(made):
+    most = 3 * GROUP * T * 2
+    reader = Reader(made, sources(made)["text"], 0, most)
+    order = iter(MixedOrder(reader.mixed, 0, 10**6))
+    largest = 0
+    for _ in range(300):
+        reader.mixed.__getitems__([*itertools.islice(order, 4)])
+        reader.mixed.release()
+        folder = reader.rows.folder
+        with contextlib.suppress(FileNotFoundError):  # deleted while we look
+            largest = max(largest, sum(file.stat().st_size for file in folder.glob("*.npy")))
+    assert GROUP * T * 2 < largest <= most + 3 * 128  # headers
+    process = reader.rows.producer
+    reader.rows.close()
+    assert not folder.exists() and process.poll() is not None
+
+
+def test_a_walk_that_begins_again_before_anything_was_given_back_reads_nothing_again(made):
+    """As the rehearsal does, and then the loop."""
+    reader = Reader(made, sources(made)["text"], 0)
+    order = iter(MixedOrder(reader.mixed, 0, 400))
+    first = reader.mixed.__getitems__([*itertools.islice(order, 4)])["input_ids"]
+    producer = reader.rows.producer
+    assert [ids for *_, ids in reader.read(0, 4)] == first.tolist() and reader.rows.producer is producer
+
+
+@pytest.mark.parametrize("how", ["killed", "full disk"])
+def test_a_producer_that_dies_ends_the_run_with_its_message(made, how, tmp_path):
+    reader = Reader(made, sources(made)["text"], 0, 4 * GROUP * T * 2)
+    order = iter(MixedOrder(reader.mixed, 0, 10**6))
+    reader.mixed.__getitems__([*itertools.islice(order, 4)])
+    if how == "killed":
+        reader.rows.producer.kill()
+    else:
+        (reader.rows.folder / ahead.FAILED).write_text(json.dumps(
+            {"kind": "OSError", "errno": 28, "message": "No space left on device"}))
+    with pytest.raises(ConnectionError if how == "killed" else OSError) as raised:
+        for _ in range(500):
+            reader.mixed.__getitems__([*itertools.islice(order, 4)])
+    told = "texts.jsonl ahead is gone .*-9" if how == "killed" else "No space left on device"
+    assert raised.match(told)
+
+
+def test_the_producer_writes_what_ends_it(made, tmp_path):
+    """A mistake of the user's, and a disk that is full."""
+    short = load_corpus(Source(write_jsonl(tmp_path / "one.jsonl", ["short"])))
+    with pytest.raises(ValueError, match="gives no row of 32 tokens"):
+        Reader(made, TextGroups(short, Encoder.of(made["tokenizer"]), T, GROUP), 0).read(0, 4)
+    if os.system(f"mkdir {tmp_path}/small && mount -t tmpfs -o size=64k tmpfs {tmp_path}/small 2>/dev/null"):
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        reader = Reader(made | {"cache": f"{tmp_path}/small"}, sources(made)["text"], 0)
+        with pytest.raises(OSError, match="No space left"):
+            reader.read(0, 10**5)
+        reader.rows.close()
+    finally:
+        os.system(f"umount {tmp_path}/small")
+
+
+def test_the_ring_of_a_killed_run_goes_with_the_next_one(made):
+    reader = Reader(made, sources(made)["text"], 0)
+    left = reader.rows.cache_dir / "stream-left"
+    left.mkdir(parents=True)
+    (reader.rows.cache_dir / "stream-left.lock").touch()
+    reader.read(0, 4)
+    assert not left.exists() and reader.rows.folder.exists()
 
 
 def unsteady(corpus, good: int, times: int):
@@ -137,20 +214,21 @@ def unsteady(corpus, good: int, times: int):
 
 def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monkeypatch, capfd):
     waits = []
-    monkeypatch.setattr(storage.time, "sleep", waits.append)
-    settings = {"block_size": T, "validation_fraction": 0.05}
-    failing = TextSource(unsteady(made["corpus"], 50, 5), made["tokenizer"], **settings)
-    rows = list(StreamingRows(failing, batch_size=1, seed=0, stop=len(map_rows(made))))
-    rows.sort(key=lambda row: row["row"])
-    assert np.array_equal(torch.stack([row["input_ids"] for row in rows]).numpy(), map_rows(made))
+    monkeypatch.setattr(retry.time, "sleep", waits.append)
+    failing = replace(sources(made)["text"], corpus=unsteady(made["corpus"], 50, 5))
+    rows = np.concatenate([rows for rows, *_ in failing.epoch(0, 0)])
+    assert np.array_equal(rows, map_rows(made))
     assert waits == [1, 2, 4, 8, 16], "the same document failed five times: exponential backoff"
     assert "the source went away" in capfd.readouterr().err
-    gone = TextSource(unsteady(made["corpus"], 50, 10**6), made["tokenizer"], **settings)
+    gone = replace(failing, corpus=unsteady(made["corpus"], 50, 10**6))
     with pytest.raises(ConnectionError, match=r"texts.jsonl, item 50, failed 8 times in 127 s"):
-        list(StreamingRows(gone, batch_size=1, seed=0, stop=1000))
+        list(gone.epoch(0, 0))
 
 
-def test_a_stream_without_a_row_is_reported(made, tmp_path):
-    corpus = load_corpus(Source(write_jsonl(tmp_path / "one.jsonl", ["short"])))
-    with pytest.raises(ValueError, match="gives no row of 32 tokens"):
-        next(iter(StreamingRows(TextSource(corpus, made["tokenizer"], block_size=T), batch_size=1, seed=0)))
+def test_groups_from_a_mark_are_those_of_the_whole_stream(made):
+    for source in sources(made).values():
+        whole = [*itertools.islice(source.groups(Mark()), 20)]
+        for number in (1, 7, 13):
+            mark = whole[number][0]
+            for (a, rows), (b, others) in zip(whole[number:], source.groups(mark), strict=False):
+                assert a == b and np.array_equal(rows, others)

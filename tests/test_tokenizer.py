@@ -11,18 +11,18 @@ import sys
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from data.encode import split_text
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import (
     LIKE_ROBERTA,
     keytoken_ids,
     load_tokenizer,
     sample_texts,
-    split_text,
     train_tokenizer,
 )
 from tests import forked
 from tests.runs import PROJECT
-from utils.learning.model import _positions_after_pad
+from utils.learning.configuration import positions_after_pad
 
 USUAL = [("bpe", "gpt2"), ("unigram", "roberta"), ("wordpiece", "bert")]
 FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
@@ -176,8 +176,8 @@ def test_keytokens_are_found_with_and_without_a_leading_space(trained):
 def test_roberta_like_special_tokens_go_to_the_models_that_number_positions_after_the_pad_id():
     """Models are asked whether they do; the tokenizer's table, which knows no models, says the same."""
     for model_type in LIKE_ROBERTA:
-        assert _positions_after_pad("masked", AutoConfig.for_model(model_type), {}), model_type
-    assert not _positions_after_pad("masked", AutoConfig.for_model("bert"), {})
+        assert positions_after_pad("masked", AutoConfig.for_model(model_type), {}), model_type
+    assert not positions_after_pad("masked", AutoConfig.for_model("bert"), {})
 
 
 def command_line(*arguments):
@@ -209,3 +209,9 @@ def test_a_full_disk_is_one_message(english, tmp_path):
     done = subprocess.run(line, cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert f"output_dir {tmp_path / 'out'} cannot be written" in done.stderr and "room" in done.stderr
+
+
+def test_a_vocabulary_that_is_too_small_for_the_characters_is_to_be_raised():
+    texts = ["".join(chr(0x4E00 + (7 * i + j) % 6000) for j in range(300)) for i in range(300)]
+    with pytest.raises(ValueError, match="raise vocab_size"):
+        train_tokenizer(texts, "unigram", 1000, "roberta")

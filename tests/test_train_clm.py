@@ -11,6 +11,7 @@ import math
 import shlex
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.order import evaluation_rows
-from data.packing import PackedRows
+from data.rows import PackedRows
 from tests import forked
 from tests.runs import PROJECT, TINY, command, environment, metrics, write_corpus
 
@@ -90,7 +91,8 @@ def test_two_processes_train_like_one(one_process, two_processes):
     for a, b in zip(metrics(one_process), metrics(two_processes), strict=True):
         assert a.keys() == b.keys()
         for key in a:
-            rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
+            # A small difference of large numbers; of weights that Muon has rounded to bfloat16 on their way.
+            rel = 1e-4 if "stderr" in key or key == "grad_norm" else 1e-5
             assert a[key] == pytest.approx(b[key], rel=rel), (a, b)
 
 
@@ -100,12 +102,12 @@ def test_launched_on_two_processes_it_is_the_same_run(workspace, two_processes):
     assert metrics(folder) == metrics(two_processes)
 
 
-@pytest.mark.parametrize("how", [[], ["--dynamo_use_regional_compilation"]], ids=["whole", "by blocks"])
-def test_compiled_it_is_the_same_run_and_nothing_is_compiled_after_the_start(how, workspace, one_process):
+def test_compiled_as_a_whole_it_is_the_same_run_and_nothing_is_compiled_later(workspace, one_process):
     """The rehearsal has met every shape there will be, evaluation's last batch too. aot_eager traces as
-    inductor does, in a tenth of the time. Forked with what the launcher hands on."""
-    name = "-".join(["compiled", *how])
-    words = ["--config_file", "accelerate_configs/cpu.yaml", "--dynamo_backend", "aot_eager", *how]
+    inductor does, in a tenth of the time. Forked with what the launcher hands on; by blocks in
+    test_compiled.py."""
+    name = "compiled"
+    words = ["--config_file", "accelerate_configs/cpu.yaml", "--dynamo_backend", "aot_eager"]
     args = launch_command_parser().parse_args([*words, "train_clm.py"])
     handed_on = prepare_simple_launcher_cmd_env(_validate_launch_command(args)[0])[1]
     log, script = workspace / f"{name}.log", workspace / "told.py"
@@ -154,8 +156,8 @@ def brute_force(folder, rows):
 def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_processes(
     workspace, one_process
 ):
-    rows_file = next((workspace / "cache").rglob("validation.npy"))
-    rows = PackedRows(rows_file)
+    rows_file = next((workspace / "cache").rglob("validation-*.npy"))
+    rows = PackedRows([np.load(rows_file)], TINY["block_size"])
     ids = rows.__getitems__([(i, 0, i) for i in range(len(rows))])["input_ids"]
     n = 37  # divisible by none of the batch sizes below
     assert len(ids) > n
@@ -266,12 +268,12 @@ def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, 
 
 @pytest.mark.parametrize("start", [forked.run, pytest.param(launched, marks=pytest.mark.slow)])
 def test_processes_that_do_not_see_each_other_are_stopped(start, workspace):
-    """A GPU configuration on a machine without GPUs starts N runs that would overwrite each other. Each says
-    so; a launcher ends the others when the first one has."""
+    """A GPU configuration on a machine without GPUs starts N runs that would overwrite each other. The first
+    to see it says so; a launcher ends the others then, and one that waits for it may find it gone."""
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without an accelerator")
     result = start("train_clm.py", flags(workspace, "apart"), 2, env=environment())
-    assert result.returncode != 0 and result.stderr.count("error:") == (1 if start is launched else 2)
+    assert result.returncode != 0 and 1 <= result.stderr.count("error:") <= (1 if start is launched else 2)
     assert "ACCELERATE_USE_CPU" in result.stderr and not (workspace / "apart").exists()
 
 

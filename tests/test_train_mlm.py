@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertFo
 
 from data.masking import MaskTokens
 from data.order import evaluation_rows
-from data.packing import PackedRows
-from data.pairs import PairRows
+from data.pair_rows import PairRows
+from data.rows import PackedRows
 from tests import forked
 from tests.runs import TINY, metrics, run
 
@@ -149,11 +149,12 @@ def test_evaluations_compare_whatever_the_rate_of_training(workspace, runs):
 def evaluation_batch(workspace, kind, n):
     """What the run saw of the validation split, n rows or less: rows, or pairs one to a row; and of which row
     of the run each is."""
-    file = next((workspace / "cache").glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation.npy"))
-    rows = PairRows(file, pack=True) if kind == "nsp" else PackedRows(file)
+    file = next((workspace / "cache").glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation-*.npy"))
+    tokens = [np.load(file)]
+    rows = PairRows(tokens, 96, pack=True) if kind == "nsp" else PackedRows(tokens, TINY["block_size"] - 2)
     drawn = of = np.array(evaluation_rows(len(rows), n, seed=42))
     if kind == "nsp":
-        drawn, of, rows = rows.members[drawn], np.repeat(drawn, rows.members.shape[1]), PairRows(file)
+        drawn, of, rows = rows.members[drawn], np.repeat(drawn, rows.members.shape[1]), PairRows(tokens, 96)
         drawn, of = drawn[drawn >= 0], of[drawn.ravel() >= 0]
         assert len(drawn) > 1.2 * len({*of})
     return rows.__getitems__([(row, 0, row) for row in drawn]), of
@@ -195,6 +196,16 @@ def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs,
     predicted = labels != -100
     accuracy = (logits.argmax(-1) == labels)[predicted].float().mean().item()
     assert line["accuracy"] == pytest.approx(accuracy, abs=1e-6)
+
+
+def test_a_checkpoint_loads_with_both_heads(runs):
+    """As the AMD article loads its own; its configuration is that of the model for users."""
+    checkpoint = runs["nsp-1"] / "checkpoints" / "step-00000006"
+    model, found = BertForPreTraining.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(found.values()), found
+    whole = BertForPreTraining.from_pretrained(runs["nsp-1"]).state_dict()
+    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    assert (checkpoint / "config.json").read_text() == (runs["nsp-1"] / "config.json").read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,51 +1,17 @@
 """How a script begins and ends: stop signals, mistakes in one message, an exit status that says why."""
 
-import contextlib
-import errno
 import functools
 import multiprocessing
 import os
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-from utils.display.doctor import lost_peer
-from utils.publishing.secrets import without_secrets
+from utils.io.mistakes import user_mistakes
+from utils.io.secrets import without_secrets
 from utils.state.preemption import handle_stop_signals
 
-PROJECT = Path(__file__).resolve().parent.parent
-ALIVE = []  # what one of several processes does not take apart before it has left: see entry_point
-
-
-@contextlib.contextmanager
-def user_mistakes() -> Iterator[None]:
-    """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
-
-    A library's keeps its traceback. Processes but the first wait a moment, in which the launcher ends them.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-        if "site-packages" in raised_in.parts or not raised_in.is_relative_to(PROJECT):
-            raise
-        if int(os.environ.get("RANK", "0")) > 0:
-            time.sleep(5)
-        print(f"error: {without_secrets(str(error))}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"error: {error.filename or 'a disk'}: no space is left; make room and run the same command "
-              "again: it goes on from the newest checkpoint", file=sys.stderr, flush=True)  # fmt: skip
-        raise SystemExit(1) from None
-    except RuntimeError as error:
-        if not (message := lost_peer(error)):
-            raise
-        print(f"error: {message}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+NEVER_FREED = []  # what one of several processes does not take apart before it has left: see entry_point
 
 
 def entry_point(main: Callable) -> Callable:

@@ -14,11 +14,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from data.sources import files, installed
-from data.sources.storage import explained, printable, retried
+from utils.io.retry import retried
+from utils.io.secrets import without_secrets
+from utils.io.urls import explained
 
 PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
 WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
@@ -35,7 +37,6 @@ class Source:
     keywords: tuple[str, ...] = ()  # documents must hold one; (): all
     streaming: bool = False  # read a Hub data set while it downloads
     keep_duplicates: bool = False  # documents with the text of an earlier one
-    part: tuple[int, int] = (0, 1)  # this one of so many, together all; the first is 0
 
 
 @dataclass
@@ -44,21 +45,29 @@ class Corpus:
 
     source: Source
     text_column: str
-    fingerprint: str  # changes when the content may have changed; part of cache keys
-    rows: Callable[[], Iterable[dict]]
+    fingerprint: str  # changes when the documents may have changed; part of cache keys
+    rows: Callable[[], Iterable[dict]]  # all of them
+    pieces: list[Callable[[], Iterable[dict]]] = field(default_factory=list)  # in turn; none: rows
 
     @property
     def name(self) -> str:
-        return printable(self.source.dataset_name)
+        return without_secrets(self.source.dataset_name)
 
     @property
     def keywords(self) -> list[str]:
         return sorted(set(self.source.keywords))
 
-    def documents(self, start: int = 0) -> Iterator[dict]:
-        """One dict of columns per document, from number `start` on (those before are read, too); the text is
-        None where it could not be read. The source is opened again when it fails for a passing reason."""
-        return retried(lambda n: itertools.islice(self.rows(), n, None), f"reading {self.name}", start)
+    @property
+    def units(self) -> int:
+        """What can be read apart from the rest, on another machine: files, usually."""
+        return len(self.pieces) or 1
+
+    def documents(self, start: int = 0, unit: int | None = None) -> Iterator[dict]:
+        """One dict of columns per document, of all or of one unit, from number `start` on (those before are
+        read, too); the text is None where it could not be read. The source is opened again when it fails for
+        a passing reason."""
+        rows = self.rows if unit is None or not self.pieces else self.pieces[unit]
+        return retried(lambda n: itertools.islice(rows(), n, None), f"reading {self.name}", start)
 
     __iter__ = documents
 
@@ -91,13 +100,24 @@ def load_corpus(source: Source) -> Corpus:
     name, split = source.dataset_name, source.split
     if not has_split(source, split):
         raise ValueError(f"dataset_name {name!r} has no split {split!r}; name another data set or split")
-    fingerprint, rows = _open(source)
+    fingerprint, pieces = _open(source)
+    rows = partial(_all_rows, pieces)
     columns, column, first_text = _columns(source, rows)
     if columns == ["text"] and isinstance(first_text, str) and files.TITLE.match(first_text):
-        rows = partial(files.in_turn, partial(_article_rows, rows))
-    if source.keep_duplicates:
-        fingerprint = files.digest(fingerprint, "duplicates")
-    return Corpus(source, column, fingerprint, partial(rows, *source.part))
+        rows, pieces = partial(_article_rows, rows), []
+    what = fingerprint, column, sorted(set(source.keywords)), source.keep_duplicates
+    return Corpus(source, column, files.digest(*what), rows, pieces if len(pieces) > 1 else [])
+
+
+def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
+    """An evaluation set. It has the configuration that training uses of the same data set. Without a split in
+    its name it is the split train, or where there is none, validation or test."""
+    named = with_split(source)
+    configs = (other.dataset_config_name for other in map(with_split, trained)
+               if other.dataset_name == named.dataset_name)
+    named = replace(named, dataset_config_name=next(configs, source.dataset_config_name))
+    splits = ("train", "validation", "test") if named.split == "train" else (named.split,)
+    return replace(named, split=next((s for s in splits if has_split(named, s)), splits[0]))
 
 
 def has_split(source: Source, split: str) -> bool:
@@ -115,21 +135,25 @@ def with_split(source: Source) -> Source:
 
 
 def _open(source: Source):
-    """(fingerprint, rows()). Of parts of splits only their rows are read; all are counted, by reading them,
+    """(fingerprint, units). Of parts of splits only their rows are read; all are counted, by reading them,
     for shares and for places from the end. A Hub data set that does not stream has parts itself."""
-    open_rows, split, names = _reader(source).open_rows, source.split, _names(source.split)
+    open_units, split, names = _reader(source).open_units, source.split, _names(source.split)
     hub = _reader(source) not in (files, installed) and not files.is_saved(source.dataset_name)
     if [split] == names or hub and not source.streaming:
-        return open_rows(source)
+        return open_units(source)
     from datasets import ReadInstruction
 
-    opened = {name: open_rows(replace(source, split=name)) for name in names}
+    opened = {name: open_units(replace(source, split=name)) for name in names}
+    rows = {name: partial(_all_rows, units) for name, (_, units) in opened.items()}
     counted = re.search("[%-]", split)
-    sizes = {name: sum(1 for _ in rows()) if counted else sys.maxsize for name, (_, rows) in opened.items()}
-    parts = [(opened[part.splitname][1], part.from_, part.to)
+    sizes = {name: sum(1 for _ in rows[name]()) if counted else sys.maxsize for name in names}
+    parts = [(rows[part.splitname], part.from_, part.to)
              for part in ReadInstruction.from_spec(split).to_absolute(sizes)]
-    fingerprint = files.digest(split, [fingerprint for fingerprint, _ in opened.values()])
-    return fingerprint, partial(files.in_turn, partial(_parts, parts))
+    return files.digest(split, [fingerprint for fingerprint, _ in opened.values()]), [partial(_parts, parts)]
+
+
+def _all_rows(units) -> Iterator[dict]:
+    return itertools.chain.from_iterable(unit() for unit in units)
 
 
 def _names(split: str) -> list[str]:
@@ -143,8 +167,8 @@ def _parts(parts) -> Iterator[dict]:
 
 
 def _reader(source: Source):
-    """The module for this kind of source. It offers has_split, and open_rows: (fingerprint,
-    rows()), where rows(part, parts) are those of a part."""
+    """The module for this kind of source. It offers has_split, and open_units: (fingerprint, [unit]), where
+    each unit() gives rows that can be read apart from the others, and all give them in order."""
     if source.dataset_name in installed.INSTALLED:
         return installed
     if files.is_files(source.dataset_name):

@@ -5,18 +5,17 @@
     .csv             one row per record; the first record names the columns
     .parquet         one row per row
     .txt             one document per file, or per article of WikiText. A file above 256 KiB is cut at blank
-                     lines into documents of about 64 KiB.
+                     lines into documents of about 64 KiB, and without any after 1 MiB.
 
-All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Where some file names of a folder or
-glob have the word "train", the words train / validation, valid, val, dev / test name splits, and a file that
-belongs to none of them, or to two, is a mistake; otherwise all is "train". Other types are counted.
+All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Where some file names of a folder or glob, or the
+folders in it, have the word "train", the words train / validation, valid, val, dev / test name splits, and a
+file that belongs to none of them, or to two, is a mistake; otherwise all is "train". Other types are counted.
 """
 
 import csv
 import glob
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -28,7 +27,9 @@ import fsspec
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
-from data.sources.storage import explained, is_transient, open_url, printable
+from utils.io.retry import diagnose
+from utils.io.secrets import without_secrets
+from utils.io.urls import explained, open_url
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 SPLIT_WORDS = {"train": {"train"}, "validation": {"validation", "valid", "val", "dev"}, "test": {"test"}}
@@ -37,7 +38,8 @@ METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json"}  # of da
 TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified", "updated", "blob_id")
 # The first bytes of compressed files.
 PACKED = {b"\x1f\x8b\x08": "gzip", b"BZh91AY": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-LONG_FILE, CUT_AFTER = 1 << 18, 1 << 16  # bytes: of .txt files, as said above
+UNIT_BYTES = 1 << 26  # of files that are read as one; larger ones stay whole
+LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes: of .txt files, as said above
 TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more signs
 
 
@@ -57,11 +59,11 @@ def has_split(source, split: str) -> bool:
     return bool(split_files(source.dataset_name).get(split))
 
 
-def open_rows(source):
-    """(fingerprint, rows()) of the files of one split."""
+def open_units(source):
+    """(fingerprint, units) of the files of one split."""
     urls = split_files(source.dataset_name, say=True)[source.split]
     with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead to nothing
-        return digest(states(urls)), partial(_file_rows, urls)
+        return digest(states(urls)), [partial(_file_rows, group) for group in units_of(urls)]
 
 
 def digest(*parts) -> str:
@@ -116,8 +118,10 @@ def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]
     if say and len(known) < len(paths) and os.environ.get("RANK", "0") == "0":
         other = Counter(kinds[path] or "without any" for path in set(paths) - set(known))
         told = ", ".join(f"{kind} {count:,}" for kind, count in sorted(other.items()))
-        print(f"{printable(name)}: {len(known):,} files are read, others are not: {told}", flush=True)
-    own = {path: _split_words(path) for path in known}
+        print(f"{without_secrets(name)}: {len(known):,} files are read, others are not: {told}", flush=True)
+    # One folder for all says nothing of text: it may be called test for other reasons.
+    with_folder = len({os.path.dirname(path) for path in known}) > 1 or suffixes != SUFFIXES
+    own = {path: _split_words(path, with_folder) for path in known}
     splits = {split: [path for path in known if split in own[path]] for split in SPLIT_WORDS}
     astray = [os.path.basename(path) for path in known if len(own[path]) != 1]
     if len(known) == 1 or not splits["train"]:
@@ -129,42 +133,47 @@ def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]
     return {split: [files.unstrip_protocol(path) for path in paths] for split, paths in splits.items()}
 
 
-def _split_words(path: str) -> list[str]:
-    """The splits that a file's name tells of; that of token files may be told by their folder."""
-    for name in os.path.basename(path), os.path.basename(os.path.dirname(path)):
-        words = set(re.split(r"[^a-z]+", name.lower()))
+def _split_words(path: str, with_folder: bool) -> list[str]:
+    """The splits that a file's name tells of, or else that of its folder."""
+    name, folder = os.path.basename(path), os.path.basename(os.path.dirname(path))
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    found = [split for split, names in SPLIT_WORDS.items() if words & names]
+    if not found and with_folder:
+        words = set(re.split(r"[^a-z]+", folder.lower()))
         found = [split for split, names in SPLIT_WORDS.items() if words & names]
-        if found or suffix(path) in SUFFIXES:
-            return found
-    return []
+    return found
 
 
 def states(urls: list[str]) -> list[tuple]:
     """What changes when one of the files does."""
     found = [(url, files.info(path)) for url in urls for files, path in [fsspec.core.url_to_fs(url)]]
-    return [(printable(url), *(str(info.get(key)) for key in ("size", *TAGS))) for url, info in found]
+    return [(without_secrets(url), *(str(info.get(key)) for key in ("size", *TAGS))) for url, info in found]
 
 
-def in_turn(rows, part: int = 0, parts: int = 1) -> Iterator[dict]:
-    """Every `parts`-th; all are read."""
-    return itertools.islice(rows(), part, None, parts)
+def units_of(urls: list[str]) -> list[list[str]]:
+    """The files in groups of at least UNIT_BYTES, but for the last: what can be read apart from the rest."""
+    groups, size = [[]], 0
+    for url in urls:
+        if size >= UNIT_BYTES:
+            groups, size = [*groups, []], 0
+        groups[-1].append(url)
+        files, path = fsspec.core.url_to_fs(url)
+        size += files.info(path).get("size") or UNIT_BYTES
+    return groups
 
 
-def _file_rows(urls, part: int = 0, parts: int = 1) -> Iterator[dict]:
-    """Of a part whole files, in turn; where there are too few of them, rows of each."""
-    whole = len(urls) >= parts
+def _file_rows(urls) -> Iterator[dict]:
     readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
     if {suffix(url) for url in urls} - readers.keys():
         from data.sources.tables import parquet_documents
 
         readers[".parquet"] = parquet_documents
-    for url in urls[part::parts] if whole else urls:
+    for url in urls:
         with fsspec.open(url, "rb") as file:
             try:
-                rows = partial(readers[suffix(url)], _unpacked(url, file))
-                yield from rows() if whole else in_turn(rows, part, parts)
+                yield from readers[suffix(url)](_unpacked(url, file))
             except Exception as error:  # the readers' libraries have many kinds
-                if is_transient(error) or getattr(error, "errno", None) or isinstance(error, MemoryError):
+                if diagnose(error).passing or getattr(error, "errno", None) or isinstance(error, MemoryError):
                     raise  # the way to the file, not what it holds
                 raise ValueError(f"{url} is damaged ({error}); repair it or take it out") from error
 
@@ -205,8 +214,11 @@ def _json_rows(file) -> Iterator[dict]:
 def _csv_rows(file) -> Iterator[dict]:
     csv.field_size_limit((1 << 31) - 1)
     # surrogateescape: what is not UTF-8 becomes text that cannot be encoded; filters count that as unreadable
-    for row in csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")):
-        row.pop(None, None)  # fields beyond the columns
+    lines = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+        if None in row:  # a stray quote has swallowed what came before, or a comma is not quoted
+            raise ValueError(f"record {number:,} has more fields than there are columns: a quote or a comma "
+                             "that is not quoted")
         yield row
 
 
@@ -216,19 +228,34 @@ def _txt_rows(file) -> Iterator[dict]:
     if TITLE.match(head.decode("utf-8", "replace")):
         yield from articles(decode(line) for line in file)
         return
-    piece = file.read(LONG_FILE + 1)
-    if len(piece) <= LONG_FILE:
-        yield {"text": decode(piece)}
+    start = file.read(LONG_FILE + 1)
+    if len(start) <= LONG_FILE:
+        yield {"text": decode(start)}
         return
     lines, size = [], 0
-    for line in itertools.chain((piece + file.readline()).splitlines(keepends=True), file):
+    for line in _bounded_lines(start, file):
         lines.append(line)
         size += len(line)
-        if size >= CUT_AFTER and not line.strip():
+        if size >= CUT_AFTER and not line.strip() or size > LONGEST - 4:
             yield {"text": decode(b"".join(lines))}
             lines, size = [], 0
     if lines:
         yield {"text": decode(b"".join(lines))}
+
+
+def _bounded_lines(start: bytes, file) -> Iterator[bytes]:
+    """The lines of what was read already and of the rest; longer ones in pieces, cut between characters."""
+    *lines, last = start.splitlines(keepends=True)
+    yield from lines
+    while line := last + file.readline(max(1, LONGEST - len(last))):
+        cut = 0
+        if not line.endswith(b"\n"):  # the first byte of a character, among the last three
+            cut = next((i for i in (1, 2, 3) if line[-i:][:1] >= b"\xc0"), 0)
+        last = line[len(line) - cut :]
+        yield line[: len(line) - cut]
+        if cut and not file.peek(1):
+            yield last
+            return
 
 
 def articles(lines: Iterable[str | None]) -> Iterator[dict]:

@@ -11,19 +11,19 @@ from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
 
-from data.sources.files import decode, digest, in_turn
+from data.sources.files import decode, digest
 
 
 def has_split(source, split: str) -> bool:
     return split == "train"
 
 
-def open_rows(source):
-    """(fingerprint, rows()) of one of INSTALLED."""
+def open_units(source):
+    """(fingerprint, units) of one of INSTALLED."""
     rows = INSTALLED[source.dataset_name]
     files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
     code = Path(inspect.getfile(rows)).read_bytes()
-    return digest(source.dataset_name, code, files), functools.partial(in_turn, rows)
+    return digest(source.dataset_name, code, files), [rows]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 from datasets.exceptions import DatasetsError
 
-from data.sources.files import digest, is_saved
+from data.sources.files import UNIT_BYTES, digest, is_saved
 from data.sources.tables import table_documents
 
 
@@ -23,30 +23,30 @@ def has_split(source, split: str) -> bool:
         return split in datasets.get_dataset_split_names(name, config)
 
 
-def open_rows(source):
-    """(fingerprint, rows()) of one split. Where it streams, the fingerprint is that of the files listed."""
+def open_units(source):
+    """(fingerprint, units) of one split. Where it streams, the fingerprint is that of the files listed."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
     with _hub_errors(source):
         if is_saved(name):
             dataset = datasets.load_from_disk(name)
             dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
-            return dataset._fingerprint, partial(_rows, dataset)
-        dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
-        if not source.streaming:
-            return dataset._fingerprint, partial(_rows, dataset)
+        else:
+            dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
+        if isinstance(dataset, datasets.Dataset):
+            units = min(len(dataset), dataset.data.nbytes // UNIT_BYTES + 1)
+            return dataset._fingerprint, [partial(_rows, dataset, unit, units) for unit in range(units)]
         builder = datasets.load_dataset_builder(name, config)
-        return digest(split, builder.hash, builder.config.data_files), partial(_rows, dataset)
+        units = [partial(_rows, dataset, unit, dataset.num_shards) for unit in range(dataset.num_shards)]
+        return digest(split, builder.hash, builder.config.data_files), units
 
 
-def _rows(dataset, part: int = 0, parts: int = 1) -> Iterator[dict]:
-    """Of a part rows that lie together, of files of its own; where there are too few files, rows in turn."""
-    saved = isinstance(dataset, datasets.Dataset)
-    if whole := (len(dataset) if saved else dataset.num_shards) >= parts:
-        dataset = dataset.shard(parts, part)
-    if saved:
+def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
+    """Of so many units, rows that lie together."""
+    dataset = dataset.shard(units, unit, contiguous=True)
+    if isinstance(dataset, datasets.Dataset):
         tables = dataset.with_format("arrow").iter(batch_size=256)
         dataset = itertools.chain.from_iterable(map(table_documents, tables))
-    yield from dataset if whole else itertools.islice(dataset, part, None, parts)
+    yield from dataset
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from data.filters import Accounting, clean_documents, in_validation
-from data.rows import Recipe, open_sources
-from data.sources.corpus import Corpus
+from data.kinds import Text
+from data.open import Recipe, open_sources
 from utils.settings import stop_at
 
 
@@ -20,7 +20,8 @@ def main(run: str, out: str) -> None:
     args = SimpleNamespace(**json.loads(Path(run, "args.json").read_text())["settings"])
     sources = open_sources(Recipe.of(args), problems := [])
     stop_at(problems)
-    corpora = [found for found in (sources.evals or sources.train).values() if isinstance(found, Corpus)]
+    kinds = (sources.evals or sources.train).values()
+    corpora = [kind.corpus for kind in kinds if isinstance(kind, Text)]
     if not corpora:
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()

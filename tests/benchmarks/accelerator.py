@@ -1,18 +1,24 @@
-"""What one device does with the scripts, in ten minutes: the rows of README's table that say "not run".
+"""What one device does with the scripts: the rows of README's table that say "not run".
 
     python -m tests.benchmarks.accelerator --append docs/measured.md     # one GPU, or an Apple one
     python -m tests.benchmarks.accelerator --small                       # minutes, on a CPU, too
+    python -m tests.benchmarks.accelerator --parts speed --nanogpt ../nanoGPT
 
-Losses against the CPU's, a run that is killed and continued, host synchronisations and graphs per step,
-tokens/s and the share of what a matrix product reaches on the spot (MFU), peak memory, HF Trainer and a plain
-loop beside it. GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16; --small takes tiny ones in float32.
+--parts: same, losses against the CPU's and a run that is killed and continued; waits, host synchronisations
+and graphs; speed, the scripts with single_gpu.yaml as it is, AdamW and Muon, 16 and 32 rows: tokens/s, the
+share of a matrix product's speed (MFU), peak memory (torch's and the device's), compilation; others,
+HF Trainer as it is and tuned, and a plain loop. --nanogpt, a checkout of it: its bench.py, compiled, before
+and after ours, and our rates as multiples of it. GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16;
+--small takes tiny ones in float32.
 """
 
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,14 +26,14 @@ import sys
 import tempfile
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 
 from tests.benchmarks.measure import interleaved, machine, peak_memory
 from tests.runs import PROJECT, arguments
+from utils.devices import timed
 from utils.display.metrics import read_metrics
-from utils.display.throughput import timed
 
+PARTS = ["same", "waits", "speed", "others"]
 STEPS = 24  # of the runs that are compared
 BASE = {  # small and without dropout, so that runs can be compared
     "vocab_size": 1024, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
@@ -53,7 +59,7 @@ NAMED = {
 
 
 def inside(script: str, argv: list[str]) -> None:
-    """The script in this process; the last line is {"peak", "synchronisations", "graphs"}."""
+    """The script in this process; the last line is {"peak", "device", "synchronisations", "graphs"}."""
     import torch
 
     sys.argv = [f"{script}.py", *argv]
@@ -66,12 +72,15 @@ def inside(script: str, argv: list[str]) -> None:
 
     waits = sum("synchronizing" in str(warning.message) for warning in told)
     graphs = counters["stats"].get("unique_graphs", 0)
-    print(json.dumps({"peak": peak_memory(), "synchronisations": waits, "graphs": graphs}))
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    told = {"peak": peak_memory(), "device": total - free, "synchronisations": waits, "graphs": graphs}
+    print(json.dumps(told))
 
 
 class Bench:
     def __init__(self, folder: Path, small: bool, dataset_name: str):
         self.folder, self.small, self.dataset_name = folder, small, dataset_name
+        self.rates = {}  # of speed, tokens/s
 
     def run(self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0) -> dict:
         """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
@@ -93,7 +102,8 @@ class Bench:
             told = " ".join([*command, *arguments(settings)])
             raise SystemExit(f"{told}: exit status {status}\n{text[-3000:]}")
         said = {} if kill_at else json.loads(text.strip().splitlines()[-1])
-        return said | {"lines": self.metrics(out)}
+        compiled = re.findall(r"compiled graphs +(.*)", text)
+        return said | {"lines": self.metrics(out), "compiled": f", graphs: {compiled[0]}" if compiled else ""}
 
     @staticmethod
     def metrics(out: Path) -> list[dict]:
@@ -143,28 +153,32 @@ class Bench:
             found.append(self.run(script, f"{script}-graphs-{steps}", settings, env)["graphs"])
         return f"{script}: graphs that {backend} compiles", f"{found[0]}, in twice the steps {found[1]}"
 
-    def speed(self, script: str, peak: float) -> tuple[str, str]:
-        """By the script as it is: rows from disk, guard, clipping, schedule, logging."""
+    def speed(self, script: str, peak: float, optimizer: str, rows: int) -> tuple[str, str]:
+        """By the script and the YAML as they are: rows from disk, guard, clipping, schedule, logging."""
         from transformers import AutoTokenizer
 
         from utils.display.throughput import flops_per_token
         from utils.learning.model import build_model
 
         settings = BASE | (SMALL[script] if self.small else LARGE | NAMED[script])
-        env = {} if self.small else {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        done = self.run(script, f"{script}-speed", settings, env)
+        settings |= {"optimizer_type": optimizer, "per_device_train_batch_size": rows}
+        settings |= {"learning_rate": 6e-4} if optimizer == "adamw" else {}
+        name = f"{script}-speed-{optimizer}-{rows}"
+        done = self.run(script, name, settings, {} if self.small else launcher_env("single_gpu"))
         rates = [line["tokens_per_second"] for line in done["lines"] if "tokens_per_second" in line]
         rate = sorted(rates[1:])[len(rates[1:]) // 2]
         head = 1.0 if script == "clm" else 0.3  # the share of positions that it sees
         kind, model_type = ("causal", "gpt2") if script == "clm" else ("masked", "modernbert")
-        tokenizer = AutoTokenizer.from_pretrained(self.folder / f"{script}-speed")
+        tokenizer = AutoTokenizer.from_pretrained(self.folder / name)
         overrides = settings["config_overrides"]
         lm = build_model(kind, model_type, overrides, None, settings["block_size"], tokenizer)
         flops = flops_per_token(lm, settings["block_size"], head_share=head)
         mfu, mib = rate * flops / peak, done["peak"] / 2**20
         told = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"
-        rows = settings["per_device_train_batch_size"]
-        shape = f"{lm.num_parameters() / 1e6:,.1f} M parameters, {rows} rows"
+        told += f" of the device's {done['device'] / 2**20:,.0f}" if done["device"] else ""
+        self.rates[script, optimizer, rows] = rate
+        told += done["compiled"]
+        shape = f"{lm.num_parameters() / 1e6:,.1f} M parameters, {optimizer}, {rows} rows"
         return f"train_{script}.py, {model_type}, {shape} of {settings['block_size']}", told
 
 
@@ -198,12 +212,51 @@ def beside_others(small: bool) -> list[tuple[str, str]]:
     if not small:
         shape = "--vocab_size 50304 --layers 12 --width 768 --batch_size 16 --block_size 1024 --steps 20"
     module, kind = [sys.executable, "-m", "tests.benchmarks.throughput"], "" if small else "-bf16"
-    names = [f"{name}{kind}" for name in ("ours", "trainer", "plain")]
+    contenders = ("ours", "trainer", "plain") if small else ("ours", "trainer", "tuned", "plain")
+    names = [f"{name}{kind}" for name in contenders]
     found = interleaved({name: [*module, "--one", name, *shape.split()] for name in names}, 1)
     return [
         (f"GPT-2 {shape}: {name}", f"{one['tokens_per_second']:,.0f} tokens/s, {one['mib']:,.0f} MiB")
         for name, one in found.items()
     ]
+
+
+def nanogpt(folder: str, rows: int) -> float:
+    """Tokens/s of a checkout's bench.py, compiled, on random tokens: forward, backward, fused AdamW."""
+    command = [sys.executable, "bench.py", f"--batch_size={rows}", "--block_size=1024", "--real_data=False"]
+    done = subprocess.run([*command, "--compile=True"], cwd=folder, capture_output=True, text=True)
+    found = re.findall(r"time per iteration: ([\d.]+)ms", done.stdout)
+    if not found:
+        raise SystemExit(f"{folder}: bench.py: exit status {done.returncode}\n{done.stderr[-3000:]}")
+    return rows * 1024 / (float(found[-1]) / 1000)
+
+
+def launcher_env(config: str) -> dict[str, str]:
+    """What `accelerate launch` hands on of accelerate_configs/<config>.yaml."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    words = ["--config_file", str(PROJECT / f"accelerate_configs/{config}.yaml"), "train_clm.py"]
+    args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    env = prepare_simple_launcher_cmd_env(args)[1]
+    return {name: value for name, value in env.items() if name.startswith("ACCELERATE_")}
+
+
+def speeds(bench: Bench, scripts: list[str], peak: float, checkout: str | None):
+    """Each script by each optimizer, and beside a GPT-2 of so many rows nanoGPT's, before and after it."""
+    for script in scripts:
+        for rows in (8,) if bench.small else (16, 32):
+            rates = [nanogpt(checkout, rows)] if checkout and script == "clm" else []
+            for optimizer in ("adamw", "muon"):
+                yield bench.speed(script, peak, optimizer, rows)
+            if rates:
+                rates.append(nanogpt(checkout, rows))
+                theirs = sum(rates) / 2
+                told = " and ".join(f"{rate:,.0f}" for rate in rates)
+                yield f"nanoGPT, compiled, {rows} rows", f"{told} tokens/s"
+                for optimizer in ("adamw", "muon"):
+                    times = bench.rates[script, optimizer, rows] / theirs
+                    yield f"ours by {optimizer} to nanoGPT, {rows} rows", f"{times:.2f} x"
 
 
 def main():
@@ -213,6 +266,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU")
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to run beside ours")
     parser.add_argument("--scripts", nargs="*", default=["clm", "mlm"])
     parser.add_argument("--dataset_name", default="installed-python", help="what the runs train on")
     parser.add_argument("--output_dir", help="keeps the runs")
@@ -224,12 +279,14 @@ def main():
         folder.mkdir(parents=True, exist_ok=True)
         bench, peak = Bench(folder, args.small, args.dataset_name), matmul_flops(args.small)
         lines = [("a matrix product", f"{peak / 1e12:,.2f} TFLOP/s")]
-        for script in args.scripts:
-            speed = partial(bench.speed, peak=peak)
-            for look in (bench.against_the_cpu, bench.killed, bench.waits, bench.graphs, speed):
-                lines.append(look(script))
-                print(*lines[-1], sep=": ", flush=True)
-        lines += beside_others(args.small)
+        looks = {"same": (bench.against_the_cpu, bench.killed), "waits": (bench.waits, bench.graphs)}
+        chosen = [look for part in args.parts for look in looks.get(part, ())]
+        found = [(look(script) for script in args.scripts for look in chosen)]
+        found += [speeds(bench, args.scripts, peak, args.nanogpt)] if "speed" in args.parts else []
+        for line in itertools.chain(*found):
+            lines.append(line)
+            print(*line, sep=": ", flush=True)
+        lines += beside_others(args.small) if "others" in args.parts else []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     minutes = (time.time() - started) / 60

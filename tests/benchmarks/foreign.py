@@ -16,10 +16,9 @@ import time
 import numpy as np
 from crc32c import crc32c
 
-from data.cache import RowFile
-from data.order import SampleOrder
-from data.packing import PackedRows
-from data.shards import open_shards
+from data.foreign import ForeignRows
+from data.order import epochs_and_rows
+from data.rows import PackedRows
 from tests.benchmarks.measure import print_table
 
 T, B, ROUNDS = 1024, 32, 5
@@ -51,9 +50,7 @@ def main():
     n = int(args.megabytes * 1e6 / 2 / T) // 8 * 8
     ids = np.random.default_rng(0).integers(0, 50257, (n, T), np.uint16)
     with tempfile.TemporaryDirectory() as folder:
-        file = RowFile(f"{folder}/native.npy", T, np.uint16)
-        file.write(ids)
-        file.close()
+        np.save(f"{folder}/native.npy", ids.ravel())
         ids.tofile(f"{folder}/train.bin")
         for number, part in enumerate(np.split(ids, 8)):
             header = np.zeros(256, np.int32)
@@ -64,19 +61,20 @@ def main():
                 for record in map(example, part):
                     length = struct.pack("<Q", len(record))
                     out.write(length + masked(length) + record + masked(record))
-        sources, lines = {"native": PackedRows(f"{folder}/native.npy")}, {"native": {}}
+        native = np.load(f"{folder}/native.npy", mmap_mode="r")
+        sources, lines = {"native": PackedRows([native], T)}, {"native": {}}
         names = {"nanoGPT": "train.bin", "llm.c, 8 files": "llmc_*.bin", "TFRecord, 8 files": "*.tfrecord"}
         for name, files in names.items():
             start = time.perf_counter()
-            places = {"cache_dir": f"{folder}/cache", "block_size": T}
-            sources[name] = open_shards(f"{folder}/{files}", "train", **places)
+            sources[name] = ForeignRows(f"{folder}/{files}", f"{folder}/cache").rows("train", T)
             lines[name] = {"first": n / (time.perf_counter() - start)}
             assert np.array_equal(sources[name].__getitems__([(0, 0, n - 1)])["input_ids"][0], ids[-1])
         seconds = {name: [] for name in sources}
         for _ in range(ROUNDS):
             spent = dict.fromkeys(sources, 0.0)
             for first in range(0, n // B * B, B):
-                keys = list(SampleOrder(n, 0, first, first + B))
+                epochs, numbers = epochs_and_rows(first, first + B, n, 0)
+                keys = [*zip(range(first, first + B), epochs.tolist(), numbers.tolist(), strict=True)]
                 for name, rows in sources.items():
                     start = time.perf_counter()
                     rows.__getitems__(keys)

@@ -75,9 +75,10 @@ def train_with_trainer(argv: list[str]) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
     import train_clm
-    from data.rows import Recipe, open_sources, prepare
+    from data.open import Recipe, open_sources, prepare
+    from utils.flags import parse_args
     from utils.learning.model import build_model
-    from utils.settings import parse_args, stop_at
+    from utils.settings import stop_at
 
     args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv)
     problems = []

@@ -60,14 +60,13 @@ def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one mi
     for start in range(0, len(rows["slots"]), args.batch_size):
         part = slice(start, start + args.batch_size)
         batch = {name: column[part].to(accelerator.device) for name, column in rows.items()}
-        with accelerator.accumulate(model):
-            loss = model(batch)["mlm_loss_sum"] / (batch["slot_labels"] != -100).sum()
-            accelerator.backward(loss)
-            means.add(loss)
-            means.close(guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+        loss = model(batch)["mlm_loss_sum"] / (batch["slot_labels"] != -100).sum()
+        accelerator.backward(loss)
+        means.add(loss)
+        means.close(guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
         clock.step()
 
 

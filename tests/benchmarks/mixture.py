@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.mixture --batches 2000
 
-The batches of a training loop without training, through the loader of data/rows.py: of rows in the cache,
+The batches of a training loop without training, through the loader of data/batches.py: of rows in the cache,
 then of streamed shards. One process draws from both in turn, `--rounds` times, the same data and batch size;
 medians of the CPU's microseconds per batch and their ratio, as JSON.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from data.rows import Recipe, open_sources, prepare
+from data.open import Recipe, open_sources, prepare
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
 
 
@@ -45,7 +45,7 @@ def main() -> None:
             for seed in range(3):
                 names.append(f"{folder}/{seed}")
                 source = write_jsonl(Path(f"{names[-1]}.jsonl"), make_texts(2000, seed))
-                assert run(source, names[-1], tokenizer, block_size=args.block_size, shard_mb=0.2) == 0
+                assert run(source, names[-1], tokenizer, shard_mb=0.2) == 0
         common = {
             "block_size": args.block_size, "cache_dir": f"{folder}/cache", "max_eval_samples": 8,
             "per_device_train_batch_size": args.batch_size,

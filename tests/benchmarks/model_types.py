@@ -147,8 +147,9 @@ def compare(mapping: str, saved: Path, tokenizer) -> None:
     import torch
     import torch.nn.functional as F
 
+    from utils.learning.configuration import MODEL_CLASSES
     from utils.learning.losses import CausalLMLoss, MaskedLMLoss, trust_row_positions
-    from utils.learning.model import MODEL_CLASSES, build_model
+    from utils.learning.model import build_model
 
     trust_row_positions()
     own = MODEL_CLASSES[mapping].from_pretrained(saved, dtype=torch.float32).train()

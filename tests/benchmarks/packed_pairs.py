@@ -36,7 +36,8 @@ def contender(name: str, args) -> dict:
     from transformers import BertTokenizerFast, set_seed
 
     from data.masking import MaskTokens
-    from data.pairs import PairRows
+    from data.pair_rows import PairRows
+    from tests.shard_data import packed
     from utils.learning.losses import MaskedLMLoss, trust_row_positions
     from utils.learning.model import build_model
 
@@ -52,7 +53,7 @@ def contender(name: str, args) -> dict:
     model = MaskedLMLoss(build_model("pretraining", "bert", shape, None, width, tokenizer)).to(device)
     mask, totals = MaskTokens(tokenizer, 0.15), {}
     with tempfile.TemporaryDirectory() as folder:
-        rows = PairRows(pairs_file(folder, args.pairs, args.vocab_size, width), pack=name == "packed")
+        rows = packed(pairs_file(folder, args.pairs, args.vocab_size, width), PairRows, pack=name == "packed")
         at_once = 8 // args.longer if name == "packed" else 8  # rows of so many tokens
         clock = Clock()
         for start in range(0, len(rows), at_once):

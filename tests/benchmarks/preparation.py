@@ -22,8 +22,8 @@ import time
 from dataclasses import replace
 
 from data.filters import Accounting, clean_documents
-from data.packing import prepare_rows
 from data.sources.corpus import Corpus, Source, load_corpus
+from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
 from tests.benchmarks.measure import interleaved, print_table
 

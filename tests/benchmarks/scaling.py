@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import nullcontext
 
 from tests.benchmarks.measure import Clock, T, interleaved, print_table
 
@@ -25,7 +26,7 @@ def worker(args) -> dict | None:
     from utils.learning.optim import build_optimizer
 
     set_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
+    accelerator = Accelerator()
     config = AutoConfig.for_model(
         "gpt2", n_layer=args.layers, n_embd=args.width, n_head=args.width // 64, n_positions=T,
         vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0,
@@ -46,16 +47,13 @@ def worker(args) -> dict | None:
     clock = Clock()
     clock.start()
     for _ in range(args.steps):
-        for _ in range(args.accumulation):
-            with accelerator.accumulate(model):
-                input_ids = torch.randint(
-                    args.vocab_size, (args.batch_size, T), device=accelerator.device
-                )
-                accelerator.backward(model({"input_ids": input_ids})[0])
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+        for left in reversed(range(args.accumulation)):
+            input_ids = torch.randint(args.vocab_size, (args.batch_size, T), device=accelerator.device)
+            with accelerator.no_sync(model) if left else nullcontext():
+                accelerator.backward(model({"input_ids": input_ids})[0] / args.accumulation)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
         clock.step()
     accelerator.wait_for_everyone()
     report = clock.report(args.batch_size * T * args.accumulation * accelerator.num_processes)

@@ -5,7 +5,8 @@
     python -m tests.benchmarks.throughput --command peer="python other.py --steps 50" --command_tokens 51200
 
 Each contender runs in a process of its own, in turn, --rounds times; the table holds medians over the rounds
-and ratios to the first line. Contenders: ours, trainer (at its defaults), plain (forward with labels,
+and ratios to the first line. Contenders: ours, trainer (at its defaults), tuned (fused AdamW, tf32,
+torch_compile), plain (forward with labels,
 backward, clip, torch.optim.AdamW), each also with -bf16. A --command is timed as a whole, its start included.
 """
 
@@ -43,7 +44,7 @@ def contender(kind: str, args) -> dict:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     clock = Clock()
-    {"ours": train_ours, "trainer": train_with_trainer, "plain": train_plainly}[kind](
+    {"ours": train_ours, "trainer": train_with_trainer, "tuned": train_tuned, "plain": train_plainly}[kind](
         model, rows, args, bf16, clock
     )
     report = clock.report(args.batch_size * args.block_size)
@@ -61,8 +62,10 @@ def train_ours(lm, rows, args, bf16, clock):
     import numpy as np
     from accelerate import Accelerator
 
-    from data.packing import PackedRows
-    from data.rows import Data, Recipe
+    from data.batches import Data
+    from data.mixture import MixedRows, Mixture
+    from data.open import Recipe
+    from data.rows import PackedRows
     from utils.learning.losses import CausalLMLoss, trust_row_positions
     from utils.learning.model import use_one_kernel_gelu
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
@@ -83,23 +86,23 @@ def train_ours(lm, rows, args, bf16, clock):
     guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train", "train_plain")
 
     def update(micro_batches):  # that of train_clm.py, without row weights
-        accelerator.step, accelerator.gradient_accumulation_steps = 0, len(micro_batches)
-        for batch in micro_batches:
-            with accelerator.accumulate(model):
-                loss, row_losses = model(batch)
-                accelerator.backward(loss)
-                means.add(loss, row_losses.mean())
-                if accelerator.sync_gradients:
-                    grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    skipped = guard.judge(grad_norm)
-                    means.close(skipped, len(micro_batches))
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
+        [batch] = micro_batches
+        loss, row_losses = model(batch)
+        accelerator.backward(loss)
+        means.add(loss, row_losses.mean())
+        grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        skipped = guard.judge(grad_norm)
+        means.close(skipped, len(micro_batches))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
 
     with tempfile.TemporaryDirectory() as folder:
-        np.save(f"{folder}/rows.npy", rows.astype(np.uint16 if args.vocab_size <= 2**16 else np.uint32))
-        data = Data(Recipe.of(settings), accelerator, None, PackedRows(f"{folder}/rows.npy"), {})
+        ids = rows.astype(np.uint16 if args.vocab_size <= 2**16 else np.uint32).ravel()
+        np.save(f"{folder}/rows.npy", ids)
+        ours = PackedRows([np.load(f"{folder}/rows.npy", mmap_mode="r")], args.block_size)
+        mixed = MixedRows(Mixture((1.0,), settings.seed), {"": ours})
+        data = Data(Recipe.of(settings), accelerator, None, mixed, {})
         clock.start()
         for micro_batches in data.batches(Steps(settings, accelerator, data.length), 0):
             update(micro_batches)
@@ -136,6 +139,13 @@ def train_with_trainer(lm, rows, args, bf16, clock, **more):
         Trainer(
             lm, settings, train_dataset=data, data_collator=default_data_collator, callbacks=[Steps()]
         ).train()
+
+
+def train_tuned(lm, rows, args, bf16, clock):
+    import torch
+
+    torch.set_float32_matmul_precision("high")  # what tf32=True does, which a CPU refuses
+    train_with_trainer(lm, rows, args, bf16, clock, optim="adamw_torch_fused", torch_compile=True)
 
 
 def train_plainly(lm, rows, args, bf16, clock):

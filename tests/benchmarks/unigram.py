@@ -14,13 +14,16 @@ from data.order import evaluation_rows
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="+", type=Path, help="prepared rows: train.npy and validation.npy")
+    parser.add_argument("folders", nargs="+", type=Path, help="prepared token files")
+    parser.add_argument("--block_size", type=int, default=128)
     parser.add_argument("--rows", type=int, default=0, help="validation rows, max_eval_samples; 0: all")
     parser.add_argument("--seed", type=int, default=42, help="of the run")
     args = parser.parse_args()
     for folder in args.folders:
-        train = np.load(folder / "train.npy", mmap_mode="r")
-        validation = np.load(folder / "validation.npy", mmap_mode="r")
+        train, validation = (np.concatenate([np.load(file) for file in sorted(folder.glob(f"{split}-*.npy"))])
+                             for split in ("train", "validation"))  # fmt: skip
+        train, validation = (ids[: len(ids) // args.block_size * args.block_size].reshape(-1, args.block_size)
+                             for ids in (train, validation))  # fmt: skip
         rows = evaluation_rows(len(validation), args.rows, args.seed)
         predicted = validation[rows, 1:].ravel()  # the tokens that evaluation predicts
         size = int(max(train.max(), validation.max())) + 1

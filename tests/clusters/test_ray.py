@@ -30,7 +30,7 @@ def test_tasks_of_ray_of_which_one_is_killed(tmp_path):
         killed = []
         while driver.poll() is None and not killed:
             time.sleep(0.01)
-            if len([*folder.glob("part-*/*.parquet")]) > 20:
+            if len([*folder.glob("progress/*-*-*.npz")]) > 20:
                 children = psutil.Process(driver.pid).children(recursive=True)
                 killed = [child for child in children if "ray::prepare_part" in " ".join(child.cmdline())][:1]
                 killed[0].kill()

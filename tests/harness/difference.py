@@ -1,6 +1,6 @@
 """What lies between the harness's bits per byte and those of --eval_only, one change after the other.
 
-    python -m tests.harness.difference runs/clm validation.jsonl cache/rows-*/validation.npy
+    python -m tests.harness.difference runs/clm validation.jsonl cache/rows-*/validation-00000.npy
 
 Computed from the saved model alone, neither by the harness nor by our evaluation.
 """
@@ -45,8 +45,9 @@ def chain(run: str, documents: str, rows_file: str) -> dict[str, float]:
     ours = [plain.encode(text, add_special_tokens=False).ids for text in texts]
     theirs = [tokenizer(text)["input_ids"] for text in texts]
     stream = [token for tokens in ours for token in [*tokens, eos]]
-    rows = np.load(rows_file).astype(int)
-    assert stream[: rows.size] == rows.flatten().tolist(), "other documents than those of the rows"
+    ids = np.load(rows_file).astype(int)
+    assert stream == ids.tolist(), "other documents than those of the rows"
+    rows = ids[: len(ids) // T * T].reshape(-1, T)
     size = sum(len(text.encode()) for text in texts)
 
     def rolling(tokens):

@@ -55,7 +55,7 @@ def test_its_perplexity_is_ours_but_for_what_the_page_names(folder):
     """From --eval_only's number, calculated anew, to the harness's, calculated anew: both within 0.01 %."""
     out = forked.run("docs.harness.documents", [folder / "runs/clm", folder / "validation.jsonl"])
     assert out.returncode == 0, out.stderr[-2000:]
-    (rows,) = (folder / "cache/clm").glob("rows-*/validation.npy")
+    (rows,) = (folder / "cache/clm").glob("rows-*/validation-00000.npy")
     evaluation = {**TINY, "dataset_name": folder / "corpus.jsonl", "cache_dir": folder / "cache/clm",
                   "output_dir": folder / "runs/clm", "eval_only": True, "max_eval_samples": 0}  # fmt: skip
     done = forked.run("train_clm.py", evaluation)

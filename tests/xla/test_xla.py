@@ -147,7 +147,7 @@ def test_an_error_in_the_data_ends_the_run(script, workspace, tmp_path):
     broken = tmp_path / "broken.py"
     broken.write_text(
         f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
-        "from data.packing import PackedRows\n"
+        "from data.mixture import MixedRows as PackedRows\n"
         "read, calls = PackedRows.__getitems__, []\n"
         "def fails(self, keys):\n"
         "    calls.append(1)\n"

@@ -1,10 +1,5 @@
-"""Curves of training runs, from their metrics.jsonl.
+"""The curves of a run, from its metrics.jsonl: output_dir/curves.png, drawn anew at every evaluation."""
 
-    python -m utils.display.curves output_dir                              redraws output_dir/curves.png
-    python -m utils.display.curves run1 run2 --x tokens --output both.png  overlays runs
-"""
-
-import argparse
 import os
 import textwrap
 import warnings
@@ -30,32 +25,27 @@ STYLE = {
 
 def draw_curves(output_dir) -> None:
     """Redraw output_dir/curves.png, atomically. A failure warns: no run ends over it."""
+    run, picture = Path(output_dir), Path(output_dir, "curves.png")
     try:
-        draw([output_dir], Path(output_dir) / "curves.png")
+        if not (lines := read_metrics(run)):
+            raise ValueError(f"no metrics.jsonl with lines in {run}")
+        import matplotlib
+        from matplotlib.figure import Figure  # without pyplot no display is needed
+
+        temporary = picture.with_name(f".curves.png.{os.getpid()}")
+        with matplotlib.rc_context(STYLE):
+            figure = Figure((9.0, 7.0), 110, layout="constrained")
+            _fill(figure, run, lines)
+            figure.savefig(temporary, format="png")
+        os.replace(temporary, picture)
     except Exception as error:
         warnings.warn(f"curves.png was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def draw(runs: list, output: Path, x: str = "step"):
-    """One picture of one run, or of several overlaid. x: the horizontal axis: step, tokens or seconds."""
-    import matplotlib
-    from matplotlib.figure import Figure  # without pyplot no display is needed
-
-    histories = {Path(run): read_metrics(run) for run in runs}
-    if empty := [str(run) for run, lines in histories.items() if not lines]:
-        raise ValueError(f"no metrics.jsonl with lines in {', '.join(empty)}: give the output_dir of runs")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    with matplotlib.rc_context(STYLE):
-        figure = Figure((9.0, 7.0), 110, layout="constrained")
-        _fill(figure, histories, x)
-        figure.savefig(temporary, format="png")
-    os.replace(temporary, output)
-
-
-def _fill(figure, histories: dict[Path, list[dict]], x: str):
+def _fill(figure, run: Path, lines: list[dict]):
     from matplotlib.ticker import EngFormatter
 
-    logged = dict.fromkeys(key for lines in histories.values() for line in lines for key in line)
+    logged = dict.fromkeys(key for line in lines for key in line)
     sets = by_set(logged, "loss/eval") | by_set(logged, "accuracy")
     evals = [("evaluation", "loss/eval", "accuracy")] if "" in sets else []
     evals += [(f"evaluation, {name}", f"loss/eval/{name}", f"accuracy/{name}") for name in sets if name]
@@ -63,24 +53,19 @@ def _fill(figure, histories: dict[Path, list[dict]], x: str):
         evals += [("masked LM", "loss/mlm", ""), ("next sentence", "loss/nsp", "nsp_accuracy")]
     panels = PANELS | ({"accuracy": "accuracy"} if by_set(logged, "accuracy") else {})
     axes = figure.subplot_mosaic([["loss"] * len(panels), list(panels)], height_ratios=[2, 1])
-    loss, alone, names = axes["loss"], len(histories) == 1, [run.resolve().name for run in histories]
-    for i, (run, lines) in enumerate(histories.items()):
-        name = names[i] if names.count(names[i]) == 1 else str(run)
-        if origin := read_run(run).get("origin"):  # a branch
-            name += f", from {origin['run']} at step {origin['step']:,}"
-            loss.axvline(*_positions(lines, [origin["step"]], x), color=COLOURS[i % len(COLOURS)], ls="-.")
-        plain = any("loss/train_plain" in line for line in lines)
-        train, colour = "loss/train_plain" if plain else "loss/train", COLOURS[i % len(COLOURS)]
-        _plot(loss, _series(lines, train, x), True, label="training" if alone else name, color=colour)
-        for key in PANELS:
-            _plot(axes[key], _series(lines, key, x), key != "learning_rate", color=colour)
-        for place, (label, loss_key, accuracy_key) in enumerate(evals, start=1):
-            style = {"ls": DASHES[place % len(DASHES)], "color": colour}
-            if alone:
-                style["color"] = COLOURS[place % len(COLOURS)]
-            _plot(loss, _series(lines, loss_key, x), label=label if alone else "", **style)
-            if "accuracy" in axes:
-                _plot(axes["accuracy"], _series(lines, accuracy_key, x), **style)
+    loss, name, state = axes["loss"], run.resolve().name, read_run(run)
+    if origin := state.get("origin"):  # a branch
+        name += f", from {origin['run']} at step {origin['step']:,}"
+        loss.axvline(origin["step"], color=COLOURS[0], ls="-.")
+    train = "loss/train_plain" if "loss/train_plain" in logged else "loss/train"
+    _plot(loss, _series(lines, train), True, label="training", color=COLOURS[0])
+    for key in PANELS:
+        _plot(axes[key], _series(lines, key), key != "learning_rate", color=COLOURS[0])
+    for place, (label, loss_key, accuracy_key) in enumerate(evals, start=1):
+        style = {"ls": DASHES[place % len(DASHES)], "color": COLOURS[place % len(COLOURS)]}
+        _plot(loss, _series(lines, loss_key), label=label, **style)
+        if "accuracy" in axes:
+            _plot(axes["accuracy"], _series(lines, accuracy_key), **style)
     for key, axis in axes.items():
         axis.set_xlim(loss.get_xlim())
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -90,13 +75,9 @@ def _fill(figure, histories: dict[Path, list[dict]], x: str):
             high = np.percentile(_values(axis.lines), 98, method="higher")  # spikes may leave the picture
             axis.set_ylim(0, 1 if key == "accuracy" else 1.2 * high or 1)
     _scale_loss(loss, "exp(loss)" if "loss/nsp" in logged else "perplexity")
-    loss.set_xlabel(x)
-    if alone:
-        loss.set_title(_title(name, lines))
-        _mark_events((loss, axes["grad_norm"]), read_run(run).get("resumes", []), lines, x)
-    else:  # the dashes of a set are the same for all runs
-        for place, (label, *_) in enumerate(evals, start=1):
-            loss.plot([], [], color=COLOURS[-1], ls=DASHES[place % len(DASHES)], label=label)
+    loss.set_xlabel("step")
+    loss.set_title(_title(name, lines))
+    _mark_events((loss, axes["grad_norm"]), state["resumes"], lines)
     handles, labels = loss.get_legend_handles_labels()
     columns = 140 // (10 + max(map(len, labels))) or 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
@@ -138,15 +119,15 @@ def _smooth(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return at[::stride], np.where(known[::stride], means, np.nan)
 
 
-def _mark_events(axes, resumes: list, lines: list[dict], x: str):
+def _mark_events(axes, resumes: list, lines: list[dict]):
     """Dotted lines where the run was resumed, triangles where updates were skipped."""
     skipped = [line["step"] for line in lines if line.get("event") == "skipped_update"]
     for axis in axes:
-        for i, at in enumerate(_positions(lines, resumes, x)):
+        for i, at in enumerate(resumes):
             axis.axvline(at, color="#8a8f98", lw=0.9, ls=":", label="" if i else f"resumed ({len(resumes)})")
         if skipped:
             foot = axis.get_xaxis_transform()  # x in data, y in heights of the axes
-            axis.plot(_positions(lines, skipped, x), [0.02] * len(skipped), "^", color="#c53030", ms=5,
+            axis.plot(skipped, [0.02] * len(skipped), "^", color="#c53030", ms=5,
                       transform=foot, label=f"skipped updates ({len(skipped)})")  # fmt: skip
 
 
@@ -168,32 +149,7 @@ def _scale_loss(axis, right_label: str):
         right.set_ylabel(right_label)
 
 
-def _series(lines: list[dict], key: str, x: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where (in units of x) and what; null is NaN, which leaves a gap in the curve."""
+def _series(lines: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values; null is NaN, which leaves a gap in the curve."""
     having = [line for line in lines if key in line and "step" in line]
-    values = np.array([line[key] for line in having], float)
-    return _positions(lines, [line["step"] for line in having], x), values
-
-
-def _positions(lines: list[dict], steps: list, x: str) -> np.ndarray:
-    """Steps in units of x. Evaluation lines have no seconds, old ones no tokens: from training lines."""
-    if x == "step":
-        return np.array(steps, float)
-    known = [(line["step"], line[x]) for line in lines if line.get(x) is not None and "step" in line]
-    return np.interp(steps, *np.array([(0, 0), *known], float).T) if known else np.full(len(steps), np.nan)
-
-
-if __name__ == "__main__":
-    show = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
-    parser.add_argument("runs", nargs="+", metavar="output_dir")
-    parser.add_argument("--output", type=Path, help="default: curves.png in the run, compare.png for several")
-    parser.add_argument("--x", choices=["step", "tokens", "seconds"], default="step", help="horizontal axis")
-    args = parser.parse_args()
-    usual = Path("compare.png") if len(args.runs) > 1 else Path(args.runs[0]) / "curves.png"
-    output = args.output or usual
-    try:
-        draw(args.runs, output, args.x)
-    except ValueError as error:
-        parser.exit(2, f"{error}\n")
-    print(output)
+    return np.array([line["step"] for line in having], float), np.array([line[key] for line in having], float)

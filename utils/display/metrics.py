@@ -3,12 +3,13 @@
 import contextlib
 import json
 import math
-import os
 import secrets
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from utils.io.files import write_json
 
 
 class MetricsLog:
@@ -16,10 +17,10 @@ class MetricsLog:
 
     offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, kept in
     checkpoints) cuts the file there, so that a resumed run repeats no line. A line that a crash cut short is
-    dropped. Only the main process writes. run.json beside it holds the trackers' run id, the resumes, and the
-    origin of a branch: {"run": name, "step": step}."""
+    dropped. Only the main process writes. run.json beside it holds the trackers' run id, the resumes, what
+    each start ran on (`launch`), and the origin of a branch: {"run": name, "step": step}."""
 
-    def __init__(self, output_dir, offset=None, is_main_process=True, origin=None):
+    def __init__(self, output_dir, offset=None, is_main_process=True, origin=None, launch=None):
         self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0
         if not is_main_process:
             return
@@ -35,6 +36,10 @@ class MetricsLog:
             steps = (line.get("step") for line in _records(reversed(kept.splitlines())))
             last = next((step for step in steps if isinstance(step, int)), 0)
             run["resumes"] = [step for step in run["resumes"] if step < last] + [last]
+        if launch:
+            step = run["resumes"][-1] if run["resumes"] else 0
+            earlier = [start for start in run["launches"] if start["step"] < step]
+            run["launches"] = [*earlier, {"step": step, **launch}]
         write_json(self.path.with_name("run.json"), run)
 
     def write(self, record: dict):
@@ -76,17 +81,14 @@ def by_set(record: Mapping, metric: str) -> dict[str, Any]:
 
 def read_run(output_dir) -> dict:
     """{"id": the tracker run's id, "resumes": [last logged step before each resume]}"""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((Path(output_dir) / "run.json").read_text())
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # not as we wrote it
+        run = json.loads((Path(output_dir) / "run.json").read_text())
+        starts = [start["step"] for start in run.setdefault("launches", [])]
+        steps = [*run.setdefault("resumes", []), *starts]
+        if isinstance(run["id"], str) and all(isinstance(step, int) for step in steps):
+            return run
     return _new_run()
 
 
 def _new_run() -> dict:
-    return {"id": secrets.token_hex(4), "resumes": []}
-
-
-def write_json(path: Path, content: dict):
-    """Write a temporary file and rename it: readers see the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(temporary, path)
+    return {"id": secrets.token_hex(4), "resumes": [], "launches": []}

@@ -7,29 +7,44 @@
 import argparse
 
 import torch
-from accelerate.utils import DistributedType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from utils.display.progress import readable
 from utils.display.throughput import flops_per_token, peak_flops
+from utils.learning.configuration import MODEL_CLASSES
 from utils.learning.fused_head import chunk_rows
-from utils.learning.model import MODEL_CLASSES, use_one_kernel_gelu
-from utils.learning.muon import AT_ONCE, hidden_matrices
+from utils.learning.model import use_one_kernel_gelu
 
 
-def estimate(
-    config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False, accumulation: int = 1,
-    devices: int = 1, sharding: str = "ddp", device_type: str = "cpu", predicted: float = 1.0,
-    kept_bytes: int = 0, optimizer_type: str = "adamw", gradient_checkpointing: bool = False,
-) -> dict[str, float]:  # fmt: skip
-    """Bytes per device, FLOPs per token and bytes sent per update, for float32 weights.
+def run_without_data(config, rows: int, block_size: int, kind: str, bf16: bool):
+    """(model, its last hidden states [B, T, D], bytes of each tensor that autograd keeps for backward)"""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor  # the tensor too: its address must not be used again
+        return tensor
+
+    with FakeTensorMode(), no_init_weights():
+        model = MODEL_CLASSES[kind].from_config(config).train()
+        model.tie_weights()
+        use_one_kernel_gelu(model)
+        weights = {p.untyped_storage()._cdata for p in model.parameters()}
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            hidden = model.base_model(input_ids=torch.zeros(rows, block_size, dtype=torch.long))[0]
+    sizes = [tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights]
+    return model, hidden, sizes
+
+
+def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False,
+             accumulation: int = 1, devices: int = 1, sharding: str = "ddp", device_type: str = "cpu",
+             predicted: float = 1.0) -> dict[str, float]:  # fmt: skip
+    """Bytes per device, FLOPs per token and bytes sent per update, for float32 weights and AdamW.
 
     kind: as in learning/model.py; sharding: "ddp" or "fsdp" (all of it); predicted: the share of positions
-    that pass the head (masked LM); kept_bytes: on each device beside model and optimizer. FLOPs are those of
-    the model: what gradient_checkpointing computes again, about a third more, is not among them.
+    that pass the head (masked LM).
 
     The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
     architecture (a compiled model keeps less). Off the CPU, attention is taken to be fused and dropout masks,
@@ -38,83 +53,36 @@ def estimate(
         values = config.to_dict()
         off = {name: 0.0 for name, share in values.items() if "drop" in name and isinstance(share, float)}
         config = type(config)(**values | off)
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor  # the tensor too: its address must not be used again
-        return tensor
-
-    with FakeTensorMode():
-        with no_init_weights():
-            model = MODEL_CLASSES[kind].from_config(config).train()
-        model.tie_weights()
-        use_one_kernel_gelu(model)
-        parameters = sum(p.numel() for p in model.parameters())
-        weights = {p.untyped_storage()._cdata for p in model.parameters()}
-        matrices = sum(p.numel() for p in hidden_matrices(model)) if optimizer_type == "muon" else 0
-        bounds = []  # of what each block keeps, within `kept`
-        for module in model.modules() if gradient_checkpointing else ():
-            if isinstance(module, GradientCheckpointingLayer):
-                module.register_forward_pre_hook(lambda *_: bounds.append(len(kept)))
-                module.register_forward_hook(lambda *_: bounds.append(len(kept)))
-        ids = torch.zeros(rows, block_size, dtype=torch.long)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
-        ):
-            hidden = model.base_model(input_ids=ids)[0]  # [B, T, D]
-        sizes = [tensor.untyped_storage().nbytes() * (key not in weights) for key, tensor in kept.items()]
-        inside = [sum(sizes[a:b]) for a, b in zip(bounds[::2], bounds[1::2], strict=True)]
-        head = model.get_output_embeddings().weight
-        tied = head is model.get_input_embeddings().weight
-        layers = [child for m in model.modules() if isinstance(m, torch.nn.ModuleList) for child in m]
-        units = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        flops = flops_per_token(model, block_size, predicted)
-
+    model, hidden, sizes = run_without_data(config, rows, block_size, kind, bf16)
+    parameters, head = sum(p.numel() for p in model.parameters()), model.get_output_embeddings().weight
     activations, positions = sum(sizes), rows * block_size * predicted
-    if inside:  # each block keeps its input only; the rest exists for one at a time
-        activations += max(inside) - sum(inside) + len(inside) * hidden.untyped_storage().nbytes()
     half = 2 if bf16 else 0  # bytes of a second copy in bfloat16
     loss = min(chunk_rows(device_type, len(head)), positions) * len(head) * (4 + half)  # a chunk's logits
     loss += head.numel() * (4 + 2 * half)  # the head's gradient is made in the forward pass
     loss += positions * head.shape[1] * (2 * hidden.element_size() + half)  # the head's input, its gradient
     if device_type == "cpu":
         # glibc's heap holds on to freed blocks below 32 MiB, sometimes more and sometimes less
-        activations += (0.4 if inside else 0.3) * sum(size for size in sizes if size < 2**25)
+        activations += 0.3 * sum(size for size in sizes if size < 2**25)
         loss += head.numel() * half  # oneDNN's own arrangement of the weight
-    shards = devices if sharding == "fsdp" else 1
-    copies = 0
+    shards, copies = devices if sharding == "fsdp" else 1, 0
     if devices > 1:  # DDP: buckets beside the gradients; FSDP: weights and gradients of a gathered unit
+        layers = [child for m in model.modules() if isinstance(m, torch.nn.ModuleList) for child in m]
+        units = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         copies = 4 * parameters if sharding == "ddp" else 2 * max(units + [head.numel()]) * (half or 4)
     gradients = 4 * parameters / shards
     forward_peak = activations + loss + (gradients if accumulation > 1 else 0)
+    tied = head is model.get_input_embeddings().weight
     backward_peak = gradients + (8 * head.numel() if tied else 0)  # the lookups' gradient and the sum
-    backward_peak = max(backward_peak, gradients + 6 * 4 * min(matrices, AT_ONCE))  # Muon's iteration
-    optimizer = 8 * parameters - 4 * matrices  # two moments; of Muon one
     sent = (devices - 1) / devices * parameters
     # ring all-reduce: reduce and gather; FSDP: gather forward and backward, reduce, for each micro-batch
     sent *= 2 * 4 if sharding == "ddp" else 3 * (half or 4) * accumulation
     return {
         "parameters": parameters, "weights": 4 * parameters / shards, "gradients": gradients,
-        "optimizer": optimizer / shards, "activations": activations, "loss": loss, "copies": copies,
-        "peak": (4 * parameters + optimizer) / shards + kept_bytes + copies
-        + max(forward_peak, backward_peak),
-        "flops_per_token": flops, "sent_per_update": sent,
+        "optimizer": 8 * parameters / shards, "activations": activations, "loss": loss, "copies": copies,
+        "peak": 12 * parameters / shards + copies + max(forward_peak, backward_peak),
+        "flops_per_token": flops_per_token(model, block_size, predicted), "sent_per_update": sent,
         "tokens_per_update": rows * block_size * accumulation * devices,
     }  # fmt: skip
-
-
-def peak_memory(accelerator, config, rows: int, block_size: int, **more) -> float | None:
-    """Bytes per device that this run needs at its peak, by `estimate`; None for a model it cannot follow."""
-    try:
-        return estimate(
-            config, rows, block_size, **more,
-            bf16=accelerator.mixed_precision == "bf16", devices=accelerator.num_processes,
-            accumulation=accelerator.gradient_accumulation_steps, device_type=accelerator.device.type,
-            sharding="fsdp" if accelerator.distributed_type == DistributedType.FSDP else "ddp",
-        )["peak"]  # fmt: skip
-    except (RuntimeError, AttributeError, TypeError, ValueError):  # of a class that only the script knows
-        return None
 
 
 def describe(plan: dict, flops_per_second: float | None = None, tokens: float = 0) -> str:
@@ -150,8 +118,6 @@ if __name__ == "__main__":
     parser.add_argument("--block_size", type=int, default=1024)
     parser.add_argument("--per_device_train_batch_size", type=int, default=8)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--optimizer_type", default="adamw", choices=["adamw", "muon"])
-    parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--precision", default="bf16", choices=["bf16", "no"])
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--sharding", default="ddp", choices=["ddp", "fsdp"])
@@ -170,10 +136,11 @@ if __name__ == "__main__":
         config, args.per_device_train_batch_size, args.block_size, kind=args.kind,
         bf16=args.precision == "bf16", accumulation=args.gradient_accumulation_steps,
         devices=args.devices, sharding=args.sharding, predicted=args.predicted,
-        optimizer_type=args.optimizer_type, gradient_checkpointing=args.gradient_checkpointing,
         device_type="cpu" if args.device_name == "cpu" else "cuda",
     )  # fmt: skip
     peak = peak_flops(args.device_name)
-    print(f"{args.per_device_train_batch_size} rows of {args.block_size:,} tokens, {args.precision}, on a "
-          f"{args.device_name}: --device_name \"NVIDIA H100\" for a GPU, which attends in less memory")
+    hint = ': --device_name "NVIDIA H100" for a GPU, which attends in less memory'
+    hint = hint if args.device_name == "cpu" else ""
+    rows = f"{args.per_device_train_batch_size} rows of {args.block_size:,} tokens"
+    print(f"{rows}, {args.precision}, on one {args.device_name}{hint}")
     print(describe(plan, peak and peak * args.mfu * args.devices, args.tokens))

@@ -15,7 +15,7 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
     rows = list(islice(_rows(data, steps, keytokens, alpha), number))
     if not data.accelerator.is_main_process:
         return
-    tokenizer, sources = data.tokenizer, list(getattr(data.train, "sources", ()))  # of a mixture
+    tokenizer, sources = data.tokenizer, list(data.train.sources)
     end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
     columns = rows[0] if rows else ()
     lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run",
@@ -28,7 +28,7 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
     if "next_sentence_label" in columns:
         lines.append("  label 0: B follows A; 1: B is from another document")
     for row in rows:
-        total = sources[row["source"]] if sources else data.length and f"{data.length:,}"
+        total = sources[row["source"]] if len(sources) > 1 else data.length and f"{data.length:,}"
         lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
     text, encoding = "\n".join(lines), sys.stdout.encoding or "utf-8"
     try:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from utils.display.metrics import by_set, write_json
+from utils.display.metrics import by_set
+from utils.io.files import write_json
 
 
 def on_terminal() -> bool:

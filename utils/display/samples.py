@@ -3,7 +3,7 @@
 import torch
 from accelerate.utils import DistributedType
 
-from utils.learning.model import setting
+from utils.learning.overrides import setting
 
 # The most likely token each time. Those that have occurred count 1.2 times less (CTRL, arXiv 1909.05858,
 # section 4.1), or models that are small or young repeat one phrase for ever.
@@ -12,6 +12,7 @@ MASK = "[MASK]"  # written so in prompts; each tokenizer has its own
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # each length would be compiled
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
     """The last line of each prompt and what follows; quick: two tokens, to see that it works. [] of processes
     but the main one, under FSDP, where no process holds the weights, and on XLA, where each length would be a
@@ -31,7 +32,6 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: b
             output = lm.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
                 pad_token_id=tokenizer.eos_token_id, **DECODING,
-                use_cache=setting(lm.config, "num_hidden_layers") is not None,  # BLT's cache asks for it
             )  # fmt: skip
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         texts.append(f"{prompt.strip().splitlines()[-1]}\n{text.rstrip()}\n")
@@ -40,6 +40,7 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: b
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # each length would be compiled
 def fill_masks(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
     """A line per mask, with its most likely tokens and their probabilities, from the main process; [] as
     above. All prompts go through in one batch of fixed shape, so on XLA this is one graph, always quick."""

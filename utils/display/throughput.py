@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from utils.learning.model import setting
+from utils.learning.overrides import setting
 
 # Dense matrix-multiply peak in TFLOP/s with bf16 inputs (fp16 where the chip has no bf16), without sparsity,
 # from the makers' public data sheets. "Device" is what torch calls one: one of the two dies of an MI250X, one
@@ -52,7 +52,7 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     is multiplied with: the head (tied or not; for the share `head_share` of positions, those predicted), not
     the lookups (token, position and type embeddings).
     12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
-    size; not halved because of the causal mask. Take it before FSDP cuts the parameters up."""
+    size; not halved because of the causal mask. Take it before FSDP shards the parameters."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # some models do not tell
     lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
     parameters = sum(p.numel() for p in set(model.parameters()) - lookups)
@@ -62,15 +62,6 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     if not (heads and layers):  # a state-space model
         return 6 * parameters
     return 6 * parameters + 12 * layers * (heads * head_size if head_size else hidden) * block_size
-
-
-def timed(function, *args) -> float:
-    """Seconds that it takes, until the device has done it, too."""
-    start = time.perf_counter()
-    function(*args)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start
 
 
 class Throughput:
@@ -85,7 +76,7 @@ class Throughput:
                  seconds: float = 0.0):  # fmt: skip
         self.steps, self.flops_per_token, self.peak, self.measured = steps, flops_per_token, peak, 0
         self.tokens, self.interval_start = steps.tokens_before(step), time.perf_counter()
-        self.aside_seconds = Counter()  # by name, in this log interval
+        self.apart_seconds = Counter()  # by name, in this log interval
         self.run_start = self.interval_start - seconds
 
     @property
@@ -94,24 +85,24 @@ class Throughput:
         return time.perf_counter() - self.run_start
 
     @contextlib.contextmanager
-    def aside(self, name: str):
+    def apart(self, name: str):
         """Evaluation, saving: time that is not counted in tokens/s, but in the time left."""
         start = time.perf_counter()
         yield
-        self.aside_seconds[name] += time.perf_counter() - start
+        self.apart_seconds[name] += time.perf_counter() - start
 
     def measure(self, step: int) -> dict:
         """What is logged at the end of a log interval; "save_seconds" where training stood still for a save.
 
         Call it when the device has finished (after reading the loss): before, it would time the queueing."""
-        now, saving = time.perf_counter(), self.aside_seconds["save"]
-        spent = max(now - self.interval_start - self.aside_seconds.total(), 1e-9)
+        now, saving = time.perf_counter(), self.apart_seconds["save"]
+        spent = max(now - self.interval_start - self.apart_seconds.total(), 1e-9)
         if self.measured < 2:  # the first interval holds compilation and warm-up: the second replaces it
             self.first = self.interval_start, self.tokens
         self.measured += 1
         before, self.tokens = self.tokens, self.steps.tokens_before(step)
         rate = max(self.tokens - before, 1) / spent
-        self.interval_start, self.aside_seconds = now, Counter()
+        self.interval_start, self.apart_seconds = now, Counter()
         mfu = round(self.flops_per_token * rate / self.peak, 4) if self.peak else None
         record = {"seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1), "mfu": mfu}
         return record | ({"save_seconds": round(saving, 3)} if saving else {})

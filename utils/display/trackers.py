@@ -14,8 +14,8 @@ def check_trackers(report_to: str) -> list[str]:
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
     missing = sorted(set(names) - {str(name) for name in get_available_trackers()} - {"all"})
     if missing:
-        raise ValueError(f"report_to is {report_to!r}, but {', '.join(missing)} cannot be imported here: "
-                         f"`pip install {' '.join(missing)}`, or --report_to none")  # fmt: skip
+        cause = f"report_to is {report_to!r}, but {', '.join(missing)} cannot be imported here"
+        raise ValueError(f"{cause}: `pip install {' '.join(missing)}`, or --report_to none")
     return names
 
 

@@ -3,6 +3,8 @@
 N rows (predicted tokens), C of them in a chunk, V vocabulary, D width.
 """
 
+import functools
+
 import torch
 from torch import nn
 
@@ -16,9 +18,15 @@ def chunk_rows(device_type, vocab_size):
     return 256 if device_type == "cpu" else max(256, 2**30 // (4 * vocab_size) // 256 * 256)
 
 
+def softmax_for(device_type, compiled):
+    """The softmax over a chunk of logits: by hand, or where a GPU's model is compiled, for the compiler."""
+    return CompilerSoftmax() if compiled and device_type != "cpu" else ChunkSoftmax()
+
+
 class ChunkSoftmax(nn.Module):
-    """Loss of one chunk of logits, and their gradient written over them. A module so that accelerate's
-    regional compilation, which compiles the children of the model one by one, makes a single kernel of it."""
+    """Loss of one chunk of logits, and their gradient written over them."""
+
+    by_hand = True
 
     def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
         """logits [C, V], targets [C] (valid ids), weights [C] -> losses [C], correct [C], bias gradient."""
@@ -39,6 +47,27 @@ class ChunkSoftmax(nn.Module):
         if x is not logits:
             logits.copy_(x)
         return losses, correct, None if bias is None else x.sum(0)
+
+
+class CompilerSoftmax(nn.Module):
+    """The same for the compiler, which makes a kernel of the losses and one that writes the gradient. Chunks
+    are of one size, for one graph: all positions of a row, the last with weight 0."""
+
+    by_hand = False
+
+    def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
+        x = logits.to(weights.dtype)
+        x = x if bias is None else x + bias
+        targets, weights = targets[:, None], weights[:, None]
+        correct = x.argmax(1) == targets[:, 0] if with_correct else None
+        total = x.logsumexp(1, keepdim=True)
+        losses = (total - x.gather(1, targets))[:, 0]
+        if not with_gradient:
+            return losses, correct, None
+        one_hot = torch.arange(x.shape[1], device=x.device) == targets
+        gradient = ((x - total).exp() - one_hot.to(x.dtype)) * weights
+        logits.copy_(gradient)
+        return losses, correct, None if bias is None else gradient.sum(0)
 
 
 def replaced_losses(token_loss, logits, targets):
@@ -63,38 +92,65 @@ def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient
     return losses.detach(), d_logits
 
 
+def _chunk_of(rows, most, equal):
+    """Rows of a chunk, at most `most`; equal: all of one size, if less than twice as many chunks can be."""
+    chunks = -(-rows // most)
+    if equal:
+        chunks = next((n for n in range(chunks, 2 * chunks) if rows % n == 0), chunks)
+        return -(-rows // chunks)
+    return min(rows, most)
+
+
+def _add_product(total, a, b):
+    """total += a @ b, summed in total's type, by the product itself where it can."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif not torch.compiler.is_compiling() and _sums_in(total.dtype, a.dtype, a.device.type):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+
+
+@functools.cache
+def _sums_in(dtype, of, device_type):
+    """Whether a product of such matrices can be added to one of another type, tried: CPUs cannot."""
+    ones, total = torch.ones(16, 16, dtype=of, device=device_type), torch.ones(16, 16, device=device_type)
+    try:
+        return bool((torch.addmm(total, ones, ones, out_dtype=dtype, out=total) == 17).all())
+    except (RuntimeError, TypeError):
+        return False
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, token_weights, chunk_softmax, with_gradient, with_correct,
+    def forward(ctx, hidden, weight, bias, targets, token_weights, softmax, with_gradient, with_correct,
                 token_loss):  # fmt: skip
-        (rows, _), vocab_size = hidden.shape, weight.shape[0]
-        kind = hidden.device.type
+        rows, vocab_size, kind = len(hidden), len(weight), hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         exact = torch.promote_types(dtype, torch.float32)  # softmax, losses and the sums over chunks
-        step = min(rows, chunk_rows(kind, vocab_size))
+        step = _chunk_of(rows, chunk_rows(kind, vocab_size), equal=not softmax.by_hand)
         buffer = scratch = None
         if kind != "xla" and not torch.compiler.is_compiling():
             stride = -(-vocab_size // ROW_STRIDE) * ROW_STRIDE
             buffer = hidden.new_empty((step, stride), dtype=dtype)[:, :vocab_size]
-            if dtype != exact:
+            if dtype != exact and softmax.by_hand:
                 scratch = hidden.new_empty((step, stride), dtype=exact)[:, :vocab_size]
         with torch.autocast(kind, enabled=False):
             h, w, valid = hidden.to(dtype), weight.to(dtype), targets != IGNORED
-            safe_targets = targets.where(valid, 0)
-            weights = token_weights.to(exact) * valid
+            safe_targets, weights = targets.where(valid, 0), token_weights.to(exact) * valid
             d_weight = torch.zeros_like(weight, dtype=exact) if with_gradient else None
             d_bias = torch.zeros_like(bias, dtype=exact) if with_gradient and bias is not None else None
             losses, corrects, d_hidden, trained = [], [], [], []
             for start in range(0, rows, step):
-                part = slice(start, min(start + step, rows))
-                logits = torch.mm(h[part], w.t(), out=None if buffer is None else buffer[: part.stop - start])
+                part = slice(start, start + step)
+                logits = torch.mm(h[part], w.t(), out=None if buffer is None else buffer[: rows - start])
                 if token_loss is not None:
                     other, d_logits = _chunk_of_any_loss(
                         token_loss, logits, bias, targets[part], weights[part], with_gradient
                     )
                     trained.append(other)
-                loss, correct, d_bias_part = chunk_softmax(
-                    logits, None if scratch is None else scratch[: part.stop - start], bias,
+                loss, correct, d_bias_part = softmax(
+                    logits, None if scratch is None else scratch[: rows - start], bias,
                     safe_targets[part], weights[part], with_gradient and token_loss is None, with_correct,
                 )  # fmt: skip
                 losses.append(loss)
@@ -105,10 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_bias_part = d_logits.sum(0)
                 if with_gradient:
                     d_hidden.append((logits @ w).to(hidden.dtype))
-                    if dtype == exact:
-                        d_weight.addmm_(logits.t(), h[part])
-                    else:
-                        d_weight.add_(logits.t() @ h[part])
+                    _add_product(d_weight, logits.t(), h[part])
                     if bias is not None:
                         d_bias.add_(d_bias_part)
             losses = torch.cat(losses).where(valid, 0)
@@ -134,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 _apply_uncompiled = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
-def linear_cross_entropy(hidden, weight, targets, token_weights, bias=None, chunk_softmax=None,
+def linear_cross_entropy(hidden, weight, targets, token_weights, bias=None, softmax=None,
                          with_correct=False, token_loss=None):  # fmt: skip
     """Cross-entropy of `hidden @ weight.T + bias` without the [N, V] logits.
 
@@ -150,5 +203,5 @@ def linear_cross_entropy(hidden, weight, targets, token_weights, bias=None, chun
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return apply(
         hidden, weight, bias, targets, token_weights,
-        ChunkSoftmax() if chunk_softmax is None else chunk_softmax, with_gradient, with_correct, token_loss,
+        ChunkSoftmax() if softmax is None else softmax, with_gradient, with_correct, token_loss,
     )  # fmt: skip

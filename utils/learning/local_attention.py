@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 LOCAL = "local"  # its name with transformers
+WINDOW = "window"  # of the kernel below; with "flash" in it transformers would look for a package
 HIDDEN = torch.finfo(torch.float16).min  # not -inf: what sees padding only must stay finite
 
 
@@ -66,5 +67,36 @@ def local_attention(module, query, key, value, attention_mask, **more):
     return out.flatten(0, 1).unflatten(0, (-1, tokens + empty))[:, :tokens], None
 
 
+def window_mask(*shape, attention_mask=None, local_size=None, use_vmap=False, **more):
+    """None for a sliding layer on whole rows, as `window_attention` needs no mask; else what sdpa gets."""
+    # allow_...: transformers' word for a mask to which nothing was added, such as documents.
+    plain = more.get("allow_is_causal_skip", True) or more.get("allow_is_bidirectional_skip")
+    mixed = torch.is_autocast_enabled(torch.device(more["device"]).type)
+    rows = more["q_length"] == more["kv_length"] and attention_mask is None and not use_vmap
+    if local_size is not None and plain and mixed and rows:
+        return None
+    return sdpa_mask(*shape, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, **more)
+
+
+def window_attention(module, query, key, value, attention_mask, sliding_window=None, dropout=0.0,
+                     scaling=None, is_causal=None, **more):  # fmt: skip
+    """As local_attention, by torch's own flash attention, which takes a window: no mask, no blocks. CUDA and
+    ROCm, in half precision."""
+    kind = query.device.type
+    if attention_mask is not None or sliding_window is None or not torch.is_autocast_enabled(kind):
+        more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    rows, _, tokens, _ = query.shape
+    lines = [x.to(torch.get_autocast_dtype(kind)).transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+    causal, reach = module.is_causal if is_causal is None else is_causal, sliding_window - 1
+    out = _kernel(*lines, starts, starts, tokens, tokens, dropout, causal, False, scale=scaling,
+                  window_size_left=reach, window_size_right=0 if causal else reach)[0]  # fmt: skip
+    return out.unflatten(0, (rows, tokens)), None
+
+
+_kernel = torch.ops.aten._flash_attention_forward  # [rows x tokens, H, D], where rows start, longest row, ...
+AttentionInterface.register(WINDOW, window_attention)
+AttentionMaskInterface.register(WINDOW, window_mask)
 AttentionInterface.register(LOCAL, local_attention)
 AttentionMaskInterface.register(LOCAL, local_mask)

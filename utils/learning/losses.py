@@ -164,16 +164,18 @@ class CausalLMLoss(ModelLoss):
         each row; loss, a scalar, the mean of row_weights * row_losses (in training those of token_loss)."""
         input_ids = batch["input_ids"]
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
-        targets = input_ids[:, 1:].reshape(-1)
+        targets, positions = input_ids[:, 1:], predicted
+        if not self.chunk_softmax.by_hand and not (self.training and self.token_loss):
+            targets, positions = F.pad(targets, (0, 1), value=IGNORED), predicted + 1
         if row_weights is None:
             row_weights = torch.ones(rows, device=input_ids.device)
-        token_weights = row_weights[:, None].expand(rows, predicted).reshape(-1)
+        token_weights = row_weights[:, None].expand(rows, positions).reshape(-1)
         out, loss_sum, losses, _ = self._cross_entropy(
-            batch, lambda x: x[:, :-1].flatten(0, 1), targets, token_weights
+            batch, lambda x: x[:, :positions].flatten(0, 1), targets.reshape(-1), token_weights
         )
         if self.training and (weight := self._router_loss_weight()):
             loss_sum = loss_sum + rows * predicted * weight * out.aux_loss
-        return loss_sum / (rows * predicted), losses.detach().view(rows, predicted).mean(1)
+        return loss_sum / (rows * predicted), losses.detach().view(rows, -1).sum(1) / predicted
 
 
 class MaskedLMLoss(ModelLoss):
@@ -194,18 +196,21 @@ class MaskedLMLoss(ModelLoss):
         (PairRows.take), which begin at pair_start [B, M].
 
         Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training of token_loss, if there is one),
-        mlm_correct, mlm_tokens, and with next_sentence_label nsp_loss_sum (with gradient), nsp_correct,
-        nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses, nsp_row_losses [B]."""
+        mlm_tokens, in eval mode mlm_correct, and with next_sentence_label nsp_loss_sum (with gradient),
+        nsp_correct, nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses and
+        nsp_row_losses."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
         out, loss_sum, losses, correct = self._cross_entropy(
             batch, lambda x: _gather_slots(x, slots), labels,
-            torch.ones_like(labels, dtype=torch.float32), with_correct=True,
+            torch.ones_like(labels, dtype=torch.float32), with_correct=not self.training,
             keep="next_sentence_label" in batch,
         )  # fmt: skip
         sums = {
-            "mlm_loss_sum": loss_sum, "mlm_correct": correct.sum(), "mlm_tokens": (labels != IGNORED).sum(),
+            "mlm_loss_sum": loss_sum, "mlm_tokens": (labels != IGNORED).sum(),
             "mlm_row_losses": losses.detach().view(slots.shape).sum(1),
         }  # fmt: skip
+        if correct is not None:
+            sums["mlm_correct"] = correct.sum()
         if (next_sentence_label := batch.get("next_sentence_label")) is not None:
             if self.splits_head:
                 pooled = out.pooler_output

@@ -54,6 +54,8 @@ class MuonAdamW(torch.optim.AdamW):
     Where `found_inf` is 1 nothing changes, as in fused AdamW: an update is skipped without asking the device.
     """
 
+    found_inf = None
+
     @torch.no_grad()
     def step(self, closure=None):
         groups = self.param_groups
@@ -62,8 +64,7 @@ class MuonAdamW(torch.optim.AdamW):
         self.param_groups = groups
         for group in groups:
             if "momentum" in group:
-                for weights in self._of_one_shape(group["params"]):
-                    self._muon(weights, group)
+                self._muon(group)
 
     def __setstate__(self, state):
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every state for its `step`
@@ -72,30 +73,56 @@ class MuonAdamW(torch.optim.AdamW):
         shapes = {}
         for weight in parameters:
             if weight.grad is not None:
-                shapes.setdefault((min(weight.shape), max(weight.shape)), []).append(weight)
-        for (rows, columns), weights in shapes.items():
-            n = max(1, AT_ONCE // (rows * columns))
+                shapes.setdefault(weight.shape, []).append(weight)
+        for weights in shapes.values():
+            n = max(1, AT_ONCE // weights[0].numel())
+            n = n if weights[0].device.type == "cpu" else 8 * n
             yield from (weights[i : i + n] for i in range(0, len(weights), n))
 
-    def _muon(self, weights, group):
-        for weight in weights:
-            if not self.state[weight]:
-                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
-        pairs, momentum = zip(weights, buffers, strict=True), group["momentum"]
-        moved = [buffer.lerp(weight.grad, 1 - momentum) for weight, buffer in pairs]
-        # Nesterov's. Of a matrix that is cut up each process has a part: put together for the iteration.
-        ahead = [w.grad.lerp(buffer, momentum) for w, buffer in zip(weights, moved, strict=True)]
-        ahead = [x.full_tensor() if isinstance(x, DTensor) else x for x in ahead]
-        flat = torch.stack([x.mT if x.shape[0] > x.shape[1] else x for x in ahead])  # [n, r, c], lying
-        precision = PRECISION.get(flat.device.type, torch.float32)
-        updates = orthogonalize(flat.to(precision)).to(flat.dtype)
-        size = group["lr"] * 0.2 * math.sqrt(flat.shape[2])
-        skip = getattr(self, "found_inf", None)
-        for weight, buffer, newer, update in zip(weights, buffers, moved, updates, strict=True):
-            update = update.mT if weight.shape[0] > weight.shape[1] else update
-            if isinstance(weight, DTensor):
-                update = distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None)
-            new = weight * (1 - group["lr"] * group["weight_decay"]) - size * update
-            buffer.copy_(newer if skip is None else torch.where(skip > 0, buffer, newer))
-            weight.copy_(new if skip is None else torch.where(skip > 0, weight, new))
+    def _muon(self, group):
+        """One call for all matrices of a shape: on a GPU each call costs the host some microseconds."""
+        rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
+        keep = 1.0 if skip is None else 1 - skip  # 0-d, 0: nothing may change
+        held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
+        nothing = None if skip is None else skip > 0
+        for weights in self._of_one_shape(group["params"]):
+            buffers = [_local(self._buffer(weight)) for weight in weights]
+            ahead = torch.stack([_local(weight.grad) for weight in weights])  # [n, r, c]
+            if nothing is not None:
+                ahead.masked_fill_(nothing, 0)  # 0 x nan is nan
+            gradients = ahead.unbind()  # views
+            torch._foreach_mul_(buffers, held)
+            torch._foreach_add_(buffers, gradients, alpha=1 - momentum)
+            torch._foreach_lerp_(gradients, buffers, momentum)  # Nesterov's
+            updates = _orthogonal(ahead, weights[0]) * keep
+            parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape))
+            torch._foreach_mul_(parts, left)
+            torch._foreach_add_(parts, updates.unbind(), alpha=-rate * size)
+
+    def _buffer(self, weight):
+        if not self.state[weight]:
+            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return self.state[weight]["momentum_buffer"]
+
+
+def _local(tensor):
+    """Of a sharded matrix the part that this process holds: the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _orthogonal(stack, like):
+    """stack [n, r, c] of matrices like this one, or of this process's parts of them -> their updates."""
+    sharded, dtype = isinstance(like, DTensor), stack.dtype
+    if sharded:  # the iteration needs whole matrices
+        layout = dict(shape=like.shape, stride=like.stride())
+        whole = [DTensor.from_local(part, like.device_mesh, like.placements, **layout) for part in stack]
+        stack = torch.stack([part.full_tensor() for part in whole])
+    stack = stack.to(PRECISION.get(stack.device.type, torch.float32))
+    stands = like.shape[0] > like.shape[1]
+    stack = orthogonalize(stack.mT if stands else stack).to(dtype)
+    stack = stack.mT if stands else stack
+    if not sharded:
+        return stack
+    mesh, placements = like.device_mesh, like.placements
+    parts = [distribute_tensor(whole, mesh, placements, src_data_rank=None) for whole in stack]
+    return torch.stack([part.to_local() for part in parts])

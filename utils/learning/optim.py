@@ -1,7 +1,10 @@
 """Optimizer, schedule, the guard that keeps a bad update out of the weights, the losses between log lines."""
 
+import math
+
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from utils.learning.muon import MuonAdamW, hidden_matrices
@@ -43,12 +46,17 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
     return optimizer(groups, lr=learning_rate, betas=betas, fused=fused)
 
 
+def built_by(optimizer_type, optimizer) -> bool:
+    """Whether build_optimizer makes such a one for this type."""
+    return type(optimizer) is {"muon": MuonAdamW, "adamw": torch.optim.AdamW}.get(optimizer_type)
+
+
 def describe_groups(optimizer):
     """One line per group: who updates it, weight decay, tensors, parameters."""
     muon = isinstance(optimizer, MuonAdamW)  # SGD's groups have a momentum, too
     return "\n".join(
         f"{'Muon' if 'momentum' in group and muon else type(optimizer).__name__.removeprefix('Muon')}, "
-        f"weight decay {group['weight_decay']:g}: {len(group['params'])} tensors, "
+        f"weight decay {group.get('weight_decay', 0):g}: {len(group['params'])} tensors, "
         f"{sum(p.numel() for p in group['params']):,} parameters"
         for group in optimizer.param_groups
     )
@@ -64,15 +72,28 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
     if not 0 <= num_warmup_steps <= last:
         raise ValueError(f"num_warmup_steps, {num_warmup_steps}, must be 0 to {last}, the steps of the run")
     if name == "warmup_stable_decay":
-        options = {"num_decay_steps": num_decay_steps, "min_lr_ratio": min_lr_ratio, "decay_type": "1-sqrt"}
         if num_warmup_steps + num_decay_steps > last:
             both = f"{num_decay_steps}, and {num_warmup_steps} of warm-up"
             raise ValueError(f"num_decay_steps: {both}, are more than the {last} steps of the run")
-    elif min_lr_ratio and name == "cosine":
+        return LambdaLR(optimizer, _stable_decay(num_warmup_steps, last, num_decay_steps, min_lr_ratio))
+    if min_lr_ratio and name == "cosine":
         name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     elif min_lr_ratio and name == "linear":
         name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
-    return get_scheduler(name, optimizer, num_warmup_steps, last, options)
+    # Without a step after warm-up transformers' polynomial divides by 0.
+    return get_scheduler(name, optimizer, num_warmup_steps, max(last, num_warmup_steps + 1), options)
+
+
+def _stable_decay(warmup, last, decay, end):
+    """transformers' own begins its warm-up at `end`."""
+
+    def factor(step):
+        if step < warmup:
+            return step / warmup
+        fallen = min(max(step - (last - decay), 0) / decay, 1) if decay else float(step >= last)
+        return (1 - math.sqrt(fallen)) * (1 - end) + end
+
+    return factor
 
 
 def stable_steps(args, steps):
@@ -167,6 +188,7 @@ class Means:
         self.accelerator, self.names = accelerator, [f"loss/{name}" for name in names]
         self.total = total and f"loss/{total}"
         self._step = torch.zeros(len(names)).to(accelerator.device)  # over a step's micro-batches
+        self._added = 0  # micro-batches of this step
         self._start()
 
     def _start(self):
@@ -177,10 +199,16 @@ class Means:
         if len(losses) != len(self.names):  # one alone would be broadcast, and told under every name
             raise ValueError(f"means: {len(losses)} losses for {', '.join(self.names)}")
         self._step += torch.stack([loss.detach().float() for loss in losses])
+        self._added += 1
 
-    def close(self, skipped, micro_batches=1):
-        """The end of a step: its losses, divided by `micro_batches`, count, unless `skipped` (0-d) is 1."""
-        step = torch.cat([self._step / micro_batches, torch.ones_like(skipped)[None]])
+    def close(self, skipped, micro_batches=1, divide=True):
+        """The end of a step: its losses, divided by `micro_batches` (or not), count, unless `skipped` (0-d)
+        is 1. ValueError where `add` was not called once for each micro-batch: the means would be wrong."""
+        added, self._added = self._added, 0
+        if added != micro_batches:
+            raise ValueError(f"means: add was called {added} times in a step of {micro_batches} "
+                             "micro-batches: call it once for each, with one loss per name of Means.")
+        step = torch.cat([self._step / (micro_batches if divide else 1), torch.ones_like(skipped)[None]])
         self._sums += torch.where(skipped > 0, 0, step)
         self._step.zero_()
 

@@ -1,1 +1,1 @@
-"""What leaves the run: the exported model, its card, pushes to the Hub."""
+"""What leaves the run: the exported model, its card, milestones, and snapshots on their way to places."""

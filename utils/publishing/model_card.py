@@ -1,6 +1,7 @@
 """The model card: README.md of the model's folder, from the template model_card.md beside this file."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -13,16 +14,22 @@ from huggingface_hub import ModelCard, ModelCardData
 from utils.display.metrics import by_set
 from utils.display.progress import duration, readable
 
+logger = logging.getLogger(__name__)
+
+END = b"<!-- The run writes this card anew at every save, down to here. What you write below stays. -->\n"
+
 
 def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_name: str, model_type: str,
-                     dataset: str, seconds: float, settings: Mapping[str, Any],
+                     dataset: str, seconds: float, settings: Mapping[str, Any], launch: Mapping[str, Any],
                      results: Mapping[str, float], example: str, repo_id: str | None = None,
                      base_model: str | None = None, **numbers) -> None:  # fmt: skip
-    """Write output_dir/README.md, replacing it in one piece.
+    """Write output_dir/README.md, in one piece; what follows END in it is the user's, and stays. So does a
+    README.md without END: the card is MODEL_CARD.md then.
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
-    training started from. numbers: hardware, parameters, step, max_steps, tokens, branch."""
+    training started from. launch: as doctor.launch_facts. numbers: parameters, step, max_steps, tokens,
+    branch."""
     output_dir = Path(output_dir)
     # The Hub refuses metadata that names a folder as data set or base model.
     names = dataset.split(", ")
@@ -47,11 +54,17 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
     dataset_link = ", ".join(link(name, name in on_hub, "datasets/") for name in names)
     card = ModelCard.from_template(
         data, template_path=str(Path(__file__).with_suffix(".md")), title=model_name, model_type=model_type,
-        origin=origin, dataset_link=dataset_link, duration=duration(seconds), **numbers,
+        origin=origin, dataset_link=dataset_link, duration=duration(seconds), **numbers, launch=launch,
         settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
         sets=sets, results=table, example=json.dumps(example, ensure_ascii=False),
         address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),
     )  # fmt: skip
-    temporary = output_dir / ".README.md"
-    temporary.write_text(str(card), encoding="utf-8")
-    os.replace(temporary, output_dir / "README.md")
+    readme, beside, temporary = (output_dir / name for name in ("README.md", "MODEL_CARD.md", ".README.md"))
+    for path in (readme, beside):
+        old = path.read_bytes() if path.exists() else END
+        if END in old:
+            temporary.write_bytes(f"{card}\n".encode() + END + old.partition(END)[2])
+            os.replace(temporary, path)
+            break
+        if not beside.exists():
+            logger.warning("%s is yours and stays as it is: the model card is %s", readme, beside)

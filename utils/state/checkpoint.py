@@ -1,12 +1,13 @@
 """The complete training state on disk: written aside, checksummed, renamed; verified before it is loaded.
 
     checkpoints/step-00001000/
-        model.safetensors      weights and buffers by name, tied ones once
+        model.safetensors      weights and buffers by name, tied ones once; with config.json and tokenizer,
+                               so that from_pretrained and pipeline() of transformers load it, too
         optimizer.safetensors  and one file for each other thing that is kept and has tensors, by its name
-        state.json             what is no tensor of them, the run's extra, random states of every process
+        state.json             what is no tensor of them, the run's extra
         manifest.json          size and checksum of each file, written last
 
-What is cut up (FSDP) has a folder with a safetensors file of each process instead. All load with any number
+What is sharded (FSDP) has a folder with a safetensors file of each process instead. All load with any number
 of processes, sharded or not; nothing that is read back can run code. Other names in checkpoints/: .tmp-* is
 being written or deleted, bad-* failed verification and goes with the next complete save, replaced-* is newer
 than the step this run was told to start from: yours, never deleted. Every machine must see output_dir.
@@ -14,25 +15,33 @@ than the step this run was told to start from: yours, never deleted. Every machi
 
 import json
 import logging
-import os
 import shutil
 import threading
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception: torch's own full disk
 from torch.distributed.tensor import DTensor
 
+from utils.io.files import find_problem, flush, retire, seal, write_file
 from utils.state import training_state
-from utils.state.files import find_problem, flush, retire, safetensors_chunks, seal, write_file, write_shards
+from utils.state.files import safetensors_chunks, transformers_names, write_shards
+from utils.state.folders import (
+    FORMAT,
+    candidates,
+    find_damage,
+    list_checkpoints,
+    origin_path,
+    outdate,
+    read_state,
+    run_name,
+)
+from utils.state.room import available_memory, size_text
 from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of a checkpoint: raise it when older ones cannot be continued
 SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
 
 
@@ -108,12 +117,12 @@ class Checkpoints:
 
     def _things(self, model, keep) -> dict:
         """All that is saved and restored, by name. ValueError for a name that is taken."""
-        if taken := {"model", "random"} & keep.keys():
-            raise ValueError(f"keep: {taken.pop()} is kept anyway; give yours another name")
-        return {"model": model, **keep, "random": training_state.RandomStates(self.accelerator.device)}
+        if "model" in keep:
+            raise ValueError("keep: model is kept anyway; give yours another name")
+        return {"model": model, **keep}
 
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
-        """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of what is cut up."""
+        """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of sharded things."""
         training_state.reshard(model)
         trees, tensors = {}, {}
         for name, thing in self._things(model, keep).items():
@@ -121,8 +130,8 @@ class Checkpoints:
             if thing is not model and not training_state.bare_optimizer(thing):
                 found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
                 trees[name], tensors[name] = found
-        cut_up = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
-        return trees, tensors, cut_up
+        sharded = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
+        return trees, tensors, sharded
 
     @torch.no_grad()
     def _copy_to_host(self, tensors, sharded) -> bool:
@@ -133,7 +142,8 @@ class Checkpoints:
         missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
         if missing and available_memory() < needed + SPARE_MEMORY:
-            logger.warning("no memory for a copy of %s: training waits for its checkpoints", _size(missing))
+            size = size_text(missing)
+            logger.warning("no memory for a copy of %s: training waits for its checkpoints", size)
             self.background = False
             return False
         for name, path in places:
@@ -155,6 +165,7 @@ class Checkpoints:
                     files |= write_shards(aside, thing, named, self.accelerator, self._group)
                 elif main and named:
                     file = f"{thing}.safetensors"
+                    named = transformers_names(named) if thing == "model" else named
                     files[file] = write_file(aside / file, safetensors_chunks(named))
             if not main:
                 return
@@ -182,7 +193,7 @@ class Checkpoints:
     # Loading
 
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
-        """Restore model, kept things and random states. Returns save's extra, None at the beginning.
+        """Restore model and kept things. Returns save's extra, None at the beginning.
 
         resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path, which means the
         newest that descends from it, if there is one: the command of a job that is started again goes on.
@@ -191,18 +202,14 @@ class Checkpoints:
         folder = self._choose(resume_from)
         extra, step = None, -1
         if folder:
-            state = json.loads((folder / "state.json").read_text())
-            if state.get("format") != FORMAT:
-                raise ValueError(
-                    f"{folder} was made by another version of this project: continue it with that version, "
-                    "or start anew in another output_dir (model_name_or_path takes its weights along)"
-                )
+            state = read_state(folder)
             extra, step = state["extra"], state["step"]
             if check:
                 check(extra)
             self._restore(folder, state, model, keep)
             self._origins = state.get("origins", [])
-            if resume_from != "auto" and (origin := _origin(self.folder, resume_from)) not in self._origins:
+            origin = origin_path(self.folder, resume_from)
+            if resume_from != "auto" and origin not in self._origins:
                 self._origins.append(origin)
             self.last_good = folder
             if folder.resolve().parent != self.folder.resolve():
@@ -226,7 +233,13 @@ class Checkpoints:
                 raise ValueError(f"{told}; {training_state.ANOTHER}")
             if isinstance(tree, dict) and (parts := tree.get("__processes__")):
                 tree = parts[index % len(parts)]  # of more processes now, they are dealt again
-            training_state.restore(folder, name, things[name], tree, model)
+            try:
+                training_state.restore(folder, name, things[name], tree, model)
+            except training_state.DoesNotFit:
+                raise
+            except Exception as error:  # of bytes that are as they were sealed, and mean nothing
+                cause = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{folder} is damaged, {name} cannot be restored ({cause})") from error
         for name in keep.keys() - state["keep"].keys():
             logger.warning("%s: not in %s, it begins anew", name, folder)
         if state["scaler"] and self.accelerator.scaler:
@@ -237,8 +250,8 @@ class Checkpoints:
         chosen, problem = None, ""
         if self.accelerator.is_main_process:
             damaged = []
-            for chosen in _candidates(self.folder, resume_from):
-                if not (problem := find_problem(chosen)):
+            for chosen in candidates(self.folder, resume_from):
+                if not (problem := find_damage(chosen)):
                     break
                 damaged.append((chosen, problem))
             for path, what in () if problem else damaged:
@@ -258,35 +271,6 @@ class Checkpoints:
         return Path(chosen) if chosen else None
 
 
-def _candidates(folder, resume_from: str) -> list[Path]:
-    """What resume_from may mean, the first choice first; nothing is verified."""
-    made = list_checkpoints(folder)[::-1]
-    if resume_from in ("auto", "none"):
-        return made if resume_from == "auto" else []
-    origin = _origin(folder, resume_from)
-    return [path for path in made if origin in _read_state(path).get("origins", [])] + [Path(resume_from)]
-
-
-def _origin(folder, resume_from: str) -> str:
-    """The same for each way to write the path, also where both have moved together."""
-    return os.path.relpath(os.path.realpath(resume_from), os.path.realpath(folder))
-
-
-def run_name(checkpoint: Path) -> str:
-    """The name of the run that made a checkpoint, as it may be printed: nothing of the path above it."""
-    place = checkpoint.resolve()
-    name = (place.parents[1] if place.parent.name == "checkpoints" else place).name
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
-def _read_state(path: Path) -> dict:
-    """state.json of a checkpoint, {} where that cannot be read."""
-    with suppress(OSError, ValueError):
-        if isinstance(state := json.loads((path / "state.json").read_text()), dict):
-            return state
-    return {}
-
-
 def _class_name(thing) -> str:
     return type(training_state.bare_optimizer(thing) or thing).__name__
 
@@ -295,83 +279,9 @@ def restore_modules(output_dir, model, keep: dict) -> list[str]:
     """Put the modules of `keep` back from the newest valid checkpoint, if any, of output_dir (None: of none).
     Returns the names of those that it has not; nothing is written."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
-    made = _candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
-    folder = next((path for path in made if not find_problem(path)), None)  # which reads all of it
-    trees = _read_state(folder)["keep"] if folder else {}
+    made = candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
+    folder = next((path for path in made if not find_damage(path)), None)  # which reads all of it
+    trees = read_state(folder)["keep"] if folder else {}
     for name in modules.keys() & trees.keys():
         training_state.restore(folder, name, modules[name], trees[name], model)
     return sorted(modules.keys() - trees.keys())
-
-
-def list_checkpoints(folder) -> list[Path]:
-    """Complete checkpoints by their names, oldest first; nothing is verified."""
-    return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
-
-
-def outdate(made: list[Path], step: int) -> None:
-    """Set aside, as replaced-*, the checkpoints or milestones after the step from which a run goes on."""
-    newer = [path for path in made if step_of(path) > step]
-    for path in newer:
-        retire(path)
-    if newer:
-        logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
-
-
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-# Before training
-
-
-def thing_bytes(thing, model) -> int:
-    """Bytes of its tensors. An optimizer that has made no step yet counts with AdamW's two moments."""
-    tensors = [*training_state.freeze(thing, model)[1].values()]
-    if not tensors and training_state.bare_optimizer(thing):
-        tensors = 2 * [parameter for group in thing.param_groups for parameter in group["params"]]
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -> str:
-    """How much the checkpoints of a run need, and how much is free. ValueError where that is less.
-
-    While a checkpoint is written, save_total_limit complete ones are there too; of the models for users one
-    at a time is replaced by a new file. What the run replaces is as good as free.
-    """
-    weights = thing_bytes(model, model)
-    each = weights + sum(thing_bytes(thing, model) for thing in keep.values())
-    count = save_total_limit + 1
-    needed = each * count + (models + 1) * weights
-    folder = Path(output_dir).absolute()
-    exported = [place for place in (folder, folder / "best") if any(place.glob("model*.safetensors"))]
-    replaced = each * len(list_checkpoints(folder / "checkpoints")) + weights * len(exported)
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free + replaced
-    kept = "the model" if models == 1 else f"{models} models"
-    told = f"{count} checkpoints of {_size(each)} and {kept} need {_size(needed)} in {output_dir}"
-    if needed > free:
-        mended = "choose another output_dir or lower save_total_limit"
-        raise ValueError(f"output_dir: {told}, but {_size(free)} are free: {mended}.")
-    return f"{told}; {_size(free)} are free"
-
-
-def newest_extra(output_dir, resume_from: str) -> dict:
-    """The extra of the checkpoint that a start would continue from, {} without one; nothing is verified."""
-    with suppress(IndexError, KeyError, OSError, TypeError):
-        found = _candidates(Path(output_dir) / "checkpoints", resume_from)
-        return _read_state(found[0])["extra"]
-    return {}
-
-
-def available_memory() -> int:
-    """Bytes that can be taken now: of the machine, or of this container (cgroup v2)."""
-    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())  # "max" without a limit
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
-
-
-def _size(count) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -135,7 +135,7 @@ class StopSignals:
 
     @property
     def requested(self) -> int:
-        """Signal number received by this process, or 0; for bounded waits outside the loop. Asks nobody."""
+        """Signal number received by this process, or 0; for bounded waits outside the loop. Not agreed on."""
         return _state.signum
 
     def agreed(self) -> int:
@@ -192,8 +192,8 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0):
         holder = file.read().strip() or "unknown process"
         if tries > 10 * wait_seconds:
             file.close()
-            raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, "
-                             "or choose another output_dir for this one")  # fmt: skip
+            remedy = "stop that run, or choose another output_dir for this one"
+            raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): {remedy}")
         if tries == 0:
             logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
         time.sleep(0.1)

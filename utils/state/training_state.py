@@ -4,7 +4,6 @@ Names are those of the bare model, so that a state fits with and without DDP, co
 """
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +14,18 @@ from safetensors.torch import load, load_file, save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from utils.state.files import read_shards, safetensors_chunks
+from utils.state.files import read_shards
 
 BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes, which matters on XLA
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+CHUNK = 1 << 20  # elements of a tensor that are summed at once
 # What belongs to the device in an optimizer group stays as this run has it.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
 ANOTHER = "keep it under another name to begin it anew"
+
+
+class DoesNotFit(ValueError):
+    """A checkpoint is of something else than what is there now."""
 
 
 def clean_name(name: str) -> str:
@@ -39,7 +44,8 @@ def named_tensors(model) -> dict:
 
 
 def reshard(model) -> None:
-    """Cut the weights up again, as optimizers know them, after a forward pass alone, as in evaluation."""
+    """Back to the layout that the optimizer was built with: a forward pass alone, as in evaluation, leaves
+    gathered weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -54,6 +60,8 @@ def freeze(thing, model) -> tuple[dict, dict]:
     """
     if thing is model:
         return _encode(named_tensors(model))
+    if isinstance(thing, torch.Generator):
+        return _encode({"state": thing.get_state()})
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
         raise ValueError(f"keep: a {type(thing).__name__} has no state_dict and load_state_dict")
     optimizer = bare_optimizer(thing)
@@ -74,24 +82,27 @@ def freeze(thing, model) -> tuple[dict, dict]:
 @torch.no_grad()
 def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
-    that is cut up otherwise, or not at all. ValueError if it does not fit."""
+    that is sharded otherwise, or not at all. DoesNotFit if it does not."""
     optimizer = bare_optimizer(thing)
     if thing is model:
         here = named_tensors(model)
-        there = {path: tuple(spec["shape"]) for path, spec in tree.items()}
-        found = {path: tuple(tensor.shape) for path, tensor in here.items()}
+        there = {path: f"{spec['dtype']} {spec['shape']}" for path, spec in tree.items()}
+        found = {path: f"{spec['dtype']} {spec['shape']}" for path, spec in _encode(here)[0].items()}
         both = [(path, there.get(path, "missing"), found.get(path, "missing")) for path in there | found]
         if other := sorted(f"{path}: {a} there, {b} here" for path, a, b in both if a != b):
             first = "; ".join(other[:3])
-            raise ValueError(f"{folder} fits another model, {len(other)} tensors differ: {first}")
+            raise DoesNotFit(f"{folder} fits another model, {len(other)} tensors differ: {first}")
         return _fill(folder, name, here)
+    if isinstance(thing, torch.Generator):
+        thing.set_state(_read(folder, name, tree, {})["state"])
+        return
     if optimizer is None:
         state = _read(folder, name, tree, _encode(thing.state_dict())[1])
         try:
             thing.load_state_dict(state)
         except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
             reason = f"{type(error).__name__}: {error}; {ANOTHER}"
-            raise ValueError(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
+            raise DoesNotFit(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
         return
     optimizer.state.clear()
     names = _parameter_names(optimizer, model)
@@ -99,7 +110,7 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     if here != (there := [group["params"] for group in tree["groups"]]):
         was, now = (" + ".join(str(len(group)) for group in groups) for groups in (there, here))
         told = f"keep: {name} has other groups of parameters: {was} in {folder}, {now} now"
-        raise ValueError(f"{told}; {ANOTHER}")
+        raise DoesNotFit(f"{told}; {ANOTHER}")
     state = _read(folder, name, tree["state"], {name: parameter for parameter, name in names.items()})
     groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
     numbers = {}
@@ -149,14 +160,14 @@ def _encode(value) -> tuple[dict, dict]:
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise ValueError(f"keep: a state_dict holds a {type(value).__name__} at {path!r}; tensors, numbers, "
-                         "texts, lists and dictionaries of them can be kept")  # fmt: skip
+        known = "tensors, numbers, texts, lists and dictionaries of them can be kept"
+        raise ValueError(f"keep: a state_dict holds a {type(value).__name__} at {path!r}; {known}")
 
     return encode(value, ""), tensors
 
 
 def _read(folder: Path, name: str, tree, like: dict):
-    """What _encode made `tree` of. Tensors are cut up as the one of their name in `like`, where that is."""
+    """What _encode made `tree` of. Tensors are sharded as the one of their name in `like` is."""
     targets = {}
 
     def decoded(node):
@@ -182,8 +193,12 @@ def _fill(folder: Path, name: str, targets: dict) -> None:
     if targets and not file.exists():
         return read_shards(folder, name, targets)
     saved = load_file(file) if targets else {}
+    values = {path: saved[path if path in saved else path.removeprefix("lm.")] for path in targets}
+    for path, value in values.items():  # names as in transformers_names
+        if isinstance(targets[path], torch.nn.Parameter) and not value.isfinite().all():
+            raise DoesNotFit(f"{file}: {path} is not finite")
     for path, target in targets.items():
-        value = saved[path]
+        value = values[path]
         if isinstance(target, DTensor):
             value = value.to(target.device)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
@@ -194,12 +209,27 @@ def _fill(folder: Path, name: str, targets: dict) -> None:
 
 
 def digest(tree, tensors: dict) -> str:
-    """Of this process's part; reads every tensor."""
-    content = xxhash.xxh3_128(json.dumps(tree).encode())
-    local = {path: t.to_local() if isinstance(t, DTensor) else t for path, t in tensors.items()}
-    for chunk in safetensors_chunks(local):
-        content.update(memoryview(chunk))
-    return content.hexdigest()
+    """Of a state, for comparison; of sharded tensors this process's part."""
+    sums = {name: checksum(tensor) for name, tensor in tensors.items()}
+    return xxhash.xxh3_128_hexdigest(json.dumps([tree, sums]).encode())
+
+
+def checksum(tensor) -> list:
+    """Shape and a sum of all elements' bits, each times its odd number, taken where the tensor is."""
+    tensor = local(tensor.detach()).contiguous()
+    shape, tensor = [*tensor.shape], tensor.reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    bits = tensor.view(INTEGERS.get(tensor.element_size(), torch.uint8))
+    odd = torch.arange(1, 2 * min(CHUNK, bits.numel()) + 1, 2, device=tensor.device)
+    for part in bits.split(CHUNK):
+        total = total * 31 + (part * odd[: part.numel()]).sum()
+    return [str(tensor.dtype), shape, int(total)]
+
+
+def local(tensor) -> torch.Tensor:
+    """This process's part of a sharded tensor; XLA's on the CPU, as each question to it is a graph."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 
 def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
@@ -215,11 +245,11 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
 
 def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     """The same on all processes: (tree, tensors) as they are where they agree, else {"__processes__": [tree
-    of each]} and the tensors of all, "0/path", "1/path". What is cut up is everybody's and left as it is."""
+    of each]} and the tensors of all, "0/path", "1/path". Sharded tensors are left alone: every process has
+    its part."""
     if accelerator.num_processes == 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         return tree, tensors
-    mine = xxhash.xxh3_64_digest(json.dumps(tree).encode()) + json.dumps(_sums(tensors)).encode()
-    if len({*gather_bytes(accelerator, mine)}) == 1:
+    if len({*gather_bytes(accelerator, digest(tree, tensors).encode())}) == 1:
         return tree, tensors
     i = accelerator.process_index
 
@@ -231,35 +261,3 @@ def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     trees = [json.loads(text) for text in gather_bytes(accelerator, json.dumps(tree).encode())]
     files = [load(content) for content in gather_bytes(accelerator, file)]
     return {"__processes__": trees}, {path: value for found in files for path, value in found.items()}
-
-
-def _sums(tensors: dict) -> list[int]:
-    """One number a tensor, of its bits: what differs on two processes differs here, without copies of it."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    flat = [tensor.contiguous().reshape(-1) for tensor in tensors.values()]
-    sums = [values.view(integers[values.element_size()]).sum(dtype=torch.int64) for values in flat]
-    return torch.stack([value.cpu() for value in sums]).tolist() if sums else []
-
-
-class RandomStates:
-    """Python's, numpy's, torch's and a GPU's, of this process: for what is drawn outside of a step."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def state_dict(self) -> dict:
-        name, keys, *rest = np.random.get_state()
-        state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
-        state["torch"] = torch.get_rng_state().tolist()
-        if self.device.type not in ("cpu", "mps", "xla"):
-            of_device = torch.get_device_module(self.device).get_rng_state(self.device)
-            state[self.device.type] = of_device.tolist()
-        return state
-
-    def load_state_dict(self, state: dict) -> None:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-        if self.device.type in state:
-            of_device = torch.tensor(state[self.device.type], dtype=torch.uint8)
-            torch.get_device_module(self.device).set_rng_state(of_device, self.device)

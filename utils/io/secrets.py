@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-NAMES = r"(?:token|secret|passw(?:or)?d|api_?key|access_?key|signature)"
+NAMES = r"(?:token|secret|passw(?:or)?d|api_?key|access_?key|account_?key|signature)"
 PATTERNS = (
-    # Of a URL user and password, then its query; in other URLs than http a ? may be a glob's.
-    (re.compile(r"(://)(?:[^\s/]+|[^\s/@:]*:(?!\d+/)[^\s'\"]*)@"), rf"\1{HIDDEN}@"),
+    # User and password of a URL, up to its last @, as a password may hold any of :/@; not http://host:80/x@2.
+    (re.compile(r"(?i)(://)(?:[^\s/@:]*:(?!\d{1,5}/)[^\s'\"]*"
+                r"|(?<!http://)(?<!https://)[^\s/@:]*:[^\s'\"]*|[^\s/]+)@"), rf"\1{HIDDEN}@"),
+    # The query of a URL; in other URLs than http a ? may be a glob's.
     (re.compile(r"(https?://[^\s?'\"]*\?|://[^\s?'\"]*\?(?=[^\s'\"]*=))[^\s'\"]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)\b(\w*{NAMES}=)[^\s,;&'\"]+"), rf"\1{HIDDEN}"),  # name=value, as in config_overrides
-    (re.compile(r"\b(?:hf_|AKIA|ASIA|ghp_|sk-)\w{16,}"), HIDDEN),
+    # Tokens by their makers' prefixes: Hugging Face, AWS, GitHub, GitLab, OpenAI and its like.
+    (re.compile(r"\b(?:hf_|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk-)[\w-]{16,}"), HIDDEN),
 )
-ENVIRONMENT = re.compile(rf"(?i){NAMES}$|_key$")
+ENVIRONMENT = re.compile(rf"(?i){NAMES}$|_key$|_pass$|_pwd$|^sshpass$")
 
 
 def without_secrets(value: Any) -> Any:
-    """The same with *** for passwords in URLs, their queries, tokens, and secrets of the environment; texts
-    inside lists and dictionaries, too. Done twice it changes nothing more."""
+    """The same with *** for passwords in URLs, their queries, tokens, and secrets of the environment; also
+    inside lists and dictionaries. Doing it twice changes nothing more."""
     if isinstance(value, Mapping):
         return {name: without_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,0 +1,140 @@
+"""Documents to token ids, EOS after each: the only place where text is tokenized."""
+
+import hashlib
+import json
+import re
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+BATCH_CHARACTERS = 1 << 20  # encoded in one call; the encodings of one batch take about 50 MB
+LEAST_CHARACTERS = 1 << 14  # of the first batches, so that a sample of a corpus reads little ahead
+LONGEST_PIECE = 1 << 20  # characters: longer documents are cut, see split_text
+BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
+SPACE = re.compile(r"(?<=\S)(?=\s)")
+NO_LEAD = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}  # of tokenizer.json
+
+
+def id_count(tokenizer) -> int:
+    """1 + the largest token id: more than len(tokenizer) where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def token_dtype(tokenizer) -> np.dtype:
+    """uint16 where every token id fits, else uint32."""
+    return np.dtype(np.uint16 if id_count(tokenizer) <= 1 << 16 else np.uint32)
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """Changes with anything that shapes token ids."""
+    ends = tokenizer.eos_token_id, tokenizer.sep_token_id
+    content = json.dumps([tokenizer.backend_tokenizer.to_str(), *ends])
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What makes token ids of text, of a tokenizer: it pickles, and needs no transformers."""
+
+    content: str  # of tokenizer.json
+    eos: int  # ends a document
+    dtype: str
+
+    @classmethod
+    def of(cls, tokenizer) -> "Encoder":
+        """ValueError where the tokenizer has no token to end documents with."""
+        eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        if eos is None:
+            raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no eos_token to end documents "
+                             "with; choose another tokenizer")
+        return cls(tokenizer.backend_tokenizer.to_str(), eos, token_dtype(tokenizer).str)
+
+
+def tokenize_documents(documents: Iterable[tuple], encoder: Encoder, fim=None) -> Iterator[tuple]:
+    """(text, note) of each document -> (its token ids, with EOS, note). A text may be the pieces that `fim`
+    (FillInMiddle) has made of it.
+
+    Special tokens written out in a text are text, as with nanoGPT's encode_ordinary: a document that
+    mentions <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded
+    while the one before is converted."""
+    tokens, backends = array("I"), _backends(encoder, fim)
+
+    def encode(pieces, places):
+        encoded = []
+        for inside, backend in enumerate(backends):
+            chosen = [piece for piece, place in zip(pieces, places, strict=True) if place[1] == inside]
+            encoded.append(iter(backend.encode_batch_fast(chosen, add_special_tokens=False)))
+        return [next(encoded[place[1]]) for place in places]
+
+    def convert(batch, places):
+        for encoding, (before, _, last, note) in zip(batch.result(), places, strict=True):
+            tokens.extend(before)
+            tokens.extend(encoding.ids)
+            if last:
+                tokens.append(encoder.eos)
+                yield np.array(tokens, encoder.dtype), note
+                del tokens[:]
+
+    running = deque()
+    with ThreadPoolExecutor(1) as pool:
+        for pieces, places in _batches(documents):
+            running.append((pool.submit(encode, pieces, places), places))
+            if len(running) == 2:
+                yield from convert(*running.popleft())
+        for batch, places in running:
+            yield from convert(batch, places)
+
+
+def _backends(encoder: Encoder, fim) -> list[Tokenizer]:
+    """For pieces that begin a document, and for pieces from inside one, which no space comes before."""
+    backend = Tokenizer.from_str(encoder.content)
+    backend.no_truncation()
+    backend.no_padding()
+    if fim:  # in some tokenizers they are not special: a document that mentions them holds text
+        backend.add_special_tokens(list(fim.tokens))
+    content = json.loads(backend.to_str())
+    for part in ("normalizer", "pre_tokenizer"):
+        content[part] = json.loads(json.dumps(content[part]), object_hook=lambda entries: {
+            name: NO_LEAD.get(name, value) for name, value in entries.items()})
+    backends = [backend, Tokenizer.from_str(json.dumps(content))]
+    for backend in backends:
+        backend.encode_special_tokens = True
+    return backends
+
+
+def _batches(documents) -> Iterator[tuple[list[str], list[list]]]:
+    """Pieces of documents, about BATCH_CHARACTERS at a time, and of each: the ids before it, whether it
+    begins inside its document, whether it is the last of it, the document's note."""
+    pieces, places, size, done = [], [], 0, 0
+    for text, note in documents:
+        for before, part, inside in [([], text, False)] if isinstance(text, str) else text:
+            for piece in split_text(part):
+                if size >= min(BATCH_CHARACTERS, max(LEAST_CHARACTERS, done // 8)):
+                    yield pieces, places
+                    pieces, places, size, done = [], [], 0, done + size
+                pieces.append(piece)
+                places.append([before, inside, False, note])
+                before, inside, size = [], True, size + len(piece)
+        places[-1][2] = True
+    if pieces:
+        yield pieces, places
+
+
+def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
+    """A long document in pieces, so that one of 50 MB takes no more memory to encode than any other batch.
+
+    Every common pre-tokenizer cuts before a space between two letters, too, so the tokens stay the same. A
+    text without one in 64 Ki characters is cut at other white space or anywhere: tokens there can differ."""
+    start = 0
+    while len(text) - start > longest:
+        low, high = start + longest, start + longest + (1 << 16)
+        found = BETWEEN_WORDS.search(text, low, high) or SPACE.search(text, low, high)
+        cut = found.start() if found else low
+        yield text[start:cut]
+        start = cut
+    yield text[start:]

@@ -1,0 +1,103 @@
+"""The data sets and tokenizers that the presets name, laid out as on the Hub, with little text in them.
+
+    publish(hub)        # on a HubServer: from then on each preset finds what it names
+
+What counts is the layout: which configurations and splits there are, which have which files, which columns.
+codeparrot-ds-valid has nothing but a split validation, wikitext has four configurations and no default one,
+fineweb-edu has only a split train. The text is Python's own: sources, and docstrings for English.
+"""
+
+import ast
+import io
+import json
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+import yaml
+from tokenizers.implementations import BertWordPieceTokenizer, ByteLevelBPETokenizer
+from tokenizers.processors import BertProcessing
+from transformers import PreTrainedTokenizerFast
+
+WIKITEXT = ("wikitext-103-raw-v1", "wikitext-103-v1", "wikitext-2-raw-v1", "wikitext-2-v1")
+BERT = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+        "mask_token": "[MASK]"}  # fmt: skip
+GPT2 = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+TOKENIZERS = {  # name: model_type of its config.json, algorithm, special tokens
+    "huggingface-course/code-search-net-tokenizer": (None, ByteLevelBPETokenizer, GPT2),
+    "openai-community/gpt2": ("gpt2", ByteLevelBPETokenizer, GPT2),
+    "google-bert/bert-base-cased": ("bert", BertWordPieceTokenizer, BERT),
+    "google-bert/bert-base-uncased": ("bert", BertWordPieceTokenizer, BERT),
+    "answerdotai/ModernBERT-base": ("modernbert", ByteLevelBPETokenizer, BERT),
+}
+
+
+def publish(hub) -> None:
+    """Data sets and tokenizers of all presets."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
+    sources = [file.read_text(encoding="utf-8")[:6000] for file in files]
+    english = [found for file in files if len(found := _docstrings(file.read_text(encoding="utf-8"))) > 500]
+    code = [{"repo_name": "python/cpython", "path": file.name, "copies": "1", "size": str(len(source)),
+             "content": source, "license": "other"} for file, source in zip(files, sources, strict=True)]
+    splits = {"train": "data/train-00000-of-00001.parquet", "validation": "data/validation.parquet"}
+    for end, split, rows in (("train", "train", code[:90]), ("valid", "validation", code[90:])):
+        put_data(hub, f"huggingface-course/codeparrot-ds-{end}", {"default": {split: splits[split]}},
+                 {splits[split]: rows})
+
+    parts = {"train": english[:50], "validation": english[50:60], "test": english[60:75]}
+    configs = {name: {split: f"{name}/{split}-00000-of-00001.parquet" for split in parts}
+               for name in WIKITEXT}  # fmt: skip
+    rows = {path: [{"text": f"{name}\n"}] for name, found in configs.items() for path in found.values()}
+    for split, articles in parts.items():  # only of the raw one that the presets take; the others are traps
+        rows[configs[WIKITEXT[0]][split]] = _wikitext(articles)
+    put_data(hub, "Salesforce/wikitext", configs, rows)
+
+    configs = {"default": {"train": "data/*/*"}, "CC-MAIN-2013-20": {"train": "data/CC-MAIN-2013-20/*"}}
+    configs |= {f"sample-{size}BT": {"train": f"sample/{size}BT/*"} for size in (10, 100, 350)}
+    same = {"dump": "CC-MAIN-2013-20", "file_path": "", "language": "en", "language_score": 0.9}
+    web = [{"text": text, "id": f"<urn:uuid:{i}>", "url": f"https://example.org/{i}", **same,
+            "token_count": len(text) // 4, "score": 3.0, "int_score": 3}
+           for i, text in enumerate(english)]  # fmt: skip
+    rows = {"data/CC-MAIN-2013-20/train-00000-of-00001.parquet": web[:3]}
+    rows |= {f"sample/{size}BT/00{i}_00000.parquet": web[i::2] for size in (10, 100, 350) for i in (0, 1)}
+    put_data(hub, "HuggingFaceFW/fineweb-edu", configs, rows)
+
+    for name, (model_type, algorithm, special) in TOKENIZERS.items():
+        made = algorithm(lowercase=name.endswith("uncased"))
+        tokens = [*dict.fromkeys(special.values())]
+        made.train_from_iterator(english + sources[:20], 900, special_tokens=tokens)
+        if special is BERT:
+            made.post_processor = BertProcessing(*((t, made.token_to_id(t)) for t in ("[SEP]", "[CLS]")))
+        with tempfile.TemporaryDirectory() as folder:
+            PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, **special).save_pretrained(folder)
+            if model_type:
+                Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}))
+            hub.put(name, {file.name: file.read_bytes() for file in Path(folder).iterdir()})
+
+
+def put_data(hub, name: str, configs: dict, rows: dict) -> None:
+    """A data set: {configuration: {split: path or glob}} in its card, {path: rows} as parquet."""
+    card = [{"config_name": config, "data_files": [{"split": s, "path": path} for s, path in splits.items()]}
+            for config, splits in configs.items()]  # fmt: skip
+    files = {"README.md": f"---\n{yaml.safe_dump({'configs': card})}---\n".encode()}
+    for path, content in rows.items():
+        pyarrow.parquet.write_table(pa.Table.from_pylist(content), file := io.BytesIO())
+        files[path] = file.getvalue()
+    hub.put(name, files, "datasets")
+
+
+def _docstrings(source: str) -> str:
+    nodes = [node for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]  # fmt: skip
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))[:6000]
+
+
+def _wikitext(articles: list[str]) -> list[dict]:
+    """A row for each line; an article begins with a line " = Title = \\n" between empty ones."""
+    rows = []
+    for number, article in enumerate(articles):
+        lines = [line for line in article.splitlines() if line.strip()]
+        rows += ["", f" = Article {number} = \n", "", *(f" {line.strip()} \n" for line in lines)]
+    return [{"text": text} for text in rows]

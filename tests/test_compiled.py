@@ -1,0 +1,169 @@
+"""Compiled by blocks, as the GPUs' YAML files say: the same run, on the CPU. aot_eager traces and
+differentiates as inductor does, in a tenth of the time."""
+
+import re
+import shutil
+import time
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
+from safetensors.torch import load_file
+from torch import nn
+
+from tests import forked
+from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from utils.learning.compiled import Compilations, compile_blocks
+
+AROUND = """
+import runpy, torch
+import torch._inductor.config as inductor
+from torch._dynamo.utils import counters
+inductor.cpp.cxx = COMPILER or inductor.cpp.cxx
+runpy.run_path("train_SCRIPT.py", run_name="__main__")
+print("breaks", sum(counters["graph_break"].values()))
+"""
+MASKED = {
+    "model_type": "modernbert", "prompts": ["The [MASK] of a list."], "attn_implementation": "sdpa",
+    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
+    "optimizer_type": "adamw",  # Muon's iteration makes as much of rounding as of gradients, in bfloat16
+}  # fmt: skip
+needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++ here")
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+def around(workspace, script, compiler=None):
+    """The script, which then says how many breaks graphs had; compiler: instead of this machine's."""
+    path = workspace / f"train_{script}.py"
+    path.write_text(AROUND.replace("SCRIPT", script).replace("COMPILER", repr(compiler)))
+    return path
+
+
+def flags(workspace, name, **changes):
+    return TINY | {
+        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache", "preflight": True,
+        "output_dir": workspace / name, "per_device_eval_batch_size": 8, **changes,
+    }  # fmt: skip
+
+
+def compiled(backend="aot_eager", **more):
+    return environment(
+        ACCELERATE_DYNAMO_BACKEND=backend.upper(), ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="True",
+        ACCELERATE_DYNAMO_USE_DYNAMIC="False", **more,
+    )  # fmt: skip
+
+
+def trained(script, flags, **settings):
+    done = forked.run(str(script), flags, timeout=300, **settings)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout, metrics(flags["output_dir"])
+
+
+def assert_same_losses(lines, others, rel):
+    for one, other in zip(lines, others, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            if key.startswith("loss") and "stderr" not in key:
+                assert one[key] == pytest.approx(other[key], rel=rel), (one["step"], key)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("script", ["clm", "mlm"])
+def test_thirty_steps_by_inductor_are_those_of_eager(script, workspace):
+    """In float32 to 1e-5, with evaluations and samples between; no graph breaks, and all is compiled before
+    the first step."""
+    of_script = MASKED if script == "mlm" else {"optimizer_type": "adamw", "prompts": ["import os"]}
+    steps = {"max_train_steps": 30, "eval_steps": 10, "save_steps": 30, **of_script}
+    told, lines = trained(
+        around(workspace, script), flags(workspace, f"{script}-inductor", **steps),
+        env=compiled("inductor"),
+    )  # fmt: skip
+    _, eager = trained(f"train_{script}.py", flags(workspace, f"{script}-eager", **steps))
+    assert_same_losses(lines, eager, 1e-5)
+    start, rest = told.split("step  1/30", 1)
+    assert "compiled with inductor" in start and "breaks 0" in rest
+    [graphs] = re.findall(r"compiled +(\d+) graphs in \d+ s", told)
+    assert re.search(rf"compiled graphs +{graphs} in \d+ s", rest) and "warning: " not in rest
+
+
+def test_killed_and_continued_it_ends_with_the_same_digits(workspace):
+    settings = {"save_steps": 2, "config_overrides": TINY["config_overrides"].replace("drop=0", "drop=0.1")}
+    _, lines = trained("train_clm.py", flags(workspace, "whole", **settings), env=compiled())
+    killed, log = flags(workspace, "killed", **settings), workspace / "log"
+    process = forked.start(PROJECT, "train_clm.py", killed, log, env=compiled())
+    while not (killed["output_dir"] / "checkpoints/step-00000002").exists() and process.is_alive():
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    _, again = trained("train_clm.py", killed, env=compiled())
+    assert again == lines
+    ends = [load_file(workspace / name / "model.safetensors") for name in ("whole", "killed")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not [name for name in ends[0] if "_orig_mod" in name]
+
+
+def test_two_processes_train_like_one(workspace):
+    _, one = trained("train_clm.py", flags(workspace, "one"))
+    half = flags(workspace, "two", per_device_train_batch_size=4)
+    _, two = trained("train_clm.py", half, processes=2, env=compiled(ACCELERATE_USE_CPU="true"))
+    assert_same_losses(two, one, 1e-5)
+
+
+def test_without_a_working_compiler_a_line_says_so_and_it_trains(workspace):
+    script = around(workspace, "clm", compiler=("/nowhere/g++",))
+    settings = flags(workspace, "without", max_train_steps=2, eval_steps=2, prompts=["import os"])
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(workspace / "empty")}  # or all would be found there
+    told, lines = trained(script, settings, env=compiled("inductor", **cache))
+    assert told.count("warning: not compiled, GPT2Block failed: InductorError: InvalidCxxCompiler") == 1
+    assert lines[-1]["step"] == 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.embeddings = nn.Linear(4, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.embeddings(x)
+
+
+def test_what_is_compiled_late_is_a_warning_with_its_cause():
+    torch._dynamo.reset()
+    AcceleratorState._reset_state(True)  # an earlier test's has no compiler
+    plugin = TorchDynamoPlugin("aot_eager", dynamic=False, use_regional_compilation=True)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    model, log = Layers(), Compilations()
+    names = list(model.state_dict())
+    log.start()
+    log.news()  # of other tests
+    compile_blocks(accelerator, model)
+    prepared = accelerator.prepare(model)
+    prepared(torch.ones(2, 4, requires_grad=True))
+    assert prepared is model and list(model.state_dict()) == names
+    [line] = log.news()
+    assert line.startswith("compiled   1 graphs")  # of all three
+    prepared(torch.ones(2, 4, requires_grad=True))
+    assert all(log.news() == [] for _ in range(10))
+    prepared(torch.ones(5, 4, requires_grad=True))
+    [line] = log.news()
+    assert line.startswith("warning: 1 graphs were compiled anew") and "size mismatch" in line

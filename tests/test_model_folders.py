@@ -1,0 +1,196 @@
+"""Folders with a model that cannot be used as they are: told in a message, or read as they are meant."""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data.tokenizer import load_tokenizer
+from tests import forked
+from tests.runs import PROJECT, TINY, environment, write_corpus
+from tests.test_model import GPT2, tokenizer
+from utils.learning.model import build_model, model_problems
+
+T = 16
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A model and its tokenizer as a run leaves them."""
+    folder = tmp_path_factory.mktemp("whole")
+    torch.manual_seed(0)
+    build_model("causal", "gpt2", GPT2, None, T, tokenizer()).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def changed(whole, folder, change):
+    """A copy of the folder whose weights are those that `change` makes of them."""
+    shutil.copytree(whole, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(weights), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def problems_of(folder, kind="causal"):
+    return model_problems(kind, None, "", str(folder), T, tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: {f"foo.{name}": value for name, value in w.items()},
+         "29 of its weights do not fit the model: lm_head.weight is missing, transformer.h.0.attn.c_at"),
+        (lambda w: {name: value for name, value in w.items() if "h.1." not in name},
+         "12 of its weights do not fit the model: transformer.h.1.attn.c_attn.bias is missing"),
+        (lambda w: w | {"transformer.ln_f.bias": torch.zeros(3)}, "transformer.ln_f.bias is [3], not [32]"),
+    ],
+    ids=["other names", "a block is missing", "another shape"],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_and_the_first_are_named(whole, tmp_path, change, said):
+    folder = changed(whole, tmp_path / "other", change)
+    (problem,) = problems_of(folder)
+    assert problem.startswith(f"model_name_or_path, '{folder}': ") and said in problem
+    with pytest.raises(ValueError, match="weights do not fit"):
+        build_model("causal", None, "", str(folder), T, tokenizer())
+
+
+def test_weights_that_are_not_finite_are_refused(whole, tmp_path):
+    nan = torch.full((32,), float("nan"))
+    folder = changed(whole, tmp_path / "nan", lambda w: w | {"transformer.ln_f.bias": nan})
+    with pytest.raises(ValueError, match="transformer.ln_f.bias is not finite"):
+        build_model("causal", None, "", str(folder), T, tokenizer())
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.{}", "module.{}", "module._orig_mod.{}", "block"])
+def test_names_with_the_prefix_of_a_wrapper_are_read_as_meant(whole, tmp_path, wrapped, capsys):
+    def rename(name):
+        in_block = wrapped == "block"  # each compiled by itself
+        return name.replace("h.0.", "h.0._orig_mod.") if in_block else wrapped.format(name)
+
+    folder = changed(whole, tmp_path / "wrapped", lambda w: {rename(name): w[name] for name in w})
+    assert problems_of(folder) == []
+    capsys.readouterr()
+    built = build_model("causal", None, "", str(folder), T, tokenizer()).state_dict()
+    assert "read without a wrapper's prefix" in capsys.readouterr().out
+    expected = build_model("causal", None, "", str(whole), T, tokenizer()).state_dict()
+    assert all(torch.equal(built[name], value) for name, value in expected.items())
+
+
+def test_weights_that_are_not_needed_are_told(whole, tmp_path, capsys):
+    folder = changed(whole, tmp_path / "more", lambda w: w | {"cls.seq_relationship.bias": torch.zeros(2)})
+    assert problems_of(folder) == []
+    build_model("causal", None, "", str(folder), T, tokenizer())
+    assert "1 are not needed and left out: cls.seq_relationship.bias" in capsys.readouterr().out
+
+
+def test_a_script_evaluates_the_weights_that_were_saved_under_a_wrappers_names(tmp_path):
+    corpus, run = write_corpus(tmp_path / "corpus.jsonl", 20), tmp_path / "run"
+    flags = {**TINY, "dataset_name": corpus, "cache_dir": tmp_path / "cache", "output_dir": run,
+             "max_train_steps": 3, "save_steps": 3}  # fmt: skip
+    done = forked.run("train_clm.py", flags)
+    assert done.returncode == 0, done.stderr
+    results = []
+    only = {**flags, "eval_only": True, "config_overrides": "", "tokenizer_name": run}
+    for prefix in ("", "_orig_mod.", "foo."):
+        folder = changed(run, tmp_path / f"as{prefix}", lambda w, p=prefix: {p + name: w[name] for name in w})
+        done = forked.run("train_clm.py", {**only, "model_name_or_path": folder})
+        results.append((done.returncode, done.stdout.splitlines()[-1:]))
+        assert "Traceback" not in done.stderr
+    assert results[0] == results[1] and results[0][0] == 0 and "loss/eval" in results[0][1][0]
+    assert results[2] == (2, []) and "do not fit the model" in done.stderr
+
+
+SCRIPT = str(PROJECT / "train_clm.py")
+CODE = "open({!r}, 'w').write('ran')\nfrom transformers import GPT2Config as Own\n"
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+def test_code_in_a_model_folder_is_never_run(whole, tmp_path, what):
+    """Nor is anybody asked whether it may."""
+    folder, mark = tmp_path / "model", tmp_path / "mark"
+    shutil.copytree(whole, folder)
+    (folder / "own.py").write_text(CODE.format(str(mark)))
+    if what == "tokenizer":
+        settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        (folder / "config.json").write_text('{"model_type": "own"}')
+        flags = ["--dataset_name", write_corpus(tmp_path / "c.jsonl", 9), "--tokenizer_name", folder]
+    else:
+        settings = {"model_type": "own", "architectures": ["GPT2LMHeadModel"]}
+        settings |= {"auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+        (folder / "config.json").write_text(json.dumps(settings))
+        flags = ["--model_name_or_path", folder, "--tokenizer_name", folder, "--config_overrides", ""]
+    yes = tmp_path / "yes"
+    yes.write_text("y\n" * 9)
+    log = tmp_path / "log"
+    env = environment(HF_HOME=str(tmp_path / "home"))
+    process = forked.start(PROJECT, SCRIPT, flags, log, stdin=yes, cwd=tmp_path, env=env)
+    process.join(120)
+    assert process.exitcode == 2 and "[y/N]" not in log.read_text(), log.read_text()
+    assert not mark.exists() and "Traceback" not in log.read_text()
+
+
+def damage(folder, random):
+    """Changes one file of the folder; what it did, to be told."""
+    file = random.choice(sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
+    content = file.read_bytes()
+    how = random.choice(["byte", "cut", "empty", "gone", "swapped", "type", "type", "type"])
+    if how == "byte":
+        place = random.randrange(len(content))
+        file.write_bytes(content[:place] + bytes([random.randrange(256)]) + content[place + 1 :])
+    elif how == "cut":
+        file.write_bytes(content[: random.randrange(len(content))])
+    elif how == "empty":
+        file.write_bytes(b"")
+    elif how == "gone":
+        file.unlink()
+    elif file.suffix == ".safetensors":
+        weights = load_file(file)
+        one, other = random.sample(sorted(weights), 2)
+        swapped = {one: weights[other], other: weights[one]}
+        weights |= swapped if how == "swapped" else {one: weights[one].int()}
+        save_file(weights, file, {"format": "pt"})
+    else:
+        value = json.loads(content)
+        inside = [part for part in [value, *value.values()] if isinstance(part, dict) and part]
+        part = random.choice(inside)
+        name = random.choice(sorted(part))
+        other = random.choice([[], {}, "two", None, 1.5, -1, 10**12, True, [{}], {"a": 1}])
+        if how == "swapped":
+            value = random.choice([[value], "text", 3, None])
+        else:
+            part[name] = other
+        how += f" {name}: {other}"
+        file.write_text(json.dumps(value))
+    return f"{file.name}: {how}"
+
+
+def test_a_hundred_damaged_model_folders_end_in_a_message_or_load(whole, tmp_path):
+    """Nothing but a ValueError of this project's, whatever a file holds."""
+    refused = 0
+    for seed in range(100):
+        folder = tmp_path / str(seed)
+        shutil.copytree(whole, folder)
+        what = damage(folder, random.Random(seed))
+        try:
+            words = load_tokenizer(folder)
+            problems = model_problems("causal", None, "", str(folder), T, words)
+            if not problems:
+                model = build_model("causal", None, "", str(folder), T, words)
+                assert all(weight.isfinite().all() for weight in model.parameters())
+            refused += bool(problems)
+            assert all("\n" not in problem for problem in problems), problems
+        except ValueError as error:
+            where = error.__traceback__
+            while where.tb_next:
+                where = where.tb_next
+            assert "site-packages" not in where.tb_frame.f_code.co_filename, (seed, what, error)
+            refused += 1
+        except Exception as error:
+            raise AssertionError((seed, what)) from error
+        shutil.rmtree(folder)
+    assert 40 <= refused < 95

@@ -1,0 +1,90 @@
+"""What a run says of itself: metrics.jsonl, dashboards, the bar or lines on the terminal."""
+
+import sys
+from pathlib import Path
+
+from utils.devices import memory_of, peak_memory
+from utils.display.curves import draw_curves
+from utils.display.doctor import gib
+from utils.display.metrics import MetricsLog
+from utils.display.progress import Progress, duration
+from utils.display.throughput import Throughput, peak_flops
+from utils.display.trackers import log_to_trackers, start_trackers
+from utils.io.files import retire
+from utils.learning.optim import skipped_updates
+
+
+class Report:
+    """Made when the run starts or resumes; on all processes, of which the first writes.
+
+    flops: of a token; launch: as doctor.launch_facts; settings: for dashboards; offset: bytes of
+    metrics.jsonl that are the run's so far; publisher: whose events are logged with the numbers."""
+
+    def __init__(self, args, accelerator, steps, state, flops, launch, settings, offset, publisher):
+        self.accelerator, self.steps, self.publisher = accelerator, steps, publisher
+        main, lines = accelerator.is_main_process, Path(args.output_dir, "metrics.jsonl")
+        if main and args.resume_from_checkpoint == "none" and lines.exists():
+            retire(lines)
+            print(f"run        begins anew: the previous metrics were moved to replaced-{lines.name}")
+        self.metrics = MetricsLog(args.output_dir, offset, main, state.get("origin"), launch)
+        project, step = Path(sys.modules[type(args).__module__].__file__).stem, state["step"]
+        self.told_from = start_trackers(accelerator, project, args.output_dir, settings, step)
+        peak = peak_flops(launch["device"])
+        peak = peak and peak * launch["processes"]
+        self.throughput = Throughput(steps, flops, peak, step=step, seconds=state["seconds"])
+        self.progress = Progress(steps.last, step, main)
+        publisher.say = self.progress.write  # above the bar
+
+    def changes(self, step: int, found: list[tuple]) -> None:
+        """(line, name of an event or None) of what differs from the run so far."""
+        for line, event in found:
+            self.accelerator.print(line)
+            if event:
+                self.metrics.write({"step": step, "event": event})
+
+    def rehearsed(self, seconds: float) -> None:
+        """seconds: of a step. Says what the run will take, by what the rehearsed steps have taken."""
+        left = seconds * self.steps.tokens_before(self.steps.last) / self.steps.tokens_before(1)
+        self.accelerator.print(f"time       about {duration(left)} here, at {1000 * seconds:,.0f} ms a step; "
+                               "evaluations and saves come on top")
+        if peak := peak_memory(self.accelerator.device):
+            room = memory_of(self.accelerator.device)
+            self.accelerator.print(f"memory     {gib(peak)} at the peak of these steps, of {gib(room)}")
+
+    def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
+        """The line of a log interval. state: skipped_updates and seen are kept up to date; epochs: of each
+        data set of a mixture."""
+        steps = self.steps
+        for event in skipped_updates(skipped, step, steps.rows_before):
+            self.metrics.write(event)
+            state["skipped_updates"] += 1
+        for name in [name for name, epoch in epochs.items() if epoch >= 1 and name not in state["seen"]]:
+            self.metrics.write({"step": step, "event": "repeats", "source": name})
+            self.progress.write(f"data       every row of {name} has been seen once: they repeat")
+            state["seen"].append(name)
+        self.numbers({
+            "step": step, "epoch": steps.epoch(step),
+            **{f"epoch/{name}": epoch for name, epoch in epochs.items()},
+            "samples": steps.rows_before(step), "tokens": steps.tokens_before(step), **record,
+            "skipped_updates": state["skipped_updates"], **self.throughput.measure(step),
+        })  # fmt: skip
+
+    def show(self, samples: list[str]) -> None:
+        """After an evaluation: samples, and the curves drawn anew."""
+        for text in samples:
+            self.progress.write(text)
+        if self.accelerator.is_main_process:
+            draw_curves(self.metrics.path.parent)
+
+    def numbers(self, record: dict) -> None:
+        """A record of training or evaluation, with its step; 0-d tensors become numbers."""
+        self.pushes(record["step"])
+        scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
+        record = record | scalars
+        self.metrics.write(record)
+        log_to_trackers(self.accelerator, record, self.told_from)
+        self.progress.update(record["step"], record, self.throughput.eta, self.publisher.status)
+
+    def pushes(self, step: int) -> None:
+        for event in self.publisher.poll():
+            self.metrics.write({"step": step, **event})

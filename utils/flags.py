@@ -1,0 +1,120 @@
+"""One flat dataclass per script <-> the command line."""
+
+import argparse
+import copy
+import difflib
+import inspect
+import re
+import shlex
+import sys
+from typing import Any, get_type_hints
+
+from transformers import HfArgumentParser
+
+
+class _Parser(HfArgumentParser):
+    """A field's metadata are ours: transformers' parser would hand them to argparse."""
+
+    def error(self, message):
+        raise ValueError(f"{message}\n`--help` lists every setting.")
+
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        field = copy.copy(field)
+        field.metadata = {}
+        HfArgumentParser._parse_dataclass_field(parser, field)
+
+    def format_help(self):
+        """The settings under the headings of their source, each with its default and its comment."""
+        lines = [f"usage: {self.prog} [--preset {' | '.join(self.presets)}] [--setting value ...]", "",
+                 "A preset is a whole experiment, with the settings of its source:", ""]  # fmt: skip
+        source = inspect.getsource(inspect.getmodule(self.dataclass_types[0]))
+        for name, what in re.findall(r'^    "([^"]+)": .*?#\s*(.+)$', source, re.M):
+            lines += [f"  {name:<18} {what}"] * (name in self.presets)
+        lines += ["", "The settings, each with its value in the preset and what it is:", ""]
+        for line in inspect.getsource(self.dataclass_types[0]).splitlines():
+            if heading := re.match(r"    # (.+)$", line):
+                lines += ["", heading[1]]
+            elif found := re.match(r"    (\w+):(?:.*?#\s*(.+))?", line):
+                value = self.get_default(found[1])
+                told = "none" if value in (None, []) else shlex.join(map(str, as_list(value)))
+                told = f"({len(value)} texts)" if "\n" in told else told
+                told = told.lower() if isinstance(value, bool) else told
+                lines += [f"{f'  --{found[1]} {told}':<50}  {found[2] or ''}".rstrip()]
+        return "\n".join(lines) + "\n"
+
+
+# Settings of transformers' scripts and of nanoGPT that look like none of ours: what does that here.
+ELSEWHERE = {
+    "fp16 bf16 dtype torch_dtype": "the launcher's --mixed_precision, or accelerate_configs/*.yaml",
+    "torch_compile compile": "the launcher's, dynamo_backend in accelerate_configs/*.yaml",
+    "fsdp deepspeed": "the launcher's, accelerate_configs/fsdp.yaml shards a model over devices",
+    "no_cuda device": "the launcher's, accelerate_configs/cpu.yaml",
+    "data_dir data_files train_file": "--dataset_name takes files and folders, too",
+    "validation_file": "--eval_dataset_name takes files and folders, too",
+    "max_seq_length max_length": "--block_size",
+    "n_layer n_head n_embd dropout": "--config_overrides, such as hidden_size=256,num_hidden_layers=6",
+    "trust_remote_code": "none, code of a model's repository is never run",
+    "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
+    "lr": "--learning_rate",
+    "warmup_ratio warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
+    "out_dir run_name": "--output_dir, whose name is the run's",
+    "do_train do_eval": "none, both are done; --eval_only true only evaluates",
+}
+ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
+
+
+def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
+    """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags beside it.
+
+    `none` switches an optional setting off and empties a list. A field's trailing comment is its help text.
+    ValueError with every unknown flag and what does it here or is near, or with a value that does not parse.
+    """
+    notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
+    argv = ([] if notebook else sys.argv[1:]) if argv is None else argv
+    parser = _Parser(args_class, allow_abbrev=False)
+    parser.presets = presets
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?")
+    name = first.parse_known_args(argv)[0].preset or parser.get_default("preset")
+    if name not in presets:
+        raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
+    if dashes := [word for word in argv if word.endswith("=--")]:  # argparse drops such a value
+        parser.error(f"{', '.join(dashes)}: no value.")
+    parser.set_defaults(**presets[name])
+    args, unknown = parser.parse_args_into_dataclasses(
+        argv, return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        parser.error("\n".join(_explained(unknown, parser)))
+    blank = []
+    for name, kind in get_type_hints(args_class).items():  # not fields(): the parser rewrites their types
+        value = getattr(args, name)
+        if isinstance(value, list) and [str(item).lower() for item in value] == ["none"]:
+            setattr(args, name, [])
+        elif isinstance(value, str) and value.lower() in ("none", "") and "None" in str(kind):
+            setattr(args, name, None)
+        elif name != "config_overrides" and not all(str(item).strip() for item in as_list(value)):
+            blank.append(name)
+    if blank:
+        raise ValueError(f"{', '.join(blank)}: holds a blank text, leave that out. `none` empties a list.")
+    return args
+
+
+def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """A line for each unknown flag: what does it here, or which setting has a name like it."""
+    flags = [option for action in parser._actions for option in action.option_strings]
+    lines, before = [], ""
+    for word in unknown:
+        flag = word.split("=")[0]
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.5)
+        if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_")):
+            lines.append(f"{word}: no such setting; instead: {there}.")
+        elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag
+            lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
+        before = word if word.startswith("-") else before
+    return lines
+
+
+def as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

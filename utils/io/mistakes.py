@@ -1,0 +1,59 @@
+"""Whose mistake an exception is, and the exit status that says so: 2 the user's, 1 anything else."""
+
+import contextlib
+import errno
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from utils.io.secrets import without_secrets
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+@contextlib.contextmanager
+def user_mistakes() -> Iterator[None]:
+    """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
+
+    A library's keeps its traceback. A full disk, a source that stays away and a lost process are one line,
+    exit status 1. Processes but the first wait a moment, in which the launcher ends them."""
+    try:
+        yield
+    except ValueError as error:
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if "site-packages" in raised_in.parts or not raised_in.is_relative_to(PROJECT):
+            raise
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(5)
+        _end(str(error), 2)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _end(f"{error.filename or 'a disk'}: no space is left; make room and run the same command again: "
+                 "it resumes", 1)
+        if type(error) is not ConnectionError:  # which utils/io/retry.py raises, with a message of ours
+            raise
+        _end(f"{error}\nRun the same command again to resume.", 1)
+    except RuntimeError as error:
+        if not (message := lost_peer(error)):
+            raise
+        _end(message, 1)
+
+
+def _end(message: str, status: int) -> None:
+    print(f"error: {without_secrets(message)}", file=sys.stderr, flush=True)
+    raise SystemExit(status) from None
+
+
+def lost_peer(error: RuntimeError) -> str | None:
+    """The message for an error that another process's end, or silence, has caused; None for other errors.
+    NCCL, and gloo where a machine falls silent, raise after the process group's timeout."""
+    text = str(error)
+    if not re.search(r"(closed|reset) by peer|[Tt]imed out|NCCL .*(abort|timeout|remote)", text):
+        return None
+    cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", text.splitlines()[0])
+    return (f"another process is gone: {cause}. Its own output says why. Run the same command again, on all "
+            "machines, to resume from the newest complete checkpoint.")

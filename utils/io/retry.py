@@ -1,0 +1,115 @@
+"""What an exception of a network client means, and patience with what may pass."""
+
+import errno
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from huggingface_hub import get_token, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from utils.io.secrets import HIDDEN, without_secrets
+
+DELAYS = (1, 2, 4, 8, 16, 32, 64)  # seconds between tries: a source may be away for two minutes
+FIRST_CONTACT = 2  # tries again when a URL is used for the first time: a mistyped one is told in seconds
+SILENCE = 60  # seconds without an answer of the Hub that end a try
+NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpcore2", "httpx",
+                   "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"}
+PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+# None: a damaged file, which the libraries tell as an OSError without a number.
+PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
+WORTH_A_RETRY = (408, 409, 412, 423, 425, 429)  # of the statuses below 500
+
+
+@dataclass
+class Trouble:
+    """What an exception means."""
+
+    passing: bool  # the same request may succeed later
+    retry_after: float  # seconds, 0 where the server names none
+    status: int | None  # of HTTP
+    text: str  # one line, without secrets
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether a network client's library has raised it."""
+    return type(error).__module__.split(".")[0] in NETWORK_MODULES
+
+
+def diagnose(error: BaseException) -> Trouble:
+    """Reads the chain of causes: LFS errors come wrapped, and Xet's have their status in the text only."""
+    chain = [error]
+    while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
+        chain.append(cause)
+    responses = [getattr(e, "response", None) for e in chain]
+    response = next((r for r in responses if hasattr(r, "status_code")), None)
+    statuses = [getattr(response, "status_code", None), *(getattr(e, "status", None) for e in chain)]
+    of_botocore = (found.get("ResponseMetadata", {}) for found in responses if isinstance(found, dict))
+    statuses += [metadata.get("HTTPStatusCode") for metadata in of_botocore]
+    if found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
+        statuses.append(int(found[1]))
+    status = next((status for status in statuses if isinstance(status, int)), None)
+    if status is not None and status >= 400:
+        passing = status >= 500 or status in WORTH_A_RETRY
+    else:
+        passing = any(map(_passing, chain))
+    # Otherwise a date, or nonsense: our own backoff has to do.
+    asked = re.fullmatch(r"\d+", getattr(response, "headers", {}).get("retry-after", ""))
+    told = chain[-1] if response is None else error
+    text = " ".join(f"{type(told).__name__}: {told}".split()).replace(get_token() or HIDDEN, HIDDEN)
+    retry_after = min(float(asked[0]), 3600.0) if asked else 0.0
+    return Trouble(passing, retry_after, status, without_secrets(text)[:400])
+
+
+def _passing(error: BaseException) -> bool:
+    """Time-outs, broken connections and what may be one, of an error that has no HTTP status."""
+    if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
+        return False
+    if of_network(error) or isinstance(error, ConnectionError | TimeoutError):
+        return not isinstance(error, ValueError)
+    return isinstance(error, OSError) and error.errno not in PERMANENT_ERRNO
+
+
+def with_retries(action: Callable[[], Any], what: str, tries: int | None = None) -> Any:
+    """action(), again with exponential backoff while it fails for a reason that may pass.
+
+    ConnectionError naming `what` when it did not in time, or after `tries` more tries the error itself."""
+    return next(retried(lambda _: iter([action()]), what, tries=tries))
+
+
+def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: int | None = None) -> Iterator:
+    """The items of start_at(position); after a failure that may pass, of start_at(items seen so far), with
+    the backoff of `with_retries`, which starts over with every item that arrives."""
+    failures, delays = 0, DELAYS[:tries]
+    while True:
+        try:
+            for item in start_at(position):
+                position, failures = position + 1, 0
+                yield item
+            return
+        except Exception as error:
+            if not diagnose(error).passing or failures == len(delays) and tries is not None:
+                raise
+            reason = f"{type(error).__name__}: {error}".strip(": ")
+            named = f"{what}, item {position:,}," if position else what
+            if failures == len(delays):
+                raise ConnectionError(f"{named} failed {failures + 1} times in {sum(delays)} s, the last "
+                                      f"time with {reason}.") from error
+            text = f"warning: {named} failed ({reason}); next try in {delays[failures]} s"
+            print(without_secrets(text), file=sys.stderr, flush=True)
+            time.sleep(delays[failures])
+            failures += 1
+
+
+def bound_waiting(seconds: float = SILENCE) -> None:
+    """Limits each connect, read and write of the Hub's client, which by itself waits for ever."""
+
+    def client():
+        made = default_client_factory()
+        made.timeout = seconds
+        return made
+
+    set_client_factory(client)

@@ -1,0 +1,94 @@
+"""torch.compile by blocks: the model's layers and the loss's softmax, each in place, so that the names of
+weights stay; and what was compiled, how often, in how many seconds."""
+
+import torch
+from accelerate.utils import DynamoBackend
+from torch import nn
+
+from utils.learning.configuration import one_line
+from utils.learning.fused_head import softmax_for
+
+GRAPHS = 64  # that one function may have: all blocks share Module._call_impl, and an evaluation has its own
+STEPS = 10  # after so many, something in the loop changes shape or type, and each time costs seconds
+
+
+def compile_blocks(accelerator, model):
+    """What the launcher's YAML asks for, before `prepare`, which compiles the whole model where that is asked
+    for. Blocks that cannot be compiled here run as they are, and a line says so."""
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:
+        return
+    model.chunk_softmax = softmax_for(accelerator.device.type, compiled=True)
+    compilations.start()
+    if not plugin.use_regional_compilation:
+        return
+    blocks, options = _blocks(model), plugin.to_kwargs()
+    plugin.use_regional_compilation, plugin.disable = False, True  # nothing is left to `prepare`
+    parts = [*blocks, model.chunk_softmax]
+    for part in parts:
+        part._compiled_call_impl = _or_eager(part, parts, options, accelerator.print)
+    names = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
+    accelerator.print(f"compiles   {len(blocks)} x {names} and the loss, with {options['backend']}; "
+                      "--dynamo_backend no turns it off")  # fmt: skip
+
+
+def _blocks(module):
+    """The members of the outermost ModuleLists."""
+    if isinstance(module, nn.ModuleList):
+        return [*module]
+    return [block for child in module.children() for block in _blocks(child)]
+
+
+def _or_eager(part, parts, options, tell):
+    from torch._dynamo.exc import TorchDynamoException
+
+    compiled = torch.compile(part._call_impl, **options)
+
+    def call(*args, **kwargs):
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            for each in parts:
+                each._compiled_call_impl = None
+            tell(f"warning: not compiled, {type(part).__name__} failed: {one_line(error)}")
+            return part._call_impl(*args, **kwargs)
+
+    return call
+
+
+class Compilations:
+    """Of this process, as torch counts them."""
+
+    newest, graphs, seconds, steps, active = 0.0, 0, 0.0, 0, False
+
+    def start(self):
+        import torch._dynamo
+
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+        self.active = True
+
+    def news(self):
+        """Lines on what was compiled since the last call. Call it once per step."""
+        self.steps += 1
+        if not self.active:
+            return []
+        from torch._dynamo.utils import get_compilation_metrics
+
+        made = (one for one in get_compilation_metrics() if not one.fail_type)
+        new = [one for one in made if (one.start_time or 0) > self.newest]
+        if not new:
+            return []
+        seconds = sum(one.duration_us or 0 for one in new) / 1e6
+        self.newest, self.seconds = max(one.start_time for one in new), self.seconds + seconds
+        self.graphs += len(new)
+        if self.steps <= STEPS:
+            return [f"compiled   {len(new)} graphs in {seconds:,.0f} s"]
+        reason = next((one.recompile_reason for one in new if one.recompile_reason), "a first call")
+        told = f"{len(new)} graphs were compiled anew, {self.steps} steps after the start, {seconds:,.0f} s"
+        return [f"warning: {told}: {' '.join(str(reason).split())[:300]}"]
+
+    def summary(self):
+        return {"compiled graphs": f"{self.graphs} in {self.seconds:,.0f} s"} if self.active else {}
+
+
+compilations = Compilations()

@@ -1,0 +1,282 @@
+"""Places that snapshots go to: a repository on the Hub, or a folder at any URL of fsspec.
+
+A checkpoint that a place lists is complete, whatever dies when: on the Hub it is one commit; elsewhere its
+manifest.json is written last and deleted first. The Hub's client looks the token up at each call, so that a
+renewed login counts; it is stored nowhere.
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, HfFileSystem, get_token
+from huggingface_hub.errors import RevisionNotFoundError
+
+from utils.io.files import find_problem
+from utils.io.retry import FIRST_CONTACT, Trouble, bound_waiting, diagnose, with_retries
+from utils.io.secrets import without_secrets
+from utils.io.urls import Folder, explained
+from utils.state.folders import list_checkpoints, step_of
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 5  # of silence of the Hub, before training; then it is SILENCE
+CHECKPOINTS, MILESTONES = "checkpoints", "milestones"  # branches beside main, which has the model
+BESIDE = ("args.json", "metrics.jsonl", "run.json")  # what goes with a checkpoint: a resumed run adds to it
+REPLACED = {  # of each branch, the files that a commit deletes unless it has them
+    "main": r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
+    CHECKPOINTS: "checkpoints/.*",
+    MILESTONES: r"(?!\.gitattributes$).*",
+}
+LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
+REMEDIES = {
+    401: f"the token is missing, revoked or expired: {LOGIN}",
+    403: f"this token may not write there: choose another hub_model_id, or {LOGIN}",
+    404: "there is no such repository: create it, or choose another hub_model_id",
+    413: "too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
+}
+
+
+def ask(subject: str, call: Callable, *args, **kwargs) -> Any:
+    """`call(...)` of the Hub's client, with retries. ValueError that says what to do."""
+    try:
+        return with_retries(partial(call, *args, **kwargs), subject, FIRST_CONTACT)
+    except Exception as error:
+        raise ValueError(f"{subject}: {with_remedy(diagnose(error))}.") from None
+
+
+def with_remedy(trouble: Trouble) -> str:
+    """What is wrong, and what to do."""
+    unreached = f"can {HfApi().endpoint} be reached from here? If not, train without push_to_hub"
+    remedy = REMEDIES.get(trouble.status, unreached if trouble.passing else "")
+    return "; ".join(filter(None, [trouble.text, remedy]))
+
+
+class Hub:
+    """A repository: the model on main, milestones as tags, the newest checkpoint on a branch, whose history
+    keeps the older ones."""
+
+    def __init__(self, repo_id: str, private: bool = False, setting: str = "push_to_hub"):
+        """Makes the repository where it is missing, and checks that we may write there, in seconds, also when
+        nobody answers. ValueError with the remedy. setting: push_to_hub, or checkpoint_url."""
+        bound_waiting(CHECK_SECONDS)
+        if not get_token():
+            raise ValueError(f"{setting}: found no Hub token; {LOGIN}.")
+        api, self.revision = HfApi(), CHECKPOINTS
+        user = ask(setting, api.whoami)["name"]
+        self.repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+        self.ask = partial(ask, f"hub_model_id {self.repo_id}")
+        self.ask(api.create_repo, self.repo_id, private=private, exist_ok=True)
+        # The first question of every push. (create_repo is content with a repository that we may only read.)
+        self.ask(api.preupload_lfs_files, self.repo_id, [CommitOperationAdd("README.md", b"-")])
+        bound_waiting()
+        self.name = self.repo_id
+        if setting == "checkpoint_url":
+            self.name = f"hf://{self.repo_id}"
+            self.ask(api.create_branch, self.repo_id, branch=CHECKPOINTS, exist_ok=True)
+
+    def upload(self, snapshot) -> str:
+        """The hash of the commit, or the tag of a milestone that was there already."""
+        api, tag, tagged = HfApi(), snapshot.tag, False
+        if not tag:
+            return self._commit(snapshot)
+        if problem := find_problem(snapshot.folder):
+            raise ValueError(f"{snapshot.folder} is damaged, {problem}")
+        with suppress(RevisionNotFoundError):
+            if not self._differing(snapshot, tag):
+                return tag
+            tagged = True  # by another run
+        api.create_branch(self.repo_id, branch=MILESTONES, exist_ok=True)
+        revision = self._commit(snapshot)
+        if different := self._differing(snapshot, revision):
+            raise ConnectionError(f"{', '.join(different)}: arrived with another hash")
+        if tagged:
+            api.delete_tag(self.repo_id, tag=tag)
+        api.create_tag(self.repo_id, tag=tag, revision=revision)
+        return revision
+
+    def _commit(self, snapshot) -> str:
+        """One commit with everything in it. (upload_folder makes several of many files.)"""
+        api, names, branch = HfApi(), snapshot.names, snapshot.branch
+        there = api.list_repo_files(self.repo_id, revision=branch)
+        stale = [name for name in there if re.fullmatch(REPLACED[branch], name) and name not in names]
+        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in names]
+        for addition in additions:  # several at once would use threads that hold up the exit of the process
+            api.preupload_lfs_files(self.repo_id, [addition], revision=branch, free_memory=False)
+        changes = [*additions, *map(CommitOperationDelete, stale)]
+        return api.create_commit(self.repo_id, changes, commit_message=snapshot.message, revision=branch).oid
+
+    def _differing(self, snapshot, revision: str) -> list[str]:
+        """Files that the Hub has not at this revision, or with another hash."""
+        there = HfApi().verify_repo_checksums(self.repo_id, revision=revision, local_dir=snapshot.folder)
+        differing = [*there.extra_paths, *(file["path"] for file in there.mismatches)]
+        return [name for name in differing if name in snapshot.names]  # not what has come since
+
+    def milestones(self) -> list[int]:
+        """Steps of the tags step-N, in order."""
+        names = (tag.name for tag in self.ask(HfApi().list_repo_refs, self.repo_id).tags)
+        return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name, re.ASCII))
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, in order. What is read or downloaded next is as it was now."""
+        self.revision = self.ask(HfApi().repo_info, self.repo_id, revision=CHECKPOINTS).sha
+        return _complete(self.ask(HfApi().list_repo_files, self.repo_id, revision=self.revision))
+
+    def read(self, step: int, name: str) -> bytes:
+        """One of BESIDE. FileNotFoundError."""
+        return HfFileSystem().cat_file(f"{self.repo_id}@{self.revision}/{name}")
+
+    def download(self, step: int, folder: Path) -> None:
+        """Its checkpoints/step-N and BESIDE, into `folder`, not verified. ValueError where that fails."""
+        wanted = {"local_dir": folder, "allow_patterns": [f"checkpoints/step-{step:08d}/*", *BESIDE]}
+        self.ask(HfApi().snapshot_download, self.repo_id, revision=self.revision, **wanted)
+
+
+class Bucket:
+    """A folder at a URL, in its checkpoints/ one for each checkpoint, which holds BESIDE, too.
+
+    limit: newest checkpoints kept there, 0 for all."""
+
+    def __init__(self, url: str, limit: int = 0):
+        """ValueError where nothing can be written."""
+        bound_waiting()  # of hf://buckets
+        self.url, self.name, self.limit = url, without_secrets(url), limit
+        self._folder()  # the message for an unknown protocol
+
+        def try_writing() -> None:
+            folder = self._folder()
+            folder.put(Path(__file__), ".writable")
+            folder.fs.rm_file(folder.path(".writable"))
+
+        self._ask("written", try_writing)
+
+    def upload(self, snapshot) -> str:
+        """Its folder's name. Older ones beyond the limit go, and newer ones: damaged, or set aside here."""
+        place = f"step-{snapshot.step:08d}"
+        sealed = f"{place}/manifest.json"
+        try:
+            folder = self._folder()
+            there = self._names(folder)
+            older = [step for step in _complete(there) if step < snapshot.step]
+            kept = {f"step-{step:08d}" for step in [*older, snapshot.step][-self.limit :]}
+            manifest = (snapshot.folder / "checkpoints" / sealed).read_bytes()
+            if sealed not in there or folder.fs.cat_file(folder.path(sealed)) != manifest:
+                _remove(folder, there, place)
+                for name in sorted(snapshot.names, key=lambda name: name.endswith("/manifest.json")):
+                    relative = name.removeprefix(f"checkpoints/{place}/")
+                    folder.put(snapshot.folder / name, f"{place}/{relative}")
+            for old in {name.split("/")[0] for name in there} - kept:
+                _remove(folder, there, old)
+        except PermissionError:
+            raise
+        except Exception as error:  # each client has exceptions of its own: it may pass
+            raise ConnectionError(str(error)) from error
+        return place
+
+    def steps(self) -> list[int]:
+        return _complete(self._ask("listed", lambda: self._names(self._folder())))
+
+    def read(self, step: int, name: str) -> bytes:
+        return self._folder().read(f"step-{step:08d}/{name}")
+
+    def download(self, step: int, to: Path) -> None:
+        def copy() -> None:
+            folder = self._folder()
+            for name in self._names(folder):
+                if name.startswith(f"step-{step:08d}/"):
+                    beside = Path(name).name in BESIDE
+                    folder.get(name, to / Path(name).name if beside else to / "checkpoints" / name)
+
+        self._ask("read", copy)
+
+    def _ask(self, verb: str, call: Callable) -> Any:
+        with explained(f"checkpoint_url {self.name}", verb, kinds=Exception):
+            return with_retries(call, self.name, FIRST_CONTACT)
+
+    def _folder(self) -> Folder:
+        """Connects anew: what has lost its connection (ftp) never gets another."""
+        return Folder(f"{self.url}/checkpoints", skip_instance_cache=True)
+
+    def _names(self, folder: Folder) -> list[str]:
+        """step-N/file; nothing else there is ours, and no name leads out of its folder."""
+        return [name for name in folder.find() if re.fullmatch(r"step-\d{8}(/\w[\w.-]*)+", name)]
+
+
+def _remove(folder: Folder, there: list[str], place: str) -> None:
+    """The manifest first: what is half deleted is not complete."""
+    if f"{place}/manifest.json" in there:
+        folder.fs.rm_file(folder.path(f"{place}/manifest.json"))
+    if any(name.startswith(f"{place}/") for name in there):
+        folder.fs.rm(folder.path(place), recursive=True)
+
+
+def _complete(names: Iterable[str]) -> list[int]:
+    """Steps of the checkpoints with a manifest, in order."""
+    found = (re.search(r"(?:^|/)step-(\d{8})/manifest\.json$", name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
+
+
+def open_place(url: str, private: bool = False, limit: int = 0) -> Hub | Bucket:
+    """Of checkpoint_url. ValueError where nothing can be written. private: a Hub repository made now."""
+    hub = url.startswith("hf://") and not url.startswith("hf://buckets/")
+    return Hub(url.removeprefix("hf://"), private, "checkpoint_url") if hub else Bucket(url, limit)
+
+
+def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None) -> Path | None:
+    """The newest valid checkpoint of `place`, and BESIDE, unless output_dir has one as new, or another run.
+
+    Its folder, or None. It appears whole and verified, after check(folder), or not at all. ValueError where
+    the place cannot be read, or has only damaged ones; and what `check` raises."""
+    output_dir, steps = Path(output_dir), place.steps()
+    for left in output_dir.glob(".fetch-*"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
+    made = list_checkpoints(output_dir / "checkpoints")
+    have = max((step_of(path) for path in made if (path / "manifest.json").exists()), default=-1)
+    if have >= 0 and _another_run(place, steps, output_dir):
+        return None
+    for step in reversed([step for step in steps if step > have]):
+        name = f"checkpoints/step-{step:08d}"
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
+            place.download(step, Path(folder))
+            if problem := find_problem(Path(folder, name)):
+                logger.warning("%s: the checkpoint of step %s is damaged (%s)", place.name, step, problem)
+                continue
+            check(Path(folder, name))
+            for beside in BESIDE:
+                if Path(folder, beside).exists():
+                    os.replace(Path(folder, beside), output_dir / beside)
+            (output_dir / "checkpoints").mkdir(exist_ok=True)
+            shutil.rmtree(output_dir / name, ignore_errors=True)  # without a manifest: it did not finish
+            os.replace(Path(folder, name), output_dir / name)
+        print(f"continues  step {step}, from {place.name}")
+        return output_dir / name
+    if steps and have < 0:
+        raise ValueError(f"{place.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
+    return None
+
+
+def refuse_another(place: Hub | Bucket | None, output_dir: Path, step: float) -> None:
+    """ValueError where a bucket has what is not of the run in output_dir, or a step after `step`. (On the Hub
+    the next commit replaces it, and its history keeps it.)"""
+    steps = place.steps() if isinstance(place, Bucket) else []
+    if steps and (steps[-1] > step or _another_run(place, steps, output_dir)):
+        raise ValueError(
+            f"checkpoint_url {place.name} holds step {steps[-1]}, of another run or not where this one "
+            "starts: name another URL. (An empty output_dir goes on from there.)"
+        )
+
+
+def _another_run(place: Hub | Bucket, steps: list[int], output_dir: Path) -> bool:
+    """Whether both have an id in their run.json, and not the same."""
+    with suppress(OSError, ValueError, KeyError, IndexError, TypeError):  # none, or none of ours
+        ours = json.loads((output_dir / "run.json").read_bytes())["id"]
+        return ours != json.loads(place.read(steps[-1], "run.json"))["id"]
+    return False

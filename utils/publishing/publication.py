@@ -1,0 +1,131 @@
+"""The model as others get it: saved for transformers with its card, the best one, milestones, pushes."""
+
+import math
+import shlex
+import sys
+from pathlib import Path
+
+from utils import xla
+from utils.display.progress import duration, summarize
+from utils.io.files import write_json
+from utils.io.secrets import without_secrets
+from utils.learning.compiled import compilations
+from utils.learning.optim import built_by
+from utils.publishing.export import export_model
+from utils.publishing.milestones import list_milestones, milestone_steps
+from utils.publishing.model_card import write_model_card
+from utils.publishing.places import Hub, open_place
+from utils.publishing.publisher import Publisher, upload_command
+from utils.state.folders import step_of
+
+
+class Publication:
+    """Made with the run, on all processes."""
+
+    def __init__(self, args, accelerator, task, settings: dict, dataset: str):
+        """settings: as they may be shown, without secrets. ValueError where a push could not work."""
+        self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
+        self.folder = args.output_dir
+        self.name = args.hub_model_id or Path(args.output_dir).resolve().name
+        self.facts = {}  # model_type, parameters: given when there is a model
+        self.launch = {}  # what it is trained on: given at the start
+        models = checkpoints = None
+        if accelerator.is_main_process and not args.eval_only and not args.show:
+            if args.push_to_hub:
+                models = Hub(self.name, args.hub_private_repo)
+            if args.checkpoint_url:
+                checkpoints = open_place(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
+        self.publisher = Publisher(args.output_dir, models, checkpoints)
+
+    def plan_milestones(self, args, steps, kept_step: int) -> int:
+        """Which steps they are. Returns how many models the folder will hold."""
+        every = steps.every(args.save_steps)
+        saves = [*range(every, steps.last, every), kept_step, steps.last]
+        self.publisher.milestones = milestone_steps(args.milestones, steps.last, saves)
+        ahead = self.publisher.milestones.difference(map(step_of, list_milestones(self.folder)))
+        return 1 + args.keep_best + len(ahead)
+
+    def start(self, step: int, auto: bool) -> None:
+        """On the first process uploading begins; milestones after the step are set aside."""
+        if self.accelerator.is_main_process:
+            self.publisher.start(step, auto)
+
+    def name_optimizers(self, optimizers: list) -> dict:
+        """The settings as they are shown, with the optimizers in use if build_optimizer has made none."""
+        kind = self.settings.get("optimizer_type")
+        if kind and not any(built_by(kind, optimizer) for optimizer in optimizers):
+            names = [type(optimizer).__name__ for optimizer in optimizers]
+            self.settings = self.settings | {"optimizer_type": ", ".join(names) or "of the script's own"}
+        return self.settings
+
+    def write(self, model, tokenizer, folder) -> str:
+        """The model for from_pretrained. Returns why it could not be written, "" if it was."""
+        return export_model(self.accelerator, model, tokenizer, folder)
+
+    def finished_before(self, step: int, results: dict, timeout: float) -> bool:
+        """Says so, and sends what was cut off: the Hub gets nothing twice. False: nothing is left to do."""
+        self.accelerator.print(f"{self.folder}: this run is finished, {step} steps; nothing to do.")
+        self.push(step, results)
+        if not self.publisher.finish(timeout):
+            raise SystemExit(1)
+        return False
+
+    def save_model(self, model, tokenizer, state: dict, steps) -> str:
+        """The same in output_dir, with its card."""
+        settings, models, step = self.settings, self.publisher.models, state["step"]
+
+        def write_card():
+            write_model_card(
+                self.folder, pipeline_tag=self.task.pipeline_tag, model_name=self.name.split("/")[-1],
+                dataset=self.dataset, step=step, max_steps=steps.last, tokens=steps.tokens_before(step),
+                seconds=state["seconds"], launch=self.launch, settings=settings, results=state["eval"],
+                example=own_mask((settings["prompts"] or [self.task.prompt])[0], tokenizer),
+                repo_id=models and models.repo_id, base_model=settings["model_name_or_path"],
+                branch=state.get("origin"), **self.facts,
+            )  # fmt: skip
+
+        return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
+
+    def keep_best(self, model, data, state: dict, record: dict) -> None:
+        """The model of the lowest loss of the first evaluation set; losses of the same rows are compared."""
+        first = next(iter(data.evals))
+        loss = record.get(f"loss/eval/{first}" if first else "loss/eval")
+        if loss is None:  # only other sets were evaluated
+            return
+        rows = [next(iter(data.fingerprints["eval"].values())), self.settings["max_eval_samples"]]
+        folder, best = Path(self.folder) / "best", state.get("best")
+        same = best and best["rows"] == rows and (folder / "best.json").exists()  # not of a fresh machine
+        if loss < (best["loss"] if same else math.inf) and not self.write(model, data.tokenizer, folder):
+            state["best"] = {"step": state["step"], "loss": loss, "rows": rows}
+            if self.accelerator.is_main_process:
+                write_json(folder / "best.json", {"step": state["step"], **record})
+
+    def push(self, step: int, results: dict) -> None:
+        known = self.task.headline
+        shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
+        self.publisher.push(step, shown)
+
+    def summary(self, state: dict, steps, tokenizer, seconds: float) -> str:
+        """What is printed at the end, and written to summary.json: results, and what to try next."""
+        folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
+        results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
+        results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
+        results |= {**state["eval"], "model": folder, "curves": f"{folder}/curves.png"}
+        results |= {"best model": f"{folder}/best, of step {best['step']}"} if best else {}
+        prompt = own_mask(self.task.prompt, tokenizer)
+        pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
+        generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
+        evaluate = ["python", *sys.argv, "--eval_only", "true", "--max_eval_samples", "0"]
+        if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
+            evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
+        commands = {
+            self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate),
+            "publish": upload_command(self.name, folder),
+        }  # fmt: skip
+        title = f"{settings['model_type']} on {self.dataset}"
+        return summarize(folder, title, results, without_secrets(commands))
+
+
+def own_mask(prompt: str, tokenizer) -> str:
+    """A prompt as the saved model takes it: with its own mask token."""
+    return prompt.replace("[MASK]", tokenizer.mask_token or "[MASK]")

@@ -1,0 +1,99 @@
+"""Checkpoint folders: which there are, which one is meant, whether it is whole, its state.json."""
+
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from utils.io.files import find_problem, retire
+from utils.state.files import tensor_problem
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2  # of a checkpoint: raise it when older ones cannot be continued
+
+
+def list_checkpoints(folder) -> list[Path]:
+    """Complete checkpoints by their names, oldest first; nothing is verified."""
+    return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
+
+
+def outdate(made: list[Path], step: int) -> None:
+    """Set aside, as replaced-*, the checkpoints or milestones after the step from which a run goes on."""
+    newer = [path for path in made if step_of(path) > step]
+    for path in newer:
+        retire(path)
+    if newer:
+        logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def candidates(folder, resume_from: str) -> list[Path]:
+    """What resume_from may mean, the first choice first; nothing is verified."""
+    made = list_checkpoints(folder)[::-1]
+    if resume_from in ("auto", "none"):
+        return made if resume_from == "auto" else []
+    origin = origin_path(folder, resume_from)
+    return [path for path in made if origin in _read_state(path).get("origins", [])] + [Path(resume_from)]
+
+
+def origin_path(folder, resume_from: str) -> str:
+    """The same for each way to write the path, also where both have moved together."""
+    return os.path.relpath(os.path.realpath(resume_from), os.path.realpath(folder))
+
+
+def run_name(checkpoint: Path) -> str:
+    """The name of the run that made a checkpoint, as it may be printed: nothing of the path above it."""
+    place = checkpoint.resolve()
+    name = (place.parents[1] if place.parent.name == "checkpoints" else place).name
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
+
+
+def find_damage(folder: Path) -> str:
+    """What is wrong with a checkpoint, "" for nothing: checksums; names, shapes and types of all tensors."""
+    if problem := find_problem(folder):
+        return problem
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        if isinstance(state, dict) and state.get("format") != FORMAT:
+            return ""  # read_state says what to do
+        sealed = json.loads((folder / "manifest.json").read_bytes())["files"]
+        kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
+        if "state.json" not in sealed or not all(isinstance(state[key], kinds[key]) for key in kinds):
+            return "state.json: not that of a checkpoint"
+        problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
+        return next((problem for problem in problems if problem), "")
+    except Exception as error:  # of a file whose bytes are as they were sealed, and say something else
+        return f"state.json: not readable ({type(error).__name__}: {error})"
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a verified checkpoint. ValueError where another version of the project has made it."""
+    state = json.loads((folder / "state.json").read_text())
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} was made by another version of this project: continue it with that version, "
+            "or start anew in another output_dir (model_name_or_path takes its weights along)"
+        )
+    return state
+
+
+def _read_state(path: Path) -> dict:
+    """state.json of a checkpoint, {} where that cannot be read."""
+    with suppress(OSError, ValueError):
+        if isinstance(state := json.loads((path / "state.json").read_text()), dict):
+            return state
+    return {}
+
+
+def newest_extra(output_dir, resume_from: str) -> dict:
+    """The extra of the checkpoint that a start would continue from, {} without one; nothing is verified."""
+    with suppress(IndexError, KeyError, OSError, TypeError):
+        extra = _read_state(candidates(Path(output_dir) / "checkpoints", resume_from)[0])["extra"]
+        if isinstance(extra["settings"], dict) and isinstance(extra["data"], dict):
+            return extra
+    return {}
