@@ -175,7 +175,8 @@ def test_memory_is_bounded(tmp_path, what, most):
             for number in range(4):
                 file.write(json.dumps({"text": f"{number} word " * 6_000_000}) + "\n")
     if what == "text":
-        (tmp_path / "a.txt").write_text("word and " * 5_600_000)
+        (tmp_path / "a.txt").write_text("".join(f"word {number} and " for number in range(3_000_000)))
+        pieces = -(-(tmp_path / "a.txt").stat().st_size // (1 << 20))  # without blank lines it is cut there
     if what == "binary":
         (tmp_path / "a.txt").write_bytes(noise(50_000_000))
         (tmp_path / "b.jsonl").write_bytes(LINES)
@@ -185,6 +186,6 @@ def test_memory_is_bounded(tmp_path, what, most):
     assert done.returncode == 0, done.stderr
     kept, unreadable, peak = done.stdout.split()
     print(what, done.stdout)
-    assert int(kept) == {"lines": 4, "text": 1, "many": 10_000, "binary": 2}[what]
+    assert int(kept) == (pieces if what == "text" else {"lines": 4, "many": 10_000, "binary": 2}[what])
     assert float(peak) < most
     assert (int(unreadable) > 0) == (what == "binary")

@@ -127,7 +127,8 @@ def train_with_trainer(argv: list[str]) -> None:
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         seed=args.seed,
     )  # fmt: skip
-    rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in data.train.rows))
+    [packed] = data.train.sources.values()
+    rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in packed.rows))
     Trainer(
         lm, settings, train_dataset=rows, data_collator=default_data_collator, callbacks=[Watch()]
     ).train()

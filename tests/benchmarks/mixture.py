@@ -63,6 +63,9 @@ def main() -> None:
                     seconds[name].append(drawn(data, args.batches))
             found[kind] = {name: round(statistics.median(times), 1) for name, times in seconds.items()}
             found[kind]["ratio"] = round(found[kind]["mixture"] / found[kind]["single"], 2)
+            for data in opened.values() if streaming else ():
+                for rows in data.train.sources.values():
+                    rows.close()  # or its producer would still fill the folder
         print(json.dumps(found))
 
 
