@@ -1,5 +1,5 @@
-"""torch.compile by blocks: the model's layers and the loss's softmax, each in place, so that the names of
-weights stay; and what was compiled, how often, in how many seconds."""
+"""torch.compile by blocks (regional compilation): the model's layers and the softmax of the loss, in place, so
+that the names of weights stay. And what was compiled, how often, in how many seconds."""
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -8,13 +8,13 @@ from torch import nn
 from utils.learning.configuration import one_line
 from utils.learning.fused_head import softmax_for
 
-GRAPHS = 64  # that one function may have: all blocks share Module._call_impl, and an evaluation has its own
-STEPS = 10  # after so many, something in the loop changes shape or type, and each time costs seconds
+GRAPHS = 64  # allowed for one function: all blocks share Module._call_impl, and evaluation has its own
+SETTLED = 10  # steps; a graph compiled later means that shapes or types still change
 
 
 def compile_blocks(accelerator, model):
-    """What the launcher's YAML asks for, before `prepare`, which compiles the whole model where that is asked
-    for. Blocks that cannot be compiled here run as they are, and a line says so."""
+    """Compile what the launcher's YAML asks for. Call it before `prepare`, which compiles the whole model
+    where the YAML asks for that. Blocks that do not compile run eagerly, and a line says so."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
         return
@@ -28,8 +28,8 @@ def compile_blocks(accelerator, model):
     for part in parts:
         part._compiled_call_impl = _or_eager(part, parts, options, accelerator.print)
     names = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
-    accelerator.print(f"compiles   {len(blocks)} x {names} and the loss, with {options['backend']}; "
-                      "--dynamo_backend no turns it off")  # fmt: skip
+    what = f"{len(blocks)} x {names} and the loss, with {options['backend']}"
+    accelerator.print(f"compiles   {what}; --dynamo_backend no turns it off")
 
 
 def _blocks(module):
@@ -57,7 +57,7 @@ def _or_eager(part, parts, options, tell):
 
 
 class Compilations:
-    """Of this process, as torch counts them."""
+    """Graphs that this process has compiled, as torch records them."""
 
     newest, graphs, seconds, steps, active = 0.0, 0, 0.0, 0, False
 
@@ -74,18 +74,18 @@ class Compilations:
             return []
         from torch._dynamo.utils import get_compilation_metrics
 
-        made = (one for one in get_compilation_metrics() if not one.fail_type)
-        new = [one for one in made if (one.start_time or 0) > self.newest]
+        recorded = (one for one in get_compilation_metrics() if not one.fail_type)
+        new = [one for one in recorded if (one.start_time or 0) > self.newest]
         if not new:
             return []
         seconds = sum(one.duration_us or 0 for one in new) / 1e6
         self.newest, self.seconds = max(one.start_time for one in new), self.seconds + seconds
         self.graphs += len(new)
-        if self.steps <= STEPS:
+        if self.steps <= SETTLED:
             return [f"compiled   {len(new)} graphs in {seconds:,.0f} s"]
         reason = next((one.recompile_reason for one in new if one.recompile_reason), "a first call")
-        told = f"{len(new)} graphs were compiled anew, {self.steps} steps after the start, {seconds:,.0f} s"
-        return [f"warning: {told}: {' '.join(str(reason).split())[:300]}"]
+        late = f"{len(new)} graphs were compiled anew, {self.steps} steps after the start, {seconds:,.0f} s"
+        return [f"warning: {late}: {' '.join(str(reason).split())[:300]}"]
 
     def summary(self):
         return {"compiled graphs": f"{self.graphs} in {self.seconds:,.0f} s"} if self.active else {}
