@@ -11,15 +11,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from data.order import epochs_and_rows
 
 AT_ONCE = 4096  # rows whose places are computed at once
 
 
-class PackedRows(Dataset):
+class PackedRows:
     """Rows cut from arrays of token ids [any number], which are usually memory-mapped.
 
     most: the first so many; 0: all. content: changes with the ids. bytes_per_token: UTF-8 bytes of the
@@ -100,6 +98,9 @@ def _cut(tokens: Sequence[np.ndarray], T: int) -> Iterator[np.ndarray]:
             rest = [np.asarray(ids[missing + whole :])]
 
 
-def as_batch(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def as_batch(columns: dict[str, np.ndarray]) -> dict:
+    """The columns as int64 tensors."""
+    import torch  # not at the top: what makes rows needs none
+
     whole = {name: np.ascontiguousarray(column, np.int64) for name, column in columns.items()}
     return {name: torch.from_numpy(column) for name, column in whole.items()}
