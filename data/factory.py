@@ -30,16 +30,9 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from data import filters
 from data.encode import Encoder, tokenize_documents, tokenizer_fingerprint
-from data.filters import (
-    Accounting,
-    Chunk,
-    SeenHashes,
-    clean_documents,
-    in_validation,
-    is_wanted,
-    show_progress,
-)
+from data.filters import Accounting, Chunk, SeenHashes, clean_documents, in_validation, is_wanted
 from data.rows import PackedRows
 from data.shards import FORMAT, MANIFEST, PROGRESS, damaged_files, finished_manifest, write_tokens
 from data.sources.corpus import Corpus
@@ -78,14 +71,15 @@ class TokenMaker:
 
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """(text, split) of the documents of a chunk -> (split, token ids), again and again."""
-        cut = ((part, into) for text, split in documents for part, into in self._cut(text, split))
-        for ids, split in tokenize_documents(cut, self.encoder, self.fim):
-            yield split, ids
 
-    def _cut(self, text: str, split: str) -> Iterator[tuple]:
-        yield self.fim(text) if self.fim and split == "train" else text, split
-        if self.fim and split == "validation":
-            yield replace(self.fim, rate=1.0)(text), "fim"
+        def cut() -> Iterator[tuple]:
+            for text, split in documents:
+                yield self.fim(text) if self.fim and split == "train" else text, split
+                if self.fim and split == "validation":
+                    yield replace(self.fim, rate=1.0)(text), "fim"
+
+        for ids, split in tokenize_documents(cut(), self.encoder, self.fim):
+            yield split, ids
 
     def account(self, made: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
         """Adds the tokens of a chunk to the accounts of its splits."""
@@ -97,33 +91,29 @@ class TokenMaker:
 
 @dataclass
 class Factory:
-    """corpora: {split: Corpus}. held_out: (seed, fraction) of the training documents that are for validation.
-    evaluated: corpora whose documents are not trained on. most: tokens after which the only corpus ends.
-    elsewhere: Chunk.facts of the chunks that other parts make."""
+    """Makes token files of corpora in a folder."""
 
     folder: Folder
-    corpora: dict[str, Corpus]
+    corpora: dict[str, Corpus]  # by split, in the order of SPLITS
     make: TokenMaker
-    held_out: tuple[int, float] = (0, 0.0)
-    evaluated: Iterable[Corpus] = ()
-    most: float = NO_LIMIT
+    held_out: tuple[int, float] = (0, 0.0)  # seed, fraction of the training documents that are for validation
+    evaluated: Iterable[Corpus] = ()  # whose documents are not trained on
+    most: float = NO_LIMIT  # tokens, after which the only corpus ends
     shard_mb: float = SHARD_MB
-    elsewhere: dict[Key, np.ndarray] = field(default_factory=dict)
+    elsewhere: dict[Key, np.ndarray] = field(default_factory=dict)  # Chunk.facts of what other parts make
     lines: dict[Key, dict] = field(default_factory=dict)  # of the manifest: one for each chunk that is done
     again: set[str] | None = None  # to mend: files of chunks, and splits; None: everything is made
-
-    @property
-    def splits(self) -> list[str]:
-        return [split for split in SPLITS if split in self.corpora]
+    left: float = NO_LIMIT  # tokens that may still be made
 
     @property
     def settings(self) -> dict[str, Any]:
         """What shapes the files, by the names of the flags. The number of parts does not."""
-        corpus, (seed, fraction) = self.corpora[self.splits[-1]], self.held_out
+        *_, corpus = self.corpora.values()
+        seed, fraction = self.held_out
         return {
             "dataset_name": corpus.name, "dataset_config_name": corpus.source.dataset_config_name,
             "split": corpus.source.split, "text_column": corpus.text_column, "keywords": corpus.keywords,
-            "content": {split: self.corpora[split].fingerprint for split in self.splits},
+            "content": {split: own.fingerprint for split, own in self.corpora.items()},
             "evaluated": [[other.fingerprint, other.keywords] for other in self.evaluated],
             "validation_fraction": fraction, "seed": seed, "most": self.most if self.most < NO_LIMIT else 0,
             "format": FORMAT, "shard_mb": self.shard_mb, **self.make.settings,
@@ -218,29 +208,31 @@ class Factory:
 
     def run(self) -> None:
         """Makes every chunk that is not there."""
-        evaluated, seen = (), SeenHashes()
-        for split in self.splits:
+        evaluated, seen, self.left = (), SeenHashes(), self.most
+        for split, corpus in self.corpora.items():
             if split == "train":
                 evaluated, seen = seen, SeenHashes()
                 for other in self.evaluated:
                     for _ in clean_documents(other, Accounting(), evaluated):
                         pass
-            for unit in range(self.corpora[split].units):
+            for unit in range(corpus.units):
                 for key, chunk in self.chunks(split, unit, seen):
-                    self._make(key, chunk, evaluated, seen)
-                    if self._left((split, unit, key[2] + 1)) <= 0:
+                    if self.left > 0:
+                        self._make(key, chunk, evaluated, seen)
+                    if self.left <= 0:
                         return
 
     def chunks(self, split: str, unit: int, seen: SeenHashes) -> Iterator[tuple[Key, Chunk]]:
         """The chunks of a unit that are to be made, to be read one after the other; what is left of one is
         passed over. `seen` gets the hashes of the other chunks."""
         corpus, skipped, size = self.corpora[split], 0, int(self.shard_mb * 1e6 * TEXT_PER_BYTE)
-        documents = show_progress(corpus.documents(unit=unit), f"preparing {corpus.name}, {split}")
+        documents = filters.show_progress(corpus.documents(unit=unit), f"preparing {corpus.name}, {split}")
         for number in itertools.count():
             key = split, unit, number
             facts = self.elsewhere.get(key)
             if facts is None and key in self.lines and self.again is None:
                 facts = self._record(key)["facts"]
+                self.left -= self.lines[key]["accounts"][split]["tokens"]
             if facts is None:
                 chunk = Chunk(itertools.islice(documents, skipped, None), corpus, size)
                 yield key, chunk
@@ -256,12 +248,12 @@ class Factory:
 
     def _make(self, key: Key, chunk: Chunk, evaluated, seen) -> None:
         """Writes the file of a chunk and its record; with `most` little more than is left to make."""
-        counts, started, left = {key[0]: chunk.counts}, time.monotonic(), self._left(key)
+        counts, started = {key[0]: chunk.counts}, time.monotonic()
         tokens = defaultdict(partial(array, self.make.dtype.char))  # of each split
         documents = self._judged(key, chunk, counts, evaluated, seen)
 
         def until_full() -> Iterator[tuple[str, str]]:  # what was read is tokenized: it is accounted for
-            while len(tokens[key[0]]) < left and (document := next(documents, None)):
+            while len(tokens[key[0]]) < self.left and (document := next(documents, None)):
                 yield document
 
         for split, ids in self.make(until_full(), key):
@@ -275,6 +267,7 @@ class Factory:
         if len(own := made.pop(key[0])):
             line["file"] = write_tokens(self.folder, f"{named(key)}.npy", own)
         line, record = self.lines.setdefault(key, line), io.BytesIO()
+        self.left -= line["accounts"][key[0]]["tokens"]
         np.savez(record, line=json.dumps(line), facts=chunk.facts, **made)
         self.folder.write(f"{PROGRESS}/{named(key)}.npz", record.getvalue())
 
@@ -289,8 +282,3 @@ class Factory:
                     chunk.counts.hold_out(counts.setdefault(split, Accounting()), size)
                 if self.again is None or (f"{named(key)}.npy" if split == key[0] else split) in self.again:
                     yield text, split
-
-    def _left(self, key: Key) -> float:
-        """Tokens that may still be made when this chunk begins."""
-        made = (line["accounts"][other[0]] for other, line in self.lines.items() if other < key)
-        return self.most - sum(account["tokens"] for account in made)

@@ -36,8 +36,7 @@ class Accounting:
         account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
 
     def __add__(self, other: "Accounting") -> "Accounting":
-        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
-        return Accounting(**{name: round(value + more, 3) for (name, value), more in pairs})
+        return Accounting(**{name: round(n + getattr(other, name), 3) for name, n in asdict(self).items()})
 
     def line(self) -> str:
         """What is not 0, in one line."""
@@ -86,8 +85,8 @@ class SeenHashes:
 
 
 def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple[dict, int, int]]:
-    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold a keyword of the corpus,
-    if it has any. All are counted."""
+    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold one of the keywords, if
+    there are any. All are counted."""
     keywords, column = corpus.keywords, corpus.text_column
     for document in rows:
         counts.read += 1
@@ -95,18 +94,20 @@ def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple
         if column not in document and {"content", "text"} & document.keys():
             raise ValueError(f"{corpus.name}: document {counts.read:,} has no column {column!r}, but "
                              f"{', '.join(document)}: name files that have the same column, by a glob")
-        if isinstance(text, str) and (not text or text.isspace()):
+        if not isinstance(text, str):
+            counts.unreadable += 1
+        elif not text or text.isspace():
             counts.empty += 1
-        elif isinstance(text, str) and keywords and not any(keyword in text for keyword in keywords):
+        elif keywords and not any(keyword in text for keyword in keywords):
             counts.filtered += 1
         else:
             try:
                 data = text.encode()
-            except (AttributeError, UnicodeEncodeError):  # no text; lone surrogates: JSON's, or no UTF-8
+            except UnicodeEncodeError:  # lone surrogates: JSON escapes, or bytes that were not UTF-8
                 counts.unreadable += 1
-            else:
-                digest = hashlib.blake2b(data, digest_size=8).digest()
-                yield document, int.from_bytes(digest, "little"), len(data)
+                continue
+            digest = hashlib.blake2b(data, digest_size=8).digest()
+            yield document, int.from_bytes(digest, "little"), len(data)
 
 
 def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_duplicates: bool) -> bool:
@@ -124,7 +125,7 @@ def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_
 
 
 def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) -> Iterator[dict]:
-    """The documents of a Corpus to train on, in order. seen: hashes of the documents before them."""
+    """The documents of a Corpus to train on, in order. seen: hashes of those before them."""
     seen = SeenHashes() if seen is None else seen
     for document, number, size in readable(corpus.documents(), corpus, counts):
         if is_wanted(number, size, counts, seen, (), corpus.source.keep_duplicates):
@@ -132,7 +133,7 @@ def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) 
 
 
 class Chunk:
-    """The documents of one chunk: (document, hash of the text, bytes) each. It ends by the bytes of its text,
+    """The documents of one chunk: (document, hash of its text, bytes) each. It ends by the bytes of its text,
     before anything is left out for what other chunks hold, so that it ends alike wherever it is made."""
 
     def __init__(self, documents: Iterator[dict], corpus, most: int):
@@ -155,13 +156,14 @@ class Chunk:
 
 
 def in_validation(text: str, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: a function of its content and the seed alone."""
+    """Whether a document is for validation: a function of its content and the seed alone."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
 def show_progress(documents: Iterable, what: str) -> Iterator:
     """The same documents, while stderr shows how many there are: a bar, or lines in a file."""
-    lines = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n", "mininterval": SECONDS_BETWEEN_LINES,
-             "delay": SECONDS_BETWEEN_LINES}
-    yield from tqdm(documents, what, unit=" documents", **({} if sys.stderr.isatty() else lines))
+    shown = {"leave": False} if sys.stderr.isatty() else {
+        "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
+        "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+    yield from tqdm(documents, what, unit=" documents", **shown)

@@ -8,12 +8,14 @@ more class, in KINDS.
 """
 
 import copy
+import itertools
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from data.encode import Encoder, token_dtype
 from data.factory import TokenMaker
+from data.filters import Accounting, clean_documents
 from data.fim import fill_in_middle
 from data.foreign import ForeignRows, is_foreign
 from data.pairs import PairMaker
@@ -21,7 +23,7 @@ from data.saved_pairs import SavedPairs, holds_pairs
 from data.shards import check_shards, entries_of, fetch_tokenizer, open_shards, read_manifest
 from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus, with_split
 from data.streams import Groups, StreamedRows, shard_groups, text_groups
-from data.text import held_out_of, held_out_share, prepare_rows
+from data.text import FEW, PreparedRows, held_out_of, prepare_rows
 
 TEXT_GROUP, SHARD_GROUP = 1 << 13, 1 << 16  # rows of a stream that are shuffled together
 
@@ -66,7 +68,7 @@ class Text(Kind):
 
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
-        self.corpus = load_corpus(source)
+        self.corpus, self.fraction = load_corpus(source), recipe.validation_fraction
 
     def validation(self) -> "Text | None":
         if self.corpus.source.split.startswith("train") and has_split(self.source, "validation"):
@@ -74,39 +76,38 @@ class Text(Kind):
 
     def held_out(self, tokenizer) -> Corpus | None:
         """The documents that are held out, where these are more than the fraction says, as there are few."""
-        recipe, fraction = self.recipe, self.recipe.validation_fraction
-        if not (recipe.streaming or recipe.next_sentence):
-            where = recipe.row_size, fraction, recipe.seed, recipe.cache_dir
-            share = held_out_share(self.corpus, tokenizer, *where)
-            return held_out_of(self.corpus, recipe.seed, share) if share > fraction else None
+        recipe, fraction = self.recipe, self.fraction
+        documents = clean_documents(self.corpus, Accounting())
+        if not recipe.streaming and sum(1 for _ in itertools.islice(documents, FEW)) < FEW:
+            self.fraction = self.prepared(self.corpus, tokenizer, validation_fraction=fraction).share
+        return held_out_of(self.corpus, recipe.seed, self.fraction) if self.fraction > fraction else None
 
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:
-        recipe, corpus = self.recipe, self.corpus
-        fraction = recipe.validation_fraction if hold_out else None
+        recipe, corpus, fraction = self.recipe, self.corpus, self.fraction if hold_out else None
         if not recipe.streaming:
-            return self.rows(corpus, tokenizer, validation_fraction=fraction, evaluated=evaluated,
-                             max_rows=recipe.max_train_samples)
+            return self.prepared(corpus, tokenizer, validation_fraction=fraction, evaluated=evaluated,
+                                 max_rows=recipe.max_train_samples).splits  # fmt: skip
         held_out, encoder = (recipe.seed, fraction or 0.0), Encoder.of(tokenizer)
         fim = fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer)
         groups = text_groups(corpus, encoder, recipe.row_size, TEXT_GROUP, held_out, fim)
         rows = self.streamed(groups, tokenizer, accelerator)
         if fraction:
-            rows |= self.rows(held_out_of(corpus, *held_out), tokenizer, split="validation",
-                              max_rows=recipe.max_eval_samples)
+            rows |= self.prepared(held_out_of(corpus, *held_out), tokenizer, split="validation",
+                                  max_rows=recipe.max_eval_samples).splits  # fmt: skip
         return rows
 
     def evaluation(self, tokenizer) -> dict:
         most = self.recipe.max_eval_samples if self.recipe.streaming else 0
-        return self.rows(self.corpus, tokenizer, split="validation", max_rows=most)
+        return self.prepared(self.corpus, tokenizer, split="validation", max_rows=most).splits
 
-    def rows(self, corpus: Corpus, tokenizer, **settings) -> dict:
+    def prepared(self, corpus: Corpus, tokenizer, **settings) -> PreparedRows:
         recipe = self.recipe
         if recipe.next_sentence:
             maker = PairMaker(tokenizer, recipe.row_size, recipe.seed, recipe.pack_pairs)
         else:
             maker = TokenMaker(tokenizer, fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer))
         return prepare_rows(corpus, maker, block_size=recipe.row_size, seed=recipe.seed,
-                            cache_dir=recipe.cache_dir, **settings).splits
+                            cache_dir=recipe.cache_dir, **settings)  # fmt: skip
 
 
 class Made(Kind):

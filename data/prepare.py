@@ -86,13 +86,16 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
     factory = Factory(folder, corpora, maker, held_out, shard_mb=args.shard_mb)
     finished = earlier_manifest(factory, args.parts)
     in_parts = args.parts > 1 and not finished
-    with only_run(folder, f"lock-{args.part}" if in_parts else "lock", wait=-1 if finished else 0):
+    with only_run(folder, "lock", wait=-1 if finished or in_parts else 0):
         if not finished:
             with explained(folder.url, "written"):
                 folder.make(FIRST_CONTACT)
                 settings = json.dumps(factory.settings | {"parts": args.parts}, indent=1)
                 folder.write(f"{PROGRESS}/settings.json", settings.encode(), FIRST_CONTACT)
-        manifest = prepare_part(factory, args.part, args.parts) if in_parts else factory.complete()
+        manifest = None if in_parts else factory.complete()
+    if in_parts:
+        with only_run(folder, f"lock-{args.part}", wait=0):
+            manifest = prepare_part(factory, args.part, args.parts)
     if manifest is None:
         return None
     folder.remove(PROGRESS)
@@ -186,8 +189,8 @@ def lacking(folder: Folder, kind: str, parts: int) -> list[int]:
 def read_hashes(factory: Factory, part: int, parts: int) -> bytes:
     """HASHES of a part: Chunk.facts of each of its chunks."""
     facts, data = {}, io.BytesIO()
-    for split in factory.splits:
-        units = factory.corpora[split].units
+    for split, corpus in factory.corpora.items():
+        units = corpus.units
         for unit in range(part, units, parts) if units >= parts else range(units):
             for key, chunk in factory.chunks(split, unit, SeenHashes()):
                 for _ in chunk:

@@ -2,9 +2,9 @@
 leaves rows in a ring of files that all processes of the machine read.
 
     cache_dir/stream-<run>-<source>.tmp/
-        12-98304-0-98304-5012-77.npy    a group: its Mark, and rows [n, T]
-        taken                           the group that each process is at, int64
-        failed.json                     what has ended the producer, and ends the run
+        12-98304-0-98304-5012-77.uint16    a group: its Mark, and rows [n, T]
+        taken                              the group that each process is at, int64
+        failed.json                        what has ended the producer, and ends the run
 
 A group that all processes have passed is deleted, so the disk never holds more than the setting stream_gb
 says. Rows are shuffled within a group, as a function of the seed alone; each comes once per epoch.
@@ -26,11 +26,11 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -47,14 +47,12 @@ from utils.io.urls import Folder
 
 PAUSE = 0.02  # seconds between looks at the disk
 MARKS = 1024  # groups whose beginnings are remembered, for a checkpoint
-ERRORS = ValueError, ConnectionError  # that have a message for the user
 PROJECT = Path(__file__).resolve().parent.parent
 PRODUCER = "import sys; sys.path.insert(0, sys.argv[1]); from data.streams import main; main(sys.argv[2])"
 NUMBERS = itertools.count()  # of the rings of this process: all processes of a machine begin the same ones
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """Where a group begins: its number, its first position in the stream, the epoch and its first row in it;
     and the document (or shard), and the token of it, that this row begins with."""
 
@@ -128,7 +126,7 @@ def _text_tokens(corpus: Corpus, encoder: Encoder, held_out: tuple, fim, first: 
     return tokenize_documents(documents(), encoder, fim)
 
 
-def shard_groups(url: str, entries: list[dict[str, Any]], block_size: int, size: int) -> Groups:
+def shard_groups(url: str, entries: list[dict], block_size: int, size: int) -> Groups:
     """Token shards at a URL; entries: of the manifest."""
     content = ["shards", *(entry["sha256"] for entry in entries)]
     n_rows = sum(entry["tokens"] for entry in entries) // block_size
@@ -136,7 +134,7 @@ def shard_groups(url: str, entries: list[dict[str, Any]], block_size: int, size:
     return Groups(without_secrets(url), content, tokens, block_size, size, n_rows)
 
 
-def _shard_tokens(url: str, entries: list[dict[str, Any]], first: int) -> Iterator:
+def _shard_tokens(url: str, entries: list[dict], first: int) -> Iterator:
     for number, entry in enumerate(entries[first:], first):
         yield np.load(BytesIO(read_file(Folder(url), entry))), number
 
@@ -153,9 +151,8 @@ def produce(folder: Path, source: Groups, begun: Mark, most: int) -> None:
             for group in [group for group in ring if group < taken]:
                 ring.pop(group)[0].unlink()
             time.sleep(PAUSE)
-        with open(folder / "next", "wb") as file:
-            np.save(file, rows)
-        path = folder / f"{'-'.join(map(str, astuple(mark)))}.npy"
+        (folder / "next").write_bytes(rows)  # np.save does not tell of a full disk
+        path = folder / f"{'-'.join(map(str, mark))}.{rows.dtype}"
         ring[mark.group] = (folder / "next").rename(path), rows.nbytes
 
 
@@ -170,12 +167,11 @@ def main(folder: str) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         produce(Path(folder), *job)
-    except Exception as error:
-        kind = next((kind.__name__ for kind in ERRORS if isinstance(error, kind)), "")
-        number = getattr(error, "errno", None)
-        write_json(Path(folder, "failed.json"), {"kind": kind, "errno": number, "message": str(error)})
-        if not kind and not number:
-            raise
+    except (ValueError, OSError) as error:  # others end it with their traceback
+        kind = "ValueError" if isinstance(error, ValueError) else "ConnectionError"
+        told = {"kind": kind, "errno": getattr(error, "errno", None), "message": str(error)}
+        Path(folder, "next").unlink(missing_ok=True)  # room for the message
+        write_json(Path(folder, "failed.json"), told)
 
 
 # ---- Its readers
@@ -228,13 +224,13 @@ class StreamedRows:
         """From now on groups are given back when they are passed: no walk will begin again."""
         self.released = True
 
-    def state_dict(self, uses: int) -> dict[str, Any]:
+    def state_dict(self, uses: int) -> dict:
         """What resumes the stream after so many rows."""
         marks = [mark for mark in self.marks.copy() if mark.first < max(uses, 1)]
         mark = max(marks, key=lambda mark: mark.first, default=self.begun)
-        return {"position": uses, "mark": asdict(mark), "source": self.fingerprint}
+        return {"position": uses, "mark": mark._asdict(), "source": self.fingerprint}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict) -> None:
         """Raises ValueError when the stream is not the one that the state comes from."""
         if state.get("source") != self.fingerprint:
             raise ValueError("the stream is not the one this checkpoint was trained on: its source or its "
@@ -268,7 +264,7 @@ class StreamedRows:
     def _open(self, group: int) -> tuple[Mark, np.ndarray]:
         """A group, as soon as it is there. Raises what has ended the producer."""
         failed = self.folder / "failed.json"
-        while not (path := next(self.folder.glob(f"{group}-*.npy"), None)):
+        while not (path := next(self.folder.glob(f"{group}-*"), None)):
             if self.producer and self.producer.poll() is not None and not failed.exists():
                 told = f"the process that reads {self.source.name} ahead is gone ({self.producer.returncode})"
                 write_json(failed, {"kind": "ConnectionError", "errno": None, "message": told})
@@ -276,10 +272,10 @@ class StreamedRows:
                 error = json.loads(failed.read_text())
                 if error["errno"] in (errno.ENOSPC, errno.EDQUOT):
                     raise OSError(error["errno"], os.strerror(error["errno"]), str(self.cache_dir))
-                kinds = {kind.__name__: kind for kind in ERRORS}
-                raise kinds.get(error["kind"], RuntimeError)(error["message"])
+                raise (ValueError if error["kind"] == "ValueError" else ConnectionError)(error["message"])
             time.sleep(PAUSE)
-        return Mark(*map(int, path.stem.split("-"))), np.load(path, mmap_mode="r")
+        rows = np.asarray(np.memmap(path, path.suffix[1:], "r")).reshape(-1, self.block_size)
+        return Mark(*map(int, path.stem.split("-"))), rows
 
     def close(self) -> None:
         """Ends the producer and empties the ring."""

@@ -4,14 +4,11 @@
     prepared.train.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
 """
 
-import itertools
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from data.cache import build_once, cache_folder, locked
-from data.encode import LEAST_CHARACTERS, Encoder, tokenize_documents, tokenizer_fingerprint
 from data.factory import NO_LIMIT, Factory, TokenMaker
 from data.filters import Accounting, clean_documents, in_validation
 from data.rows import PackedRows
@@ -27,12 +24,13 @@ FEW = 2000  # documents: of a source with less than these the hold-out fraction 
 
 class PreparedRows:
     """The rows of a folder of shards in the cache. splits: {"train": rows, ...}; accounting: of each split,
-    an Accounting as a dictionary; kind: the class of the rows."""
+    an Accounting as a dictionary; share: of the documents that is held out; kind: the class of the rows."""
 
     def __init__(self, folder: Path, block_size: int, kind=PackedRows):
         manifest = finished_manifest(Folder(folder))
-        most = (manifest["settings"].get("most") or 0) // block_size
         self.folder, self.accounting = str(folder), manifest["accounting"]
+        self.share = manifest["settings"].get("validation_fraction", 0.0)
+        most = manifest["settings"].get("most", 0) // block_size
         self.splits = {split: rows_of(folder, manifest, split, entry["files"], block_size, most, kind)
                        for split, entry in manifest["splits"].items()}  # fmt: skip
         self.train = self.splits.get("train")
@@ -44,33 +42,47 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
     """The rows of a corpus. One process makes them, others wait; the next run finds them in the cache.
 
     split: what the documents are for. validation_fraction of them are for validation; of few documents more,
-    until they fill a row; None: none. Documents of `evaluated` (corpora) are not trained on. max_rows: the
-    first, and little more is read; 0: all. ValueError where a split gets no row; nothing stays of it then."""
-    fraction = validation_fraction or 0.0
-    if fraction and maker.kind is PackedRows:
-        fraction = held_out_share(corpus, maker.tokenizer, block_size, fraction, seed, cache_dir, max_rows)
-    held_out = (seed, fraction) if fraction else (0, 0.0)
+    until they give a row; None: none. Documents of `evaluated` (corpora) are not trained on. max_rows: the
+    first, and little more is read; 0: all. ValueError where a split gets no row; what was made then goes."""
     others = [other for other in evaluated if other.fingerprint != corpus.fingerprint]
-    factory = Factory(None, {split: corpus}, maker, held_out, others, max_rows * block_size or NO_LIMIT)
-    folder = cache_folder(cache_dir, maker.cache, factory.settings)
-    factory.folder = Folder(folder)
-    if to_make := not is_whole(factory.folder):
-        with locked(folder):
-            if not is_whole(factory.folder):
-                for name, account in factory.complete()["accounting"].items():
-                    print(f"data       {name}: {Accounting(**account).line()}", flush=True)
-    prepared = PreparedRows(folder, block_size, maker.kind)
+    share, made = validation_fraction or 0.0, []
+    while True:
+        held_out = (seed, share) if share else (0, 0.0)
+        factory = Factory(None, {split: corpus}, maker, held_out, others, max_rows * block_size or NO_LIMIT)
+        folder = cache_folder(cache_dir, maker.cache, factory.settings)
+        made += [folder] if _complete(factory, folder) else []
+        prepared = PreparedRows(folder, block_size, maker.kind)
+        account = Accounting(**prepared.accounting.get(split, {}))
+        documents = account.kept + account.validation
+        lacking = 0 < share <= 0.25 and prepared.train and not prepared.splits.get("validation")
+        if not lacking or not 1 < documents < FEW:
+            break
+        share = max(2 * share, 2 / documents)
+        print(f"validation_fraction {validation_fraction} of {documents} documents gives no row of "
+              f"{block_size} tokens: holding out {min(share, 1):.2g}", flush=True)
     for name in [split, *["validation"] * (validation_fraction is not None)]:
         if not prepared.splits.get(name):
-            if to_make:
+            for folder in made:
                 shutil.rmtree(folder, ignore_errors=True)
             told = prepared.accounting, name, corpus, maker.no_row, block_size, validation_fraction
             raise ValueError(_no_row(*told))
     return prepared
 
 
+def _complete(factory: Factory, folder: Path) -> bool:
+    """Whether anything was missing of a folder of the cache: then one process makes it, others wait."""
+    factory.folder = Folder(folder)
+    if is_whole(factory.folder):
+        return False
+    with locked(folder):
+        if not is_whole(factory.folder):
+            for split, account in factory.complete()["accounting"].items():
+                print(f"data       {split}: {Accounting(**account).line()}", flush=True)
+    return True
+
+
 def is_whole(folder: Folder) -> bool:
-    """Whether a folder of shards in the cache has all its files, by their sizes."""
+    """Whether a folder of shards has all its files, by their sizes."""
     try:
         manifest = finished_manifest(folder)
         return manifest is not None and not damaged_files(folder, manifest, checksums=False)
@@ -95,33 +107,6 @@ def _no_row(accounts: dict, split: str, corpus: Corpus, of_pairs: str, block_siz
     elif split == "validation" and fraction is not None:
         remedy = f"raise validation_fraction ({fraction}), lower block_size or name validation data"
     return f"block_size {block_size}: {documents}, {account.tokens:,} tokens, no whole row; {remedy}"
-
-
-def held_out_share(corpus: Corpus, tokenizer, block_size: int, fraction: float, seed: int, cache_dir,
-                   max_rows: int = 0) -> float:
-    """The share of the documents to hold out: `fraction`, or as much more as fills a row where there are few
-    documents (or few that max_rows are made of)."""
-
-    def build(folder: Path) -> None:
-        least = max(max_rows * block_size, 2 * LEAST_CHARACTERS) if max_rows else NO_LIMIT  # so much is read
-        sizes, held, read, share = {}, 0, 0, fraction  # tokens of each text, of those held out; characters
-        documents = itertools.islice(clean_documents(corpus, Accounting()), FEW)
-        texts = ((document[corpus.text_column],) * 2 for document in documents)
-        for ids, text in tokenize_documents(texts, Encoder.of(tokenizer)):
-            sizes[text], read = len(ids), read + len(text)
-            held += len(ids) if in_validation(text, seed, fraction) else 0
-            if held >= block_size or read >= least:
-                break
-        while 1 < len(sizes) < FEW and share <= 0.25 and held < block_size:
-            share = max(2 * share, 2 / len(sizes))
-            held = sum(size for text, size in sizes.items() if in_validation(text, seed, share))
-            print(f"validation_fraction {fraction} of {len(sizes)} documents fills no row of {block_size} "
-                  f"tokens: holding out {min(share, 1):.2g}", flush=True)
-        (folder / "share.json").write_text(json.dumps(share))
-
-    what = corpus.fingerprint, corpus.keywords, tokenizer_fingerprint(tokenizer)
-    settings = [*what, block_size, fraction, seed, max_rows]
-    return json.loads((build_once(cache_dir, "held-out", settings, build) / "share.json").read_text())
 
 
 def held_out_of(corpus: Corpus, seed: int, fraction: float) -> Corpus:
