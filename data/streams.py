@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -81,17 +80,18 @@ class Groups:
     def epoch(self, document: int, offset: int) -> Iterator[tuple[np.ndarray, int, int]]:
         """From token `offset` of `document` on: rows [size, T], the last time fewer, and the document and
         offset where the next row begins."""
-        T, full, waiting = self.block_size, self.size * self.block_size, array("H")
+        T, full, waiting, size = self.block_size, self.size * self.block_size, [], 0
         for ids, number in self.tokens(document):
-            waiting = waiting or array(ids.dtype.char)  # less than `full` tokens
-            waiting.frombytes(ids[offset:].tobytes())
-            for end in range(full, len(waiting) + 1, full):
-                rows = np.array(waiting[end - full : end]).reshape(-1, T)
-                yield rows, number, len(ids) - (len(waiting) - end)
-            del waiting[: len(waiting) - len(waiting) % full]
-            offset = 0
-        if len(waiting) >= T:
-            yield np.array(waiting[: len(waiting) // T * T]).reshape(-1, T), 0, 0
+            waiting.append(ids[offset:])
+            size, offset = size + len(waiting[-1]), 0
+            if size >= full:
+                rest = np.concatenate(waiting)
+                while len(rest) >= full:
+                    rows, rest = rest[:full], rest[full:]
+                    yield rows.reshape(-1, T), number, len(ids) - len(rest)
+                waiting, size = [rest], len(rest)
+        if size >= T:
+            yield np.concatenate(waiting)[: size // T * T].reshape(-1, T), 0, 0
 
     def groups(self, mark: Mark) -> Iterator[tuple[Mark, np.ndarray]]:
         """Groups from this mark on, endlessly. ValueError: no row in an epoch."""
