@@ -25,7 +25,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -106,7 +105,7 @@ class Factory:
     left: float = NO_LIMIT  # tokens that may still be made
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict:
         """What shapes the files, by the names of the flags. The number of parts does not."""
         *_, corpus = self.corpora.values()
         seed, fraction = self.held_out
@@ -121,7 +120,7 @@ class Factory:
 
     # ---- The folder
 
-    def complete(self) -> dict[str, Any]:
+    def complete(self) -> dict:
         """The manifest of the folder, which is made, resumed, or mended where files are lost or damaged."""
         if (manifest := finished_manifest(self.folder)) is None:
             if there := self.resume():
@@ -149,7 +148,7 @@ class Factory:
         except (BadZipFile, ValueError, EOFError) as error:
             raise FileNotFoundError(named(key)) from error
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> dict:
         """Writes what chunks have made for other splits, the tokenizer, and the manifest."""
         files, accounts, chunks = defaultdict(list), defaultdict(Accounting), []
         for key in sorted(self.lines, key=lambda key: (SPLITS.index(key[0]), key)):
@@ -188,7 +187,7 @@ class Factory:
                 waiting = waiting[full:]
         return files
 
-    def _mend(self, manifest: dict[str, Any], damaged: list[str]) -> None:
+    def _mend(self, manifest: dict, damaged: list[str]) -> None:
         """Makes files again. All documents are read, as other chunks say what is a duplicate; only what is
         wanted is tokenized. ValueError where the source has other documents now."""
         self.lines = {tuple(line["chunk"]): line for line in manifest["chunks"]}

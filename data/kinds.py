@@ -74,13 +74,12 @@ class Text(Kind):
         if self.corpus.source.split.startswith("train") and has_split(self.source, "validation"):
             return Text(replace(self.source, split="validation"), self.recipe)
 
-    def held_out(self, tokenizer) -> Corpus | None:
-        """The documents that are held out, where these are more than the fraction says, as there are few."""
-        recipe, fraction = self.recipe, self.fraction
+    def held_out(self, tokenizer) -> Corpus:
+        """The documents that are held out. Of few documents they are more: `fraction` is raised."""
         documents = clean_documents(self.corpus, Accounting())
-        if not recipe.streaming and sum(1 for _ in itertools.islice(documents, FEW)) < FEW:
-            self.fraction = self.prepared(self.corpus, tokenizer, validation_fraction=fraction).share
-        return held_out_of(self.corpus, recipe.seed, self.fraction) if self.fraction > fraction else None
+        if not self.recipe.streaming and sum(1 for _ in itertools.islice(documents, FEW)) < FEW:
+            self.fraction = self.prepared(self.corpus, tokenizer, validation_fraction=self.fraction).share
+        return held_out_of(self.corpus, self.recipe.seed, self.fraction)
 
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:
         recipe, corpus, fraction = self.recipe, self.corpus, self.fraction if hold_out else None

@@ -221,7 +221,9 @@ def prepare(sources: Sources, accelerator) -> Data:
     hold_out = [name for name in sources.train if not recipe.eval_dataset_name and name not in sources.evals]
     held_out = {name: sources.train[name].held_out(tokenizer) for name in hold_out if len(sources.train) > 1}
     for name, kind in sources.train.items():
-        others = [corpus for other, corpus in held_out.items() if corpus and other != name]
+        # What the usual fraction holds out elsewhere it holds out here, too, unless this one brings its own.
+        others = [corpus for other, corpus in held_out.items() if other != name and (
+            name not in hold_out or sources.train[other].fraction > recipe.validation_fraction)]
         made = kind.training(tokenizer, accelerator, name in hold_out, evaluated + others)
         train[name] = made.pop("train")
         evals |= _named_sets(name, made)

@@ -20,7 +20,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -74,7 +73,7 @@ def check_args(args: argparse.Namespace) -> None:
         raise ValueError("\n".join(problems))
 
 
-def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
+def prepare(args: argparse.Namespace) -> dict | None:
     """Runs or resumes the preparation, prints its accounting and returns the manifest; None of a part while
     others are to come. ValueError for a user's mistake, ConnectionError when source or target stay away."""
     check_args(args)
@@ -121,7 +120,7 @@ def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
     return splits | {"train": load_corpus(source)}
 
 
-def earlier_manifest(factory: Factory, parts: int) -> dict[str, Any] | None:
+def earlier_manifest(factory: Factory, parts: int) -> dict | None:
     """The manifest if this preparation is finished, None if it is to begin or to resume. ValueError when
     something else lies there, or a preparation with other settings."""
     folder, settings = factory.folder, factory.settings
@@ -161,7 +160,7 @@ def only_run(folder: Folder, name: str, wait: float):
 # ---- In parts
 
 
-def prepare_part(factory: Factory, part: int, parts: int) -> dict[str, Any] | None:
+def prepare_part(factory: Factory, part: int, parts: int) -> dict | None:
     """One part, as far as it gets; the manifest, where all are done."""
     folder = factory.folder
     for done, kind, work in ("read", HASHES, read_hashes), ("made", MADE, make_chunks):

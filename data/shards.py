@@ -14,7 +14,6 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -30,7 +29,7 @@ MANIFEST, PROGRESS = "manifest.json", "progress"
 FORMAT = "tokens-1"
 
 
-def write_tokens(folder: Folder, name: str, ids: np.ndarray) -> dict[str, Any]:
+def write_tokens(folder: Folder, name: str, ids: np.ndarray) -> dict:
     """Writes token ids [n] as .npy. Returns the file's entry in the manifest."""
     data = io.BytesIO()
     np.save(data, ids)
@@ -40,7 +39,7 @@ def write_tokens(folder: Folder, name: str, ids: np.ndarray) -> dict[str, Any]:
     return {"file": name, "tokens": len(ids), "size": len(content), "sha256": digest}
 
 
-def read_file(folder: Folder, entry: dict[str, Any]) -> bytes:
+def read_file(folder: Folder, entry: dict) -> bytes:
     """What a file of the manifest holds. ValueError where it is lost or damaged."""
     try:
         data = folder.read(entry["file"])
@@ -53,7 +52,7 @@ def read_file(folder: Folder, entry: dict[str, Any]) -> bytes:
     return data
 
 
-def damaged_files(folder: Folder, manifest: dict[str, Any], checksums: bool = True) -> list[str]:
+def damaged_files(folder: Folder, manifest: dict, checksums: bool = True) -> list[str]:
     """The files that are missing, or not what the manifest says: by size, on a disk also by checksum."""
     damaged = []
     for entry in (file for split in manifest["splits"].values() for file in split["files"]):
@@ -67,13 +66,13 @@ def damaged_files(folder: Folder, manifest: dict[str, Any], checksums: bool = Tr
     return damaged
 
 
-def finished_manifest(folder: Folder) -> dict[str, Any] | None:
+def finished_manifest(folder: Folder) -> dict | None:
     """None where there is none, or none that can be read."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(folder.read(MANIFEST))
 
 
-def read_manifest(url: str) -> dict[str, Any] | None:
+def read_manifest(url: str) -> dict | None:
     """The manifest of the shards at `url`. None where there are none, or what is no URL or folder.
 
     Raises ValueError for a URL that cannot be read, or an unfinished preparation."""
@@ -92,7 +91,7 @@ def read_manifest(url: str) -> dict[str, Any] | None:
     return manifest if made == FORMAT else None
 
 
-def check_shards(url: str, tokenizer=None) -> dict[str, Any]:
+def check_shards(url: str, tokenizer=None) -> dict:
     """The manifest of token shards. ValueError where there are none, or of another tokenizer."""
     manifest = read_manifest(url)
     if manifest is None:
@@ -102,7 +101,7 @@ def check_shards(url: str, tokenizer=None) -> dict[str, Any]:
     return manifest
 
 
-def entries_of(manifest: dict[str, Any], url: str, split: str, block_size: int) -> list[dict[str, Any]]:
+def entries_of(manifest: dict, url: str, split: str, block_size: int) -> list[dict]:
     """The files of a split. ValueError where it has no row."""
     tokens = {name: entry["tokens"] for name, entry in manifest["splits"].items()}
     if tokens.get(split, 0) < block_size:
