@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +21,7 @@ from data.sources.corpus import Source, load_corpus
 from data.streams import Mark, StreamedRows, shard_groups, text_groups
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
+from tests.runs import PROJECT
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
 from utils.io import retry
 
@@ -191,6 +194,13 @@ def test_the_producer_writes_what_ends_it(made, tmp_path):
             reader.rows.close()
         finally:
             os.system(f"umount {tmp_path}/small")
+
+
+def test_the_producer_loads_no_torch():
+    """Half a second and 200 MB of each machine."""
+    code = "import sys, data.streams; print({'torch', 'transformers', 'datasets'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_the_ring_of_a_killed_run_goes_with_the_next_one(made):
