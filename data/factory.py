@@ -109,14 +109,17 @@ class Factory:
         """What shapes the files, by the names of the flags. The number of parts does not."""
         *_, corpus = self.corpora.values()
         seed, fraction = self.held_out
-        return {
+        settings = {
             "dataset_name": corpus.name, "dataset_config_name": corpus.source.dataset_config_name,
             "split": corpus.source.split, "text_column": corpus.text_column, "keywords": corpus.keywords,
             "content": {split: own.fingerprint for split, own in self.corpora.items()},
-            "evaluated": [[other.fingerprint, other.keywords] for other in self.evaluated],
-            "validation_fraction": fraction, "seed": seed, "most": self.most if self.most < NO_LIMIT else 0,
-            "format": FORMAT, "shard_mb": self.shard_mb, **self.make.settings,
+            "validation_fraction": fraction, "seed": seed, "format": FORMAT, "shard_mb": self.shard_mb,
         }  # fmt: skip
+        if self.evaluated:
+            settings["evaluated"] = [[other.fingerprint, other.keywords] for other in self.evaluated]
+        if self.most < NO_LIMIT:
+            settings["most"] = self.most
+        return settings | self.make.settings
 
     # ---- The folder
 
