@@ -3,8 +3,8 @@
     for micro_batches in data.batches(steps, start): ...
     for batch in data.evaluation(name): ...
 
-B rows of a batch, T tokens of a row. Every batch says which rows it holds, at which positions of the stream,
-and of which data set each row is.
+B rows of a batch, T tokens of a row. A batch says of each row its number, its position in training, its epoch
+and its data set.
 """
 
 import functools
@@ -22,9 +22,9 @@ from data.rows import PackedRows
 class Data:
     """The rows of a run and the batches of its steps.
 
-    train: MixedRows. length: training rows, of a mixture until the first of its data sets begins to repeat;
-    None where only the end of a stream would tell. evals: name -> rows, the name of a single one is "".
-    collate: batch -> batch, as masking; set it before the first batch. evaluation_collate: None: the same."""
+    length: training rows, of a mixture until the first of its data sets begins to repeat; None where only the
+    end of a stream would tell. evals: name -> rows, the name of a single one is "". collate: batch -> batch,
+    as masking; set it before the first batch. evaluation_collate: None: the same."""
 
     def __init__(self, recipe, accelerator, tokenizer, train: MixedRows, evals: dict[str, PackedRows]):
         self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer
@@ -36,21 +36,16 @@ class Data:
 
     @functools.cached_property
     def fingerprints(self) -> dict:
-        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content of what it names. train
-        of a mixture: {name: [share in millionths, ...]}."""
-        return {
-            "tokenizer": self.tokenizer_fingerprint,
-            "train": self.train.fingerprint,
-            "eval": {name: rows.fingerprint for name, rows in self.evals.items()},
-        }
+        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content of what it names."""
+        evals = {name: rows.fingerprint for name, rows in self.evals.items()}
+        return {"tokenizer": self.tokenizer_fingerprint, "train": self.train.fingerprint, "eval": evals}
 
     def batches(self, steps, start: int) -> Iterator[list[dict]]:
         """The micro-batches of each step from `start` to steps.last - 1, on the device.
 
         steps: micro_batches(step), on each process; rows_before(step), over all processes; last. A batch is
-        {"input_ids": int64 [B, T], "position", "epoch", "row", "source": int64 [B], ...}; source numbers the
-        data set that epoch and row are of. Ends where the data does, before a step that would be incomplete:
-        count the steps."""
+        {"input_ids": int64 [B, T], "position", "epoch", "row", "source": int64 [B], ...}. Ends before a step
+        that would be incomplete: count the steps."""
         loader = iter(self.loader(steps.rows_before(start), steps.rows_before(steps.last)))
         for step in range(start, steps.last):
             micro_batches = list(itertools.islice(loader, steps.micro_batches(step)))

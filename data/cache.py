@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-MANIFEST = "sizes.json"
 FORMAT = 2  # of the folders: raise it when those of old caches cannot be used
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
@@ -36,36 +35,39 @@ def locked(folder: Path) -> Iterator[None]:
                          "folder, or make room") from error
 
 
+def sweep(cache_dir: Path) -> None:
+    """Deletes what killed processes have left: folders *.tmp that nobody has locked."""
+    for left in cache_dir.glob("*.tmp"):
+        with contextlib.suppress(OSError), FileLock(left.with_suffix(".lock"), timeout=0):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def build_once(cache_dir, kind: str, settings, build: Callable[[Path], None]) -> Path:
-    """The folder of `cache_dir` that build(folder) filled for these settings, or fills it now. It appears by
-    a rename; what a killed process leaves goes with the next build. ValueError: it cannot be written."""
+    """The folder of `cache_dir` that build(folder) filled for these settings, or fills now. It appears by a
+    rename, with the sizes of its files. ValueError: it cannot be written."""
     folder = cache_folder(cache_dir, kind, settings)
     building = Path(f"{folder}.tmp")
-    if is_whole(folder):
-        return folder
-    with locked(folder):
-        for left in folder.parent.glob("*.tmp"):
-            if left != building:
-                with contextlib.suppress(Timeout), FileLock(left.with_suffix(".lock"), timeout=0):
+    if not is_whole(folder):
+        with locked(folder):
+            sweep(folder.parent)
+            if not is_whole(folder):
+                for left in (folder, building):
                     shutil.rmtree(left, ignore_errors=True)
-        if not is_whole(folder):
-            for left in (folder, building):
-                shutil.rmtree(left, ignore_errors=True)
-            building.mkdir()
-            try:
-                build(building)
-                sizes = {file.name: file.stat().st_size for file in building.iterdir()}
-                (building / MANIFEST).write_text(json.dumps(sizes))
-                building.rename(folder)
-            finally:
-                shutil.rmtree(building, ignore_errors=True)
+                try:
+                    building.mkdir()
+                    build(building)
+                    sizes = {file.name: file.stat().st_size for file in building.iterdir()}
+                    (building / "sizes.json").write_text(json.dumps(sizes))
+                    building.rename(folder)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
     return folder
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder that build_once has made is complete."""
     try:
-        sizes = json.loads((folder / MANIFEST).read_text())
+        sizes = json.loads((folder / "sizes.json").read_text())
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False

@@ -4,9 +4,9 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+import numpy as np
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
@@ -30,14 +30,13 @@ class Accounting:
     tokens_dropped: int = 0  # of sentence pairs: cut off
     seconds: float = 0.0
 
-    def hold_out(self, account: "Accounting", size: int):
-        """Move a kept document of `size` bytes to the validation split's account."""
+    def hold_out(self, account: "Accounting", size: int) -> None:
+        """Moves a kept document of `size` bytes to the validation split's account."""
         self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
         account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
 
     def __add__(self, other: "Accounting") -> "Accounting":
-        pairs = zip(asdict(self).items(), asdict(other).values(), strict=True)
-        return Accounting(**{name: round(value + more, 3) for (name, value), more in pairs})
+        return Accounting(**{name: round(n + getattr(other, name), 3) for name, n in asdict(self).items()})
 
     def line(self) -> str:
         """What is not 0, in one line."""
@@ -62,14 +61,17 @@ class SeenHashes:
         """False where it was there already."""
         if self.count * 4 > len(self.slots) * 3:
             old, self.slots, self.count = self.slots, array("Q", bytes(16 * len(self.slots))), 0
-            for known in filter(None, old):
-                self.add(known)
+            self.update(filter(None, old))
         slot = self._slot(number)
         if self.slots[slot]:
             return False
         self.slots[slot] = number or 1  # 0 marks a free slot
         self.count += 1
         return True
+
+    def update(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.add(number)
 
     def __contains__(self, number: int) -> bool:
         return self.slots[self._slot(number)] != 0
@@ -83,8 +85,8 @@ class SeenHashes:
 
 
 def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple[dict, int, int]]:
-    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold a keyword of the corpus
-    (all do when there are none). All are counted."""
+    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold one of the keywords, if
+    there are any. All are counted."""
     keywords, column = corpus.keywords, corpus.text_column
     for document in rows:
         counts.read += 1
@@ -98,14 +100,14 @@ def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple
             counts.empty += 1
         elif keywords and not any(keyword in text for keyword in keywords):
             counts.filtered += 1
-        elif (data := _utf8(text)) is None:
-            counts.unreadable += 1
         else:
-            yield document, content_hash(data), len(data)
-
-
-def content_hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+            try:
+                data = text.encode()
+            except UnicodeEncodeError:  # lone surrogates: JSON escapes, or bytes that were not UTF-8
+                counts.unreadable += 1
+                continue
+            digest = hashlib.blake2b(data, digest_size=8).digest()
+            yield document, int.from_bytes(digest, "little"), len(data)
 
 
 def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_duplicates: bool) -> bool:
@@ -122,50 +124,46 @@ def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_
     return wanted
 
 
-def clean_documents(corpus, counts: Accounting, seen=None, evaluated=()) -> Iterator[dict]:
-    """The documents of a Corpus to train on, in order.
-
-    seen, evaluated (SeenHashes): of the documents before them, and of those that are evaluated on."""
+def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) -> Iterator[dict]:
+    """The documents of a Corpus to train on, in order. seen: hashes of those before them."""
     seen = SeenHashes() if seen is None else seen
     for document, number, size in readable(corpus.documents(), corpus, counts):
-        if is_wanted(number, size, counts, seen, evaluated, corpus.source.keep_duplicates):
+        if is_wanted(number, size, counts, seen, (), corpus.source.keep_duplicates):
             yield document
 
 
-def _utf8(text: str) -> bytes | None:
-    """None where it holds lone surrogates: JSON escapes, or bytes that were not UTF-8."""
-    with suppress(UnicodeEncodeError):
-        return text.encode()
+class Chunk:
+    """The documents of one chunk: (document, hash of its text, bytes) each. It ends by the bytes of its text,
+    before anything is left out for what other chunks hold, so that it ends alike wherever it is made."""
+
+    def __init__(self, documents: Iterator[dict], corpus, most: int):
+        self.documents, self.corpus, self.most = documents, corpus, most
+        self.counts, self.hashes, self.size, self.last = Accounting(), array("Q"), 0, False
+
+    def __iter__(self) -> Iterator[tuple[dict, int, int]]:
+        documents = readable(self.documents, self.corpus, self.counts)
+        while self.size < self.most and not self.last:
+            if found := next(documents, None):
+                self.hashes.append(found[1])
+                self.size += found[2]
+                yield found
+            self.last = found is None
+
+    @property
+    def facts(self) -> np.ndarray:
+        """How many documents are read, whether they are the unit's last, and the hashes of their texts."""
+        return np.array([self.counts.read, self.last, *self.hashes], np.uint64)
 
 
 def in_validation(text: str, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: a function of its content and the seed alone, so
-    it is the same wherever, whenever and in whatever order documents are read."""
+    """Whether a document is for validation: a function of its content and the seed alone."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
-class progress_bar(tqdm):
-    """Documents/s and the share that is kept on stderr: a bar, or lines in a file."""
-
-    def __init__(self, what: str):
-        line = {} if sys.stderr.isatty() else {
-            "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}{postfix}\n",
-            "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
-        super().__init__(desc=what, unit=" documents", **line)
-
-    def of(self, documents: Iterable, counts: Accounting) -> Iterator:
-        """The same documents, shown as what `counts` says of them."""
-        read = counts.read
-        for document in documents:
-            yield document
-            kept = (counts.kept + counts.validation) / max(counts.read, 1)
-            self.set_postfix(kept=f"{kept:.1%}", refresh=False)
-            self.update(counts.read - read)
-            read = counts.read
-
-
-def show_progress(documents: Iterable, counts: Accounting, what: str) -> Iterator:
-    """The same documents, while stderr shows how many there are."""
-    with progress_bar(what) as bar:
-        yield from bar.of(documents, counts)
+def show_progress(documents: Iterable, what: str) -> Iterator:
+    """The same documents, while stderr shows how many there are: a bar, or lines in a file."""
+    shown = {"leave": False} if sys.stderr.isatty() else {
+        "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
+        "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+    yield from tqdm(documents, what, unit=" documents", **shown)

@@ -1,31 +1,28 @@
 """From the settings to rows: what is named is opened, checked, and prepared once per machine.
 
-    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)     # every mistake is a line of
-    problems data = prepare(sources, accelerator)                                   # data/batches.py
+    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)  # every mistake is a line of problems
+    data = prepare(sources, accelerator)                                # data/batches.py
 """
 
 import itertools
-import json
-import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from data.batches import Data
-from data.encode import token_dtype, tokenizer_fingerprint
+from data.encode import tokenizer_fingerprint
 from data.fim import fill_in_middle
-from data.kinds import Kind, Text, open_kind
+from data.kinds import Kind, open_kind
 from data.mixture import MixedRows, Mixture, share_problems
 from data.pair_rows import PairRows
 from data.rows import PackedRows
 from data.shards import MANIFEST
 from data.sources.corpus import Source, with_split
-from data.streams import StreamedRows
 from data.text import PreparedRows, trained_tokenizer
 from data.tokenizer import load_tokenizer
 from utils.io.secrets import without_secrets
@@ -103,7 +100,6 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     problems += (wrong := share_problems(recipe.mixture, recipe.dataset_name))
     if not wrong and (kept := _rows_of_run(recipe)):
         return kept
-    sources, most = Sources(recipe), recipe.max_train_samples
 
     def attempt(function: Callable, *args):
         """function(*args); its ValueError becomes a line of `problems`, and the result None."""
@@ -112,41 +108,33 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
         except ValueError as error:
             problems.append(str(error))
 
-    named, other = _named_sources(recipe, problems)
-    for short, source in named.items():
-        streaming = recipe.streaming or most > 0
-        if kind := attempt(open_kind, replace(source, streaming=streaming), recipe):
-            sources.train[short] = kind
-    names = recipe.eval_dataset_name
-    for name, short in zip(names, short_names(names), strict=True):
-        if kind := attempt(open_kind, replace(other, dataset_name=name), recipe, named.values()):
-            sources.evals[short] = kind
-    for short, kind in () if names else sources.train.items():
-        if brought := attempt(kind.validation):
-            sources.evals[short] = brought
-    kinds = [*sources.train.values(), *sources.evals.values()]
-    made = [kind for kind in sources.train.values() if not isinstance(kind, Text)]
-    brought = next(filter(None, (kind.tokenizer_name for kind in made)), None)
-    if recipe.streaming and not recipe.tokenizer_name and not made:
+    named, evaluated = _named_sources(recipe, problems)
+    train = {name: kind for name, source in named.items() if (kind := attempt(open_kind, source, recipe))}
+    evals = {name: kind for name, source in evaluated.items()
+             if (kind := attempt(open_kind, source, recipe, named.values()))}  # fmt: skip
+    if not evaluated:
+        evals = {name: brought for name, kind in train.items() if (brought := attempt(kind.validation))}
+    brought = next((kind.tokenizer_name for kind in train.values() if kind.tokenizer_name), None)
+    if recipe.streaming and not recipe.tokenizer_name and all(kind.corpus for kind in train.values()):
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
-    if tokenizer_name := recipe.tokenizer_name or brought:
-        sources.tokenizer = attempt(load_tokenizer, tokenizer_name)
-    if recipe.fim_rate and sources.tokenizer:
-        attempt(fill_in_middle, recipe.fim_rate, recipe.seed, sources.tokenizer)
+    name, most = recipe.tokenizer_name or brought, recipe.max_train_samples
+    tokenizer = attempt(load_tokenizer, name) if name else None
+    if tokenizer:
+        attempt(fill_in_middle, recipe.fim_rate, recipe.seed, tokenizer)
     if most and (recipe.next_sentence or len(named) > 1):
         problems.append("max_train_samples: not for sentence pairs or a mixture; name a part, "
                         f"{recipe.dataset_name[0]}:train[:{most}].")
-    for kind in kinds:
-        problems += [line for line in kind.problems(sources.tokenizer) if line not in problems]
-    if recipe.special and len({kind.whole for kind in sources.train.values()}) > 1:
+    for kind in (*train.values(), *evals.values()):
+        problems += [line for line in kind.problems(tokenizer) if line not in problems]
+    if recipe.special and len({kind.whole for kind in train.values()}) > 1:
         problems.append("mixture: records have special tokens inside, other rows are shorter and get them "
                         "added: mix records with their like.")
-    return sources
+    return Sources(recipe, train, evals, tokenizer)
 
 
-def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Source], Source]:
-    """What is trained on, by its name in the log, and what its evaluation sets have in common. Of several
-    data sets each may have a configuration and a column of text of its own, and keywords, NAME=keyword."""
+def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Source], dict[str, Source]]:
+    """What is trained on and what is evaluated on, by their names in the log. Of several data sets that are
+    trained on each may have a configuration and a column of text of its own, and keywords, NAME=keyword."""
     shorts, each = short_names(recipe.dataset_name), {}
     for setting in ("dataset_config_name", "text_column"):
         given = [None if value == "none" else value for value in getattr(recipe, setting)] or [None]
@@ -157,13 +145,14 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
     for word in recipe.keywords:
         name, _, own = word.partition("=")
         words[name if name in words else ""].append(own if name and name in words else word)
-    named = {}
+    train, streaming = {}, recipe.streaming or recipe.max_train_samples > 0
     for short, name, config, column in zip(shorts, recipe.dataset_name, *each.values(), strict=False):
         keywords = tuple(filter(None, words[short] or words[""]))
-        named[short] = Source(name, config, "train", column, keywords, keep_duplicates=recipe.keep_duplicates)
+        train[short] = Source(name, config, "train", column, keywords, streaming, recipe.keep_duplicates)
     column = each["text_column"][0] if len(recipe.text_column) == 1 else None
-    return named, replace(named[shorts[0]], dataset_name="", dataset_config_name=None, text_column=column,
-                          keywords=tuple(words[""]))
+    shared = dict(text_column=column, keywords=tuple(words[""]), keep_duplicates=recipe.keep_duplicates)
+    names = recipe.eval_dataset_name
+    return train, {s: Source(name, **shared) for s, name in zip(short_names(names), names, strict=True)}
 
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:
@@ -174,11 +163,10 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
     kind = partial(PairRows, pack=recipe.pack_pairs) if recipe.next_sentence else PackedRows
     cached, shorts, saved = {}, short_names(recipe.dataset_name), recipe.saved["train"]
     try:
-        for folder in Path(recipe.cache_dir).glob("pairs-*" if recipe.next_sentence else "rows-*"):
-            if (folder / MANIFEST).exists():
-                most = json.loads((folder / MANIFEST).read_text())["settings"].get("most", 0)
-                rows = PreparedRows(folder, recipe.row_size, most // recipe.row_size, kind)
-                cached |= {rows.fingerprint: rows for rows in rows.splits.values()}
+        prefix = "pairs" if recipe.next_sentence else "rows"
+        for manifest in Path(recipe.cache_dir).glob(f"{prefix}-*/{MANIFEST}"):
+            splits = PreparedRows(manifest.parent, recipe.row_size, kind).splits
+            cached |= {rows.fingerprint: rows for rows in splits.values()}
         train = {short: cached[saved[short][1] if len(shorts) > 1 else saved] for short in shorts}
         evals = {name: cached[fingerprint] for name, fingerprint in recipe.saved["eval"].items()}
         tokenizer = load_tokenizer(recipe.output_dir)
@@ -214,79 +202,48 @@ def short_names(names: tuple[str, ...]) -> list[str]:
 def prepare(sources: Sources, accelerator) -> Data:
     """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream. Of a
     mixture each data set is prepared as if it were alone. Raises ValueError where there is no row."""
-    recipe, tokenizer = sources.recipe, sources.tokenizer
-    told = ", ".join(map(without_secrets, recipe.dataset_name))
+    recipe, tokenizer, most = sources.recipe, sources.tokenizer, sources.recipe.max_train_samples
+    names = ", ".join(map(without_secrets, recipe.dataset_name))
     if sources.prepared:
-        accelerator.print(f"data       the rows of this run from {recipe.cache_dir}, {told} is not read")
+        accelerator.print(f"data       the rows of this run from {recipe.cache_dir}, {names} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
-        tokenizer = _train_tokenizer(sources)
-    evals = {}
+        tokenizer = trained_tokenizer(
+            *(kind.corpus for kind in sources.train.values()), shares=recipe.mixture or (1.0,),
+            vocab_size=recipe.vocab_size, cache_dir=recipe.cache_dir, algorithm=recipe.algorithm,
+            model_type=recipe.model_type, fim=recipe.fim_rate > 0,
+            read_bytes=most and max(1_000_000, 4 * most * recipe.row_size),
+        )  # fmt: skip
+    train, evals = {}, {}
     for name, kind in sources.evals.items():
         evals |= _named_sets(name, kind.evaluation(tokenizer))
-    train = {}
-    for name, made in _training_rows(sources, tokenizer, accelerator).items():
+    evaluated = [kind.corpus for kind in sources.evals.values() if kind.corpus]
+    hold_out = [name for name in sources.train if not recipe.eval_dataset_name and name not in sources.evals]
+    held_out = {name: sources.train[name].held_out(tokenizer) for name in hold_out if len(sources.train) > 1}
+    for name, kind in sources.train.items():
+        # What the usual fraction holds out elsewhere it holds out here, too, unless this one brings its own.
+        others = [corpus for other, corpus in held_out.items() if other != name and (
+            name not in hold_out or sources.train[other].fraction > recipe.validation_fraction)]
+        made = kind.training(tokenizer, accelerator, name in hold_out, evaluated + others)
         train[name] = made.pop("train")
         evals |= _named_sets(name, made)
-    mixed = [name for name, kind in sources.train.items() if recipe.streaming or not isinstance(kind, Text)]
-    if recipe.eval_dataset_name and mixed:
-        accelerator.print(f"data       {told} is trained on as it is, with what of "
-                          "it is evaluated on, too; rows prepared from text leave such documents out")
+    as_it_is = recipe.streaming or not all(kind.corpus for kind in sources.train.values())
+    if recipe.eval_dataset_name and as_it_is:
+        accelerator.print(f"data       {names} is trained on as it is, with what of it is evaluated on, too; "
+                          "rows prepared from text leave such documents out")
     for rows in train.values() if recipe.pack_pairs else ():
         accelerator.print(f"data       {rows.size:,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
-    _check_ring(recipe, train.values(), tokenizer, accelerator.num_processes)
     _await_all(accelerator)
-    first = [*(sources.evals if recipe.eval_dataset_name else sources.train)]
+    first = sources.evals if recipe.eval_dataset_name else sources.train
     evals = {name: evals[name] for name in [*first, *evals]}
     return Data(recipe, accelerator, tokenizer, _together(recipe, train), evals)
-
-
-def _train_tokenizer(sources: Sources):
-    recipe, most = sources.recipe, sources.recipe.max_train_samples
-    return trained_tokenizer(
-        *(kind.corpus for kind in sources.train.values()), shares=recipe.mixture or (1.0,),
-        vocab_size=recipe.vocab_size, cache_dir=recipe.cache_dir, algorithm=recipe.algorithm,
-        model_type=recipe.model_type, fim=recipe.fim_rate > 0,
-        read_bytes=most and max(1_000_000, 4 * most * recipe.row_size),
-    )  # fmt: skip
 
 
 def _named_sets(name: str, sets: dict) -> dict:
     """The splits of the evaluation set `name`, by names of their own."""
     names = {split: "" if split == "validation" else split for split in sets}
     return {"-".join(filter(None, (name, names[split]))): rows for split, rows in sets.items()}
-
-
-def _training_rows(sources: Sources, tokenizer, accelerator) -> dict[str, dict]:
-    """What Kind.training makes of each data set. Documents that one holds out no other one trains on."""
-    recipe, evaluated = sources.recipe, [*sources.evals.values()]
-    machine = accelerator.local_process_index, _processes_here(accelerator)
-    hold_out = {name for name in sources.train if not recipe.eval_dataset_name and name not in sources.evals}
-    beyond = {}
-    if len(sources.train) > 1:
-        beyond = {name: sources.train[name].held_beyond(tokenizer) for name in hold_out}
-    return {
-        name: kind.training(tokenizer, machine, name in hold_out, evaluated,
-                            sum((hashes for other, hashes in beyond.items() if other != name), []))
-        for name, kind in sources.train.items()
-    }  # fmt: skip
-
-
-def _processes_here(accelerator) -> int:
-    """Of this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
-
-
-def _check_ring(recipe: Recipe, train, tokenizer, processes: int) -> None:
-    """ValueError where a stream's ring is too small for what processes take at once."""
-    for rows in train:
-        if isinstance(rows, StreamedRows):
-            at_once = 2 * rows.source.size + 2 * recipe.per_device_train_batch_size * processes
-            least = at_once * recipe.row_size * token_dtype(tokenizer).itemsize / 1e9
-            if recipe.stream_gb < least:
-                raise ValueError(f"stream_gb: must be {least:.3g} or greater for rows of {recipe.block_size} "
-                                 f"tokens and {processes} processes, is {recipe.stream_gb:g}.")
 
 
 def _await_all(accelerator) -> None:

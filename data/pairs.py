@@ -1,6 +1,6 @@
 """Sentence pairs for next-sentence prediction (BERT, section 3.1): rows `[CLS] A [SEP] B [SEP]` of T tokens.
 
-    pairs = prepare_pairs(corpus, tokenizer, block_size=128, seed=0, cache_dir="cache")
+    pairs = prepare_rows(corpus, PairMaker(tokenizer, block_size=128, seed=0), block_size=128)
     pairs.train.__getitems__([(0, 0, 5), (1, 0, 2)])     # input_ids, token_type_ids, ... int64 [2, 128]
 
 A and B are runs of whole sentences that fill the row, as in BERT's own preparation. In half of the rows B is
@@ -22,11 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data.encode import tokenize_documents
-from data.factory import Factory, Key, TokenMaker
+from data.factory import Key, TokenMaker
 from data.filters import Accounting
 from data.pair_rows import PairRows
-from data.text import PreparedRows, hashes_of, in_cache, text_settings
-from utils.io.urls import Folder
 
 BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
 
@@ -139,12 +137,18 @@ class PairBuilder:
 
 class PairMaker(TokenMaker):
     """Documents to rows of PairRows. Those of a chunk are paired with each other, by a generator of random
-    numbers of its own."""
+    numbers of its own. pack: as PairRows; of the same files."""
 
-    def __init__(self, tokenizer, block_size: int, seed: int):
+    cache = "pairs"
+    no_row = ("and pairs need two documents of two sentences or more. Remedies: name a source of more, whole "
+              "documents with sentences that end in . ! or ?, raise validation_fraction, or switch "
+              "next_sentence off.")
+
+    def __init__(self, tokenizer, block_size: int, seed: int, pack: bool = False):
         super().__init__(tokenizer)
         self.special = tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id
-        self.width, self.seed = block_size + 3, seed
+        self.width, self.seed, self.kind = block_size + 3, seed, partial(PairRows, pack=pack)
+        self.settings |= {"block_size": block_size, "special": self.special, "seed": seed}
 
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), again and again."""
@@ -194,32 +198,3 @@ def _blocks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, st
             yield block
             block, size = [], 0
     yield block
-
-
-def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
-                  evaluated=(), held_elsewhere=(), seed: int = 0, cache_dir="cache", pack: bool = False,
-                  split: str = "train") -> PreparedRows:
-    """prepare_rows for sentence pairs: the same arguments, cache and accounts; the splits are PairRows, which
-    `pack` makes of the same files. split: what all documents are for, or those that are not held out. Raises
-    ValueError where the text gives no pairs."""
-    held_out = seed, validation_fraction or 0.0
-    settings = text_settings(corpus, evaluated, held_elsewhere, tokenizer) | {
-        "held_out": held_out, "block_size": block_size, "split": split,
-        "special": [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id],
-    }  # fmt: skip
-
-    def factory(folder: Folder) -> Factory:
-        hashes = itertools.chain(hashes_of(corpus, evaluated), held_elsewhere)
-        return Factory(folder, {split: corpus}, PairMaker(tokenizer, block_size, seed), held_out, hashes)
-
-    def check(made: dict) -> None:
-        for name in [split, *["validation"] * (validation_fraction is not None)]:
-            if not made["splits"].get(name, {}).get("tokens"):
-                kept = made["accounting"].get(name, {}).get("kept", 0)
-                raise ValueError(f"next_sentence: the {name} split of {corpus.name} is {kept:,} documents, "
-                                 "and pairs need two documents of two sentences or more. Remedies: name a "
-                                 "source of more, whole documents with sentences that end in . ! or ?, raise "
-                                 "validation_fraction, or switch next_sentence off.")
-
-    folder = in_cache(cache_dir, settings, tokenizer, factory, check, "pairs")
-    return PreparedRows(folder, block_size, kind=partial(PairRows, pack=pack))

@@ -2,34 +2,40 @@
 
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
 
-The source is streamed: memory grows by 10 to 20 bytes per kept document only (the hashes that find exact
-duplicates). Killed at any moment, the same command resumes, and the files come out byte for byte as if
-nothing had happened; where files of a finished folder are lost or damaged, it makes them again. Rows of any
-length can be cut from shards, so there is no block_size. """
+Memory grows by 10 to 20 bytes per kept document only (the hashes that find exact duplicates). Killed at any
+moment, the same command resumes, and the files come out byte for byte as if nothing had happened; files of a
+finished folder that are lost or damaged are made again. Rows of any length can be cut from shards.
+
+On many machines, --parts 64 --part 7 makes every 64th unit of the source (files, usually) or, where it has
+fewer units, every 64th chunk. Each part first leaves the hashes of its documents. When those of all parts are
+there, each knows which documents come first elsewhere, and makes its chunks. Whoever finds that all are made
+writes the manifest: that of one preparation.
+"""
 
 import argparse
 import contextlib
+import io
 import json
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 from filelock import FileLock, Timeout
 
-from data.encode import tokenizer_fingerprint
-from data.factory import PROGRESS, SHARD_MB, Factory, TokenMaker
-from data.filters import Accounting
+from data.factory import SHARD_MB, Factory, TokenMaker, key_of, named
+from data.filters import Accounting, SeenHashes
 from data.fim import fill_in_middle
 from data.foreign import is_foreign
-from data.parts import HASHES, MADE, Elsewhere, lacking, read_hashes
-from data.shards import FORMAT, MANIFEST, complete, write_manifest
+from data.shards import MANIFEST, PROGRESS, finished_manifest
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
 from data.tokenizer import load_tokenizer
 from utils.io.mistakes import user_mistakes
 from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
 from utils.io.urls import Folder, explained
+
+HASHES, MADE = PROGRESS + "/hashes-{:05d}.npz", PROGRESS + "/part-{:05d}.json"  # what a part leaves
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,7 +73,7 @@ def check_args(args: argparse.Namespace) -> None:
         raise ValueError("\n".join(problems))
 
 
-def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
+def prepare(args: argparse.Namespace) -> dict | None:
     """Runs or resumes the preparation, prints its accounting and returns the manifest; None of a part while
     others are to come. ValueError for a user's mistake, ConnectionError when source or target stay away."""
     check_args(args)
@@ -75,29 +81,34 @@ def prepare(args: argparse.Namespace) -> dict[str, Any] | None:
     folder, tokenizer = Folder(args.output_dir), load_tokenizer(args.tokenizer_name)
     maker = TokenMaker(tokenizer, fill_in_middle(args.fim_rate, args.seed, tokenizer))
     corpora = with_retries(partial(open_text, args), f"opening {args.dataset_name}", FIRST_CONTACT)
-    settings = settings_of(args, corpora, tokenizer)
     held_out = args.seed, 0.0 if "validation" in corpora else args.validation_fraction
-    part = args.part or 0, args.parts
-    factory = Factory(folder, corpora, maker, held_out, shard_mb=args.shard_mb, part=part)
-    check = partial(check_made, factory)
-    finished = finished_manifest(folder, settings)
-    with _only_run(folder, wait=-(args.parts > 1)):
+    factory = Factory(folder, corpora, maker, held_out, shard_mb=args.shard_mb)
+    finished = earlier_manifest(factory, args.parts)
+    in_parts = args.parts > 1 and not finished
+    with only_run(folder, "lock", wait=-1 if finished or in_parts else 0):
         if not finished:
             with explained(folder.url, "written"):
                 folder.make(FIRST_CONTACT)
-                content = json.dumps(settings, indent=1).encode()
-                folder.write(f"{PROGRESS}/settings.json", content, FIRST_CONTACT)
-        if finished or args.parts == 1:
-            whole = replace(factory, part=(0, 1))
-            manifest = complete(whole, tokenizer, settings, check)
-            if finished == manifest:
-                print(f"{folder.url} is finished: nothing to do")
-    if not finished and args.parts > 1:
-        manifest = prepare_part(factory, settings, tokenizer, check)
-    if manifest:
-        folder.remove(PROGRESS)
-        for split, account in manifest["accounting"].items():
-            print(f"{folder.url}, {split}: {Accounting(**account).line()}")
+                settings = json.dumps(factory.settings | {"parts": args.parts}, indent=1)
+                folder.write(f"{PROGRESS}/settings.json", settings.encode(), FIRST_CONTACT)
+        manifest = None if in_parts else factory.complete()
+    if in_parts:
+        with only_run(folder, f"lock-{args.part}", wait=0):
+            manifest = prepare_part(factory, args.part, args.parts)
+    if manifest is None:
+        return None
+    folder.remove(PROGRESS)
+    if "train" not in manifest["splits"]:
+        for name in folder.names():
+            if name.endswith(".npy") or name in (MANIFEST, "tokenizer"):
+                folder.remove(name)
+        counts = Accounting(**manifest["accounting"].get("train", {}))
+        raise ValueError(f"dataset_name: {corpora['train'].name} gives nothing to train on. Check keywords, "
+                         f"or take more text: {counts.line()}.")
+    for split, account in manifest["accounting"].items():
+        print(f"{folder.url}, {split}: {Accounting(**account).line()}")
+    if finished == manifest:
+        print(f"{folder.url} is finished: nothing to do")
     return manifest
 
 
@@ -109,28 +120,18 @@ def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
     return splits | {"train": load_corpus(source)}
 
 
-def settings_of(args: argparse.Namespace, corpora: dict[str, Corpus], tokenizer) -> dict[str, Any]:
-    """What shapes the shards. The number of parts does not."""
-    corpus = corpora["train"]
-    return {
-        "dataset_name": corpus.name, "dataset_config_name": args.dataset_config_name, "split": args.split,
-        "content": {name: corpus.fingerprint for name, corpus in corpora.items()},
-        "text_column": corpus.text_column, "keywords": corpus.keywords,
-        "validation_fraction": args.validation_fraction, "seed": args.seed, "fim_rate": args.fim_rate,
-        "format": FORMAT, "shard_mb": args.shard_mb, "tokenizer": tokenizer_fingerprint(tokenizer),
-    }  # fmt: skip
-
-
-def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any] | None:
+def earlier_manifest(factory: Factory, parts: int) -> dict | None:
     """The manifest if this preparation is finished, None if it is to begin or to resume. ValueError when
     something else lies there, or a preparation with other settings."""
+    folder, settings = factory.folder, factory.settings
     with explained(folder.url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
-    manifest = json.loads(folder.read(MANIFEST)) if MANIFEST in names else None
+    manifest = finished_manifest(folder) if MANIFEST in names else None
     if manifest:
         old = manifest.get("settings", {})
     elif PROGRESS in names and "settings.json" in folder.names(PROGRESS):
         old = json.loads(folder.read(f"{PROGRESS}/settings.json"))
+        settings |= {"parts": parts}
     elif set(names) - {PROGRESS, "README.md", ".gitattributes"}:
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
     else:
@@ -143,50 +144,7 @@ def finished_manifest(folder: Folder, settings: dict[str, Any]) -> dict[str, Any
     return manifest
 
 
-def prepare_part(factory: Factory, settings: dict[str, Any], tokenizer, check) -> dict[str, Any] | None:
-    """One part, as far as it gets; the manifest, where all are done."""
-    folder, (part, parts) = factory.folder, factory.part
-    for name in folder.names(PROGRESS):
-        if name.startswith("parts-") and name != f"parts-{parts}":
-            raise ValueError(f"parts: {folder.url} is being prepared in {name[6:]}, now {parts}.")
-    folder.write(f"{PROGRESS}/parts-{parts}", b"")
-
-    def make_chunks() -> bytes:
-        factory.known = Elsewhere(factory)
-        factory.resume()
-        factory.run()
-        return b"{}"
-
-    with _only_run(folder, f"lock-{part}"):
-        for done, kind, work in ("read", HASHES, partial(read_hashes, factory)), ("made", MADE, make_chunks):
-            if part in lacking(folder, kind, parts):
-                content = work()
-                finished_manifest(folder, settings)  # of two that began at once with others only one is right
-                folder.write(kind.format(part), content)
-            if left := lacking(folder, kind, parts):
-                if not (manifest := finished_manifest(folder, settings)):
-                    print(f"part {part} is {done}. Run the same command again when these are:", *left)
-                return manifest
-    with contextlib.suppress(FileNotFoundError), _only_run(folder, wait=-1):
-        if not finished_manifest(folder, settings):
-            factory.resume()
-            return write_manifest(factory, tokenizer, settings, check)
-    return finished_manifest(folder, settings)  # another one has just written it
-
-
-def check_made(factory: Factory, made: dict) -> None:
-    """ValueError where there is nothing to train on; then nothing stays."""
-    if made["splits"].get("train", {"tokens": 0})["tokens"]:
-        return
-    folder = factory.folder
-    for name in [PROGRESS, *(file["file"] for split in made["splits"].values() for file in split["files"])]:
-        folder.remove(name)
-    counts = Accounting(**made["accounting"].get("train", {}))
-    raise ValueError(f"dataset_name: {factory.corpora['train'].name} gives nothing to train on. Check "
-                     f"keywords, or take more text: {counts.line()}.")
-
-
-def _only_run(folder: Folder, name: str = "lock", wait: float = 0):
+def only_run(folder: Folder, name: str, wait: float):
     """Two runs at once would write the same files. The lock ends with the process; local disks only."""
     if not folder.local:
         return contextlib.nullcontext()
@@ -197,6 +155,66 @@ def _only_run(folder: Folder, name: str = "lock", wait: float = 0):
         return FileLock(progress / name).acquire(timeout=wait)
     except Timeout as error:
         raise ValueError(f"output_dir: another run is preparing {folder.url}. Wait for it.") from error
+
+
+# ---- In parts
+
+
+def prepare_part(factory: Factory, part: int, parts: int) -> dict | None:
+    """One part, as far as it gets; the manifest, where all are done."""
+    folder = factory.folder
+    for done, kind, work in ("read", HASHES, read_hashes), ("made", MADE, make_chunks):
+        if part in lacking(folder, kind, parts):
+            content = work(factory, part, parts)
+            earlier_manifest(factory, parts)  # ValueError: another part began at once with other settings
+            folder.write(kind.format(part), content)
+        if left := lacking(folder, kind, parts):
+            if not (manifest := earlier_manifest(factory, parts)):
+                print(f"part {part} is {done}. Run the same command again when these are:", *left)
+            return manifest
+    with contextlib.suppress(FileNotFoundError), only_run(folder, "lock", wait=-1):
+        if not earlier_manifest(factory, parts):
+            factory.resume()
+            return factory.finish()
+    return earlier_manifest(factory, parts)  # another one has just written it
+
+
+def lacking(folder: Folder, kind: str, parts: int) -> list[int]:
+    """The parts that have not left their file of this kind."""
+    names = folder.names(PROGRESS)
+    return [part for part in range(parts) if kind.format(part).split("/")[1] not in names]
+
+
+def read_hashes(factory: Factory, part: int, parts: int) -> bytes:
+    """HASHES of a part: Chunk.facts of each of its chunks."""
+    facts, data = {}, io.BytesIO()
+    for split, corpus in factory.corpora.items():
+        units = corpus.units
+        for unit in range(part, units, parts) if units >= parts else range(units):
+            for key, chunk in factory.chunks(split, unit, SeenHashes()):
+                for _ in chunk:
+                    pass
+                if units >= parts or (unit + key[2]) % parts == part:
+                    facts[named(key)] = chunk.facts
+    np.savez(data, **facts)
+    return data.getvalue()
+
+
+def make_chunks(factory: Factory, part: int, parts: int) -> bytes:
+    """MADE. Of what others make only the hashes count that a document of this part has, too."""
+
+    def facts_of(part: int) -> dict[str, np.ndarray]:
+        with np.load(io.BytesIO(factory.folder.read(HASHES.format(part)))) as facts:
+            return dict(facts)
+
+    own = [np.empty(0, np.uint64), *(facts[2:] for facts in facts_of(part).values())]
+    own = np.unique(np.concatenate(own))
+    for other in set(range(parts)) - {part}:
+        for name, facts in facts_of(other).items():
+            factory.elsewhere[key_of(name)] = np.append(facts[:2], np.intersect1d(facts[2:], own))
+    factory.resume()
+    factory.run()
+    return b"{}"
 
 
 def main(argv: list[str] | None = None) -> int:

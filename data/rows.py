@@ -3,27 +3,23 @@
     rows = PackedRows([np.load("train-00000.npy", mmap_mode="r"), ...], block_size=128)
     rows.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
 
-Rows carry over the boundaries of documents and of files; one remainder, shorter than a row, is left at the
-end. What lies on disk are tokens, so that the same files serve any T. Letters: B rows of a batch, T tokens of
-a row (block_size), n rows of a split. """
+Rows carry over the boundaries of documents and of files; what is left at the end is shorter than a row. The
+files hold tokens, not rows, so they serve any T. B rows of a batch, T tokens of a row (block_size), n rows.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from data.order import epochs_and_rows
 
 AT_ONCE = 4096  # rows whose places are computed at once
 
 
-class PackedRows(Dataset):
-    """Rows cut from arrays of token ids [any number], which are usually memory-mapped.
-
-    most: the first so many; 0: all. content: changes with the ids. bytes_per_token: UTF-8 bytes of the
-    documents / their tokens, EOS included; 0 where that is not known."""
+class PackedRows:
+    """Rows cut from arrays of token ids [any number], usually memory-mapped. most: the first so many; 0: all.
+    content: changes with the ids. bytes_per_token: UTF-8 bytes of the text / tokens and EOS; 0: unknown."""
 
     blanks = {"input_ids": 0}  # what a row of padding holds in each column
 
@@ -63,7 +59,7 @@ class PackedRows(Dataset):
         return np.stack([self.views[v][i] for v, i in zip(view.tolist(), inside.tolist(), strict=True)])
 
     def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of these rows, [B, ...] of any integers. The same in each epoch."""
+        """The columns of these rows, [B, ...] of any integers."""
         return {"input_ids": self.at(row)}
 
     def walk(self, first: int, seed: int) -> Iterator[tuple[int, int]]:
@@ -74,8 +70,8 @@ class PackedRows(Dataset):
             yield from zip(epoch.tolist(), row.tolist(), strict=True)
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
-        """keys (position, epoch, row) -> {"input_ids": int64 [B, T], "position", "epoch", "row": int64 [B]};
-        row -1 is padding. For a DataLoader whose collate_fn passes batches on unchanged."""
+        """keys (position, epoch, row) -> {"input_ids": int64 [B, T], "position", "epoch", "row", "source":
+        int64 [B]}; row -1 is padding."""
         position, epoch, row = np.array(keys, np.int64).reshape(-1, 3).T
         columns = self.take(row, epoch)
         if (padding := row < 0).any():
@@ -86,8 +82,8 @@ class PackedRows(Dataset):
 
 
 def _cut(tokens: Sequence[np.ndarray], T: int) -> Iterator[np.ndarray]:
-    """The rows of several arrays as if they were one: those inside an array [*, T], then the one, if any,
-    that continues in the next ones [1, T]."""
+    """The rows of several arrays as if they were one: those inside an array [*, T], then the one that goes on
+    in the next arrays [1, T]."""
     rest = []  # of the arrays so far: less than a row
     for ids in tokens:
         missing = -sum(map(len, rest)) % T
@@ -100,6 +96,9 @@ def _cut(tokens: Sequence[np.ndarray], T: int) -> Iterator[np.ndarray]:
             rest = [np.asarray(ids[missing + whole :])]
 
 
-def as_batch(columns: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def as_batch(columns: dict[str, np.ndarray]) -> dict:
+    """The columns as int64 tensors."""
+    import torch  # not at the top: what makes rows needs none
+
     whole = {name: np.ascontiguousarray(column, np.int64) for name, column in columns.items()}
     return {name: torch.from_numpy(column) for name, column in whole.items()}

@@ -189,7 +189,7 @@ def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple
     documents = clean_documents(corpus, counts)
     if read_bytes:
         documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
-    documents = show_progress(documents, counts, f"reading {corpus.name} for the tokenizer")
+    documents = show_progress(documents, f"reading {corpus.name} for the tokenizer")
     texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed)
     if not texts:
         told = f"none of {counts.read:,} documents is UTF-8 text"

@@ -371,7 +371,7 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     counts = Accounting()
     corpus = load(path, keywords=("pandas", "seaborn"))
     documents_kept = clean_documents(corpus, counts)
-    kept = [document["content"] for document in show_progress(documents_kept, counts, "filtering")]
+    kept = [document["content"] for document in show_progress(documents_kept, "filtering")]
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
     assert kept == expected and counts.filtered == 500 - len(expected)
     assert f"{counts.filtered:,} filtered" in counts.line()

@@ -14,13 +14,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from data import encode
-from data.ahead import TextGroups
 from data.encode import Encoder, tokenize_documents
+from data.factory import TokenMaker
 from data.filters import in_validation
 from data.fim import NAMES, fill_in_middle
 from data.open import Recipe, open_sources, prepare
 from data.shards import check_shards, open_shards
 from data.sources.corpus import Corpus, Source
+from data.streams import text_groups
 from data.text import prepare_rows, trained_tokenizer
 from data.tokenizer import main as train_by_command
 from data.tokenizer import train_tokenizer
@@ -118,7 +119,7 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     tokenizer.save_pretrained(folder)
     corpus, fim = made(texts), fill_in_middle(0.5, 3, tokenizer)
     settings = {"block_size": T, "validation_fraction": 0.2, "seed": 3}
-    plain, cut = (prepare_rows(corpus, tokenizer, cache_dir=tmp_path / "cache", fim=found, **settings)
+    plain, cut = (prepare_rows(corpus, TokenMaker(tokenizer, found), cache_dir=tmp_path / "cache", **settings)
                   for found in (None, fim))
     assert cut.folder != plain.folder
     assert np.array_equal(cut.splits["validation"].rows, plain.splits["validation"].rows)
@@ -137,7 +138,7 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     assert len(again) > 10 and all(ids[0] == fim.ids[0] for ids in again)
     assert cut.splits["fim"].bytes_per_token < cut.splits["validation"].bytes_per_token
 
-    stream = TextGroups(corpus, Encoder.of(tokenizer), T, 7, (3, 0.2), fim)
+    stream = text_groups(corpus, Encoder.of(tokenizer), T, 7, (3, 0.2), fim)
     assert stream_of([rows for rows, *_ in stream.epoch(0, 0)]) == stream_of(cut.train.rows)
     row = 2 * len(cut.train) // 3 // 7
     _, document, offset = next(itertools.islice(stream.epoch(0, 0), row, None))

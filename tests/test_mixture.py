@@ -364,6 +364,20 @@ def test_what_a_small_source_holds_out_no_other_one_trains_on(folder, tmp_path):
     assert held_out and trained and not {*held_out} & {*trained}
 
 
+def test_what_is_held_out_is_not_trained_on_by_a_source_that_brings_its_validation(folder, tmp_path):
+    texts = shard_data.make_texts(120, seed=7, words=30)
+    for name, found in {"a": texts[:80], "b/train": texts[40:], "b/validation": texts[100:110]}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shard_data.write_jsonl(tmp_path / f"{name}.jsonl", found)
+    names = f"{tmp_path}/a.jsonl".lstrip("/"), f"{tmp_path}/b".lstrip("/")
+    data = opened(recipe("", *names, mixture=(0.5, 0.5), tokenizer_name=f"{folder}/tokenizer",
+                         cache_dir=f"{tmp_path}/c"))
+    held_out, trained = (whole_in(rows, data.tokenizer, texts[40:80])
+                         for rows in (data.evals["a"], data.train.sources["b"]))  # fmt: skip
+    assert held_out and trained and not {*held_out} & {*trained}
+    assert not whole_in(data.train.sources["a"], data.tokenizer, held_out)
+
+
 def test_text_columns_and_keywords_of_each_source(folder):
     lines = [json.loads(line) for line in (folder / "c.jsonl").read_text().splitlines()]
     with open(folder / "d.jsonl", "w") as file:

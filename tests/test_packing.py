@@ -6,6 +6,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,15 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data import encode, factory
+from data import encode
+from data import text as text_rows
 from data.encode import Encoder, token_dtype, tokenize_documents
+from data.factory import Factory, TokenMaker
 from data.filters import in_validation
 from data.open import Recipe, open_sources
 from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
-from data.text import prepare_evaluation, prepare_rows, trained_tokenizer
+from data.text import prepare_rows, trained_tokenizer
 from tests import forked
 from tests.runs import TINY, write_corpus
 
@@ -61,7 +64,7 @@ def with_keywords(corpus, *keywords):
 
 def prepare(corpus, tokenizer, cache, **changes):
     settings = {"block_size": T, "validation_fraction": 0.2, "seed": 0} | changes
-    return prepare_rows(corpus, tokenizer, cache_dir=str(cache), **settings)
+    return prepare_rows(corpus, TokenMaker(tokenizer), cache_dir=str(cache), **settings)
 
 
 def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(corpus, tokenizer, tmp_path):
@@ -96,8 +99,8 @@ def test_a_validation_corpus_is_packed_as_it_is(corpus, tokenizer, folder, tmp_p
     texts = [document["content"] for document in corpus][:10]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    settings = {"block_size": T, "cache_dir": str(tmp_path)}
-    prepared = prepare_evaluation(load_corpus(Source(str(other))), tokenizer, **settings)
+    prepared = prepare(load_corpus(Source(str(other))), tokenizer, tmp_path, split="validation",
+                       validation_fraction=None)
     assert [*prepared.splits] == ["validation"]
     stream = expected_stream(texts, tokenizer)
     assert all_rows(prepared.splits["validation"]).flatten().tolist() == stream[: len(stream) // T * T]
@@ -186,7 +189,7 @@ def test_rows_of_any_corpus_in_chunks_of_any_size_are_those_of_an_independent_pa
     corpus, rng = load_corpus(Source(str(tmp_path / "texts.jsonl"))), random.Random(seed)
     drawn = 10 ** rng.uniform(-4, -2), rng.randint(2, 300)
     for shard_mb, block_size in ((0.0005, 7), (0.004, 64), (64, 1), drawn):
-        monkeypatch.setattr(factory.Factory, "shard_mb", shard_mb)
+        monkeypatch.setattr(text_rows, "Factory", partial(Factory, shard_mb=shard_mb))
         cache, fraction = tmp_path / f"{shard_mb}", rng.choice([None, 0.3])
         settings = {"block_size": block_size, "validation_fraction": fraction, "seed": seed}
         splits = {"train": [t for t in texts if not fraction or not in_validation(t, seed, fraction)],
@@ -282,6 +285,7 @@ def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
 
 PREPARE = """
 import sys, time
+from data.factory import TokenMaker
 from data.sources.corpus import Source, load_corpus
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
@@ -294,8 +298,8 @@ def slowly():
         time.sleep(float(slow))
         yield row
 corpus.rows = slowly
-prepared = prepare_rows(corpus, load_tokenizer(tokenizer), block_size=32, validation_fraction=0.2, seed=0,
-                        cache_dir=cache)
+prepared = prepare_rows(corpus, TokenMaker(load_tokenizer(tokenizer)), block_size=32, validation_fraction=0.2,
+                        seed=0, cache_dir=cache)
 print(prepared.folder)
 """
 

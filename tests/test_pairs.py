@@ -17,8 +17,9 @@ from transformers import BertForPreTraining
 from data.masking import MaskTokens
 from data.open import Recipe, open_sources, prepare
 from data.pair_rows import PairRows, shared_rows
-from data.pairs import PairBuilder, prepare_pairs, split_sentences
+from data.pairs import PairBuilder, PairMaker, split_sentences
 from data.sources.corpus import Source, load_corpus
+from data.text import prepare_rows
 from data.tokenizer import train_tokenizer
 from tests import shard_data
 
@@ -60,12 +61,16 @@ def test_sentences_end_where_a_reader_ends_them():
     assert split_sentences(" \n ") == []
 
 
+def prepare_pairs(corpus, tokenizer, block_size: int, seed: int, **settings):
+    maker = PairMaker(tokenizer, block_size, seed)
+    return prepare_rows(corpus, maker, block_size=block_size, seed=seed, **settings)
+
 
 def test_what_is_evaluated_on_is_not_trained_on(tokenizer, tmp_path):
     lines = open(write_documents(tmp_path / "all.jsonl")).readlines()
     (tmp_path / "some.jsonl").write_text("".join(lines[:15]))
     corpus, some = load(tmp_path / "all.jsonl"), load(tmp_path / "some.jsonl")
-    made = prepare_pairs(corpus, tokenizer, block_size=64, cache_dir=str(tmp_path), evaluated=(some,), seed=1,
+    made = prepare_pairs(corpus, tokenizer, 64, 1, cache_dir=str(tmp_path), evaluated=(some,),
                          validation_fraction=0.2)
     train = made.accounting["train"]
     assert (train["evaluated"], train["kept"] + train["validation"]) == (15, 25)
@@ -207,9 +212,8 @@ def test_the_surface_does_not_give_the_label_away(corpus, room):
 
 def test_rows_on_disk(tmp_path, tokenizer):
     corpus = load(write_documents(tmp_path / "a.jsonl"))
-    pairs = prepare_pairs(
-        corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
-    )
+    cache = {"validation_fraction": 0.2, "cache_dir": tmp_path / "cache"}
+    pairs = prepare_pairs(corpus, tokenizer, 64, 3, **cache)
     batch = pairs.train.__getitems__([(row, 0, row) for row in range(len(pairs.train))] + [(-1, 5, -1)])
     assert {value.dtype for value in batch.values()} == {torch.int64}
     documents = {"train": set(), "validation": set()}
@@ -237,13 +241,9 @@ def test_rows_on_disk(tmp_path, tokenizer):
     used = batch["attention_mask"][:-1].sum().item() - 3 * len(pairs.train)
     assert account["tokens"] == used + account["tokens_dropped"]
 
-    again = prepare_pairs(
-        corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=3, cache_dir=tmp_path / "cache"
-    )
+    again = prepare_pairs(corpus, tokenizer, 64, 3, **cache)
     assert again.folder == pairs.folder
-    other = prepare_pairs(
-        corpus, tokenizer, block_size=64, validation_fraction=0.2, seed=4, cache_dir=tmp_path / "cache"
-    )
+    other = prepare_pairs(corpus, tokenizer, 64, 4, **cache)
     assert other.folder != pairs.folder
 
 
@@ -258,9 +258,7 @@ def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
         "".join(json.dumps({"text": f"no breaks in number {i}"}) + "\n" for i in range(50))
     )
     with pytest.raises(ValueError, match="documents, and pairs need two documents of two sentences"):
-        prepare_pairs(
-            load(tmp_path / "a.jsonl"), tokenizer, block_size=32, cache_dir=tmp_path, seed=0
-        )
+        prepare_pairs(load(tmp_path / "a.jsonl"), tokenizer, 32, 0, cache_dir=tmp_path)
 
 
 def test_a_source_without_text_is_refused(tmp_path):

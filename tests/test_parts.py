@@ -14,6 +14,7 @@ import datasets
 import pytest
 
 from data import prepare
+from data.factory import Factory
 from data.shards import check_shards
 from data.sources import files, installed, library
 from data.sources.corpus import Source, load_corpus
@@ -151,20 +152,20 @@ def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_
 def test_two_that_find_all_done_at_once_write_one_manifest(tmp_path, tokenizer, monkeypatch, other_first):
     """On a store without locks: the other one joins the parts just before this one does, or just after."""
     source, url = write_source(tmp_path / "source"), f"memory://bucket/{other_first}"
-    join = prepare.write_manifest
+    join = Factory.finish
     one = files_of(in_parts(source, tmp_path / "parts", tokenizer))
     for part in (0, 1, 2, 0):
         assert run(source, url, tokenizer, parts=PARTS, part=part) == 0
 
     def join_beside_another(*arguments):
-        monkeypatch.setattr(prepare, "write_manifest", join)
+        monkeypatch.setattr(Factory, "finish", join)
         made = None if other_first else join(*arguments)
         assert run(source, url, tokenizer, parts=PARTS, part=0) == 0
         return made or join(*arguments)
 
-    monkeypatch.setattr(prepare, "write_manifest", join_beside_another)
+    monkeypatch.setattr(Factory, "finish", join_beside_another)
     assert run(source, url, tokenizer, parts=PARTS, part=1) == 0
-    assert prepare.write_manifest is join
+    assert Factory.finish is join
     folder = urls.Folder(url)
     folder.fs.get(folder.root, str(tmp_path / "copy"), recursive=True)
     assert files_of(tmp_path / "copy") == one and not folder.names("progress")
@@ -174,7 +175,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
     source, folder = write_source(tmp_path / "source"), tmp_path / "parts"
     assert run(source, folder, tokenizer, parts=3, part=0) == 0
     for settings, message in [
-        (dict(parts=4, part=1), "in 3, now 4"), (dict(parts=3, part=1, seed=1), "seed 0, now 1"),
+        (dict(parts=4, part=1), "parts 3, now 4"), (dict(parts=3, part=1, seed=1), "seed 0, now 1"),
         (dict(parts=3, part=3), "part: must be 0 to 2"), (dict(parts=3), "part: must be 0 to 2.*is None"),
         (dict(part=1), "part: must be 0 to 0"), (dict(parts=0, part=0), "parts: must be 1 or greater"),
     ]:
@@ -185,7 +186,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
     assert run(str(tmp_path / "train.bin"), folder, tokenizer, parts=3, part=1) == 2
     assert "holds tokens already: train on it as it is" in capsys.readouterr().err
     # Of two that begin at the same moment the settings of one stay, and the other leaves nothing.
-    settings, check = folder / "progress/settings.json", prepare.finished_manifest
+    settings, check = folder / "progress/settings.json", prepare.earlier_manifest
     others = [settings.read_text()]
 
     def check_late(*arguments):
@@ -194,7 +195,7 @@ def test_a_part_with_other_settings_is_refused(tmp_path, tokenizer, capsys, monk
         settings.write_text(others[0])
         return check(*arguments)
 
-    monkeypatch.setattr(prepare, "finished_manifest", check_late)
+    monkeypatch.setattr(prepare, "earlier_manifest", check_late)
     assert run(source, folder, tokenizer, parts=3, part=1, seed=1) == 2
     assert not (folder / "progress/hashes-00001.npz").exists()
 

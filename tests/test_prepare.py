@@ -268,7 +268,7 @@ def test_a_users_mistake_is_one_message_and_status_2(tmp_path, tokenizer, capsys
 
 def test_two_runs_at_once_are_refused(tmp_path, tokenizer, capsys):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(9))
-    with prepare._only_run(urls.Folder(tmp_path / "shards")):
+    with prepare.only_run(urls.Folder(tmp_path / "shards"), "lock", 0):
         assert run(source, tmp_path / "shards", tokenizer) == 2
     assert "another run is preparing" in capsys.readouterr().err
     assert run(source, tmp_path / "shards", tokenizer) == 0

@@ -138,7 +138,7 @@ def started(hub, script, folder, **flags) -> dict:
     lines = metrics(folder / "run")
     assert lines[-1]["step"] == 3 and "loss/eval" in lines[-1]
     manifests = [json.loads(path.read_text()) for path in folder.glob("cache/*-*/manifest.json")]
-    accounts = [made["accounting"] for made in manifests if not made["settings"].get("evaluation", [0, 0])[1]]
+    accounts = [made["accounting"] for made in manifests if "most" not in made["settings"]]  # not a stream's
     asked = re.findall(r"/resolve/[^/]+/(\S+\.parquet)", " ".join(entry["line"] for entry in hub.log))
     return {split: found["read"] for splits in accounts for split, found in splits.items()} or {*asked}
 

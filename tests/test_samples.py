@@ -11,6 +11,7 @@ from accelerate import Accelerator
 import train_clm
 import train_mlm
 from data import open as opening
+from data.factory import TokenMaker
 from data.open import Recipe, open_sources, prepare, short_names
 from data.sources.corpus import Corpus, Source, has_split, load_corpus
 from data.streams import StreamedRows
@@ -50,12 +51,13 @@ class Counted:
 
 
 def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path):
-    corpus, tokenizer = load_corpus(Source(f"{folder}/a.jsonl")), load_tokenizer(folder / "tokenizer")
+    corpus = load_corpus(Source(f"{folder}/a.jsonl"))
+    maker = TokenMaker(load_tokenizer(folder / "tokenizer"))
     make = partial(prepare_rows, block_size=T, seed=3, cache_dir=tmp_path, validation_fraction=0.1)
-    whole, counted = make(corpus, tokenizer), Counted(corpus)
-    make(counted.corpus, tokenizer, max_rows=1)  # the share to hold out is known then
+    whole, counted = make(corpus, maker), Counted(corpus)
+    make(counted.corpus, maker, max_rows=1)  # the share to hold out is known then
     counted.read = 0
-    sample = make(counted.corpus, tokenizer, max_rows=100)
+    sample = make(counted.corpus, maker, max_rows=100)
     assert len(sample.train) == 100 and len(whole.train) > 1000
     assert np.array_equal(sample.train.rows, whole.train.rows[:100])
     account = sample.accounting["train"]
@@ -63,8 +65,8 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path):
     assert account["tokens"] >= 100 * T
     first, all_of_it = sample.splits["validation"].rows, whole.splits["validation"].rows
     assert np.array_equal(first, all_of_it[: len(first)])
-    assert np.array_equal(make(corpus, tokenizer, max_rows=10**6).train.rows, whole.train.rows)
-    assert make(corpus, tokenizer).folder == whole.folder
+    assert np.array_equal(make(corpus, maker, max_rows=10**6).train.rows, whole.train.rows)
+    assert make(corpus, maker).folder == whole.folder
 
 
 def test_a_tokenizer_is_trained_on_the_beginning_alone(folder, tmp_path):
@@ -175,4 +177,4 @@ def test_training_on_a_part_evaluates_on_the_sources_own_validation_split(folder
     assert other.length > len(other.evals[""]) > 0
     stream = opened(folder, [], dataset_name=f"{folder}/splits:train[:50%]", streaming=True)
     (rows,) = stream.train.sources.values()
-    assert isinstance(rows, StreamedRows) and len(list(rows.source.corpus)) == 200
+    assert isinstance(rows, StreamedRows) and len(list(rows.source.tokens.args[0])) == 200

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.ahead import Mark, ShardGroups
 from data.shards import check_shards, damaged_files, fetch_tokenizer, open_shards, read_manifest
+from data.streams import Mark, shard_groups
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
 from utils.io import retry, urls
@@ -30,7 +30,7 @@ def made(tmp_path_factory):
 
 def streamed(url: str) -> np.ndarray:
     """The rows of one epoch of a stream, in its order."""
-    groups = ShardGroups(url, check_shards(url)["splits"]["train"]["files"], T, 50)
+    groups = shard_groups(url, check_shards(url)["splits"]["train"]["files"], T, 50)
     first = itertools.takewhile(lambda found: not found[0].epoch, groups.groups(Mark()))
     found = [rows for mark, rows in first]
     return np.concatenate(found)

@@ -6,20 +6,22 @@ import contextlib
 import itertools
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from data import ahead
-from data.ahead import Mark, ShardGroups, TextGroups
 from data.encode import Encoder
+from data.factory import TokenMaker
 from data.mixture import MixedOrder, MixedRows, Mixture
 from data.shards import check_shards, open_shards
 from data.sources.corpus import Source, load_corpus
-from data.streams import StreamedRows
+from data.streams import Mark, StreamedRows, shard_groups, text_groups
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
+from tests.runs import PROJECT
 from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
 from utils.io import retry
 
@@ -40,8 +42,11 @@ def made(tmp_path_factory):
 
 def sources(made) -> dict:
     files = check_shards(made["shards"])["splits"]["train"]["files"]
-    return {"shards": ShardGroups(made["shards"], files, T, GROUP),
-            "text": TextGroups(made["corpus"], Encoder.of(made["tokenizer"]), T, GROUP, (0, 0.05))}
+    return {"shards": shard_groups(made["shards"], files, T, GROUP), "text": text_of(made, made["corpus"])}
+
+
+def text_of(made, corpus, size: int = GROUP):
+    return text_groups(corpus, Encoder.of(made["tokenizer"]), T, size, (0, 0.05))
 
 
 def map_rows(made) -> np.ndarray:
@@ -88,9 +93,9 @@ def test_every_row_comes_once_per_epoch_and_is_the_prepared_one(made, kind):
 @pytest.mark.parametrize("keep_duplicates", [False, True])
 def test_a_stream_has_the_rows_of_a_preparation(made, keep_duplicates, tmp_path):
     corpus = load_corpus(replace(made["corpus"].source, keep_duplicates=keep_duplicates))
-    prepared = prepare_rows(corpus, made["tokenizer"], block_size=T, validation_fraction=0.05, seed=0,
-                            cache_dir=tmp_path)
-    groups = TextGroups(corpus, Encoder.of(made["tokenizer"]), T, 64, (0, 0.05))
+    prepared = prepare_rows(corpus, TokenMaker(made["tokenizer"]), block_size=T, validation_fraction=0.05,
+                            seed=0, cache_dir=tmp_path)
+    groups = text_of(made, corpus, 64)
     assert np.array_equal(np.concatenate([rows for rows, *_ in groups.epoch(0, 0)]), prepared.train.rows)
     assert keep_duplicates or np.array_equal(prepared.train.rows, map_rows(made))
 
@@ -140,8 +145,8 @@ def test_the_ring_stays_within_its_bound_and_goes_with_the_reader(made):
         reader.mixed.release()
         folder = reader.rows.folder
         with contextlib.suppress(FileNotFoundError):  # deleted while we look
-            largest = max(largest, sum(file.stat().st_size for file in folder.glob("*.npy")))
-    assert GROUP * T * 2 < largest <= most + 3 * 128  # headers
+            largest = max(largest, sum(file.stat().st_size for file in folder.glob("*-*")))
+    assert GROUP * T * 2 < largest <= most
     process = reader.rows.producer
     reader.rows.close()
     assert not folder.exists() and process.poll() is not None
@@ -164,7 +169,7 @@ def test_a_producer_that_dies_ends_the_run_with_its_message(made, how, tmp_path)
     if how == "killed":
         reader.rows.producer.kill()
     else:
-        (reader.rows.folder / ahead.FAILED).write_text(json.dumps(
+        (reader.rows.folder / "failed.json").write_text(json.dumps(
             {"kind": "OSError", "errno": 28, "message": "No space left on device"}))
     with pytest.raises(ConnectionError if how == "killed" else OSError) as raised:
         for _ in range(500):
@@ -177,21 +182,30 @@ def test_the_producer_writes_what_ends_it(made, tmp_path):
     """A mistake of the user's, and a disk that is full."""
     short = load_corpus(Source(write_jsonl(tmp_path / "one.jsonl", ["short"])))
     with pytest.raises(ValueError, match="gives no row of 32 tokens"):
-        Reader(made, TextGroups(short, Encoder.of(made["tokenizer"]), T, GROUP), 0).read(0, 4)
-    if os.system(f"mkdir {tmp_path}/small && mount -t tmpfs -o size=64k tmpfs {tmp_path}/small 2>/dev/null"):
-        pytest.skip("mounting a small tmpfs needs root")
-    try:
-        reader = Reader(made | {"cache": f"{tmp_path}/small"}, sources(made)["text"], 0)
-        with pytest.raises(OSError, match="No space left"):
-            reader.read(0, 10**5)
-        reader.rows.close()
-    finally:
-        os.system(f"umount {tmp_path}/small")
+        Reader(made, text_groups(short, Encoder.of(made["tokenizer"]), T, GROUP), 0).read(0, 4)
+    (tmp_path / "small").mkdir()
+    for size, kilobytes in ((GROUP, 64), (10**5, 20)):  # then the first group is larger than the disk
+        if os.system(f"mount -t tmpfs -o size={kilobytes}k tmpfs {tmp_path}/small 2>/dev/null"):
+            pytest.skip("mounting a small tmpfs needs root")
+        try:
+            reader = Reader(made | {"cache": f"{tmp_path}/small"}, text_of(made, made["corpus"], size), 0)
+            with pytest.raises(OSError, match="No space left"):
+                reader.read(0, 10**5)
+            reader.rows.close()
+        finally:
+            os.system(f"umount {tmp_path}/small")
+
+
+def test_the_producer_loads_no_torch():
+    """Half a second and 200 MB of each machine."""
+    code = "import sys, data.streams; print({'torch', 'transformers', 'datasets'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 def test_the_ring_of_a_killed_run_goes_with_the_next_one(made):
     reader = Reader(made, sources(made)["text"], 0)
-    left = reader.rows.cache_dir / "stream-left"
+    left = reader.rows.cache_dir / "stream-left.tmp"
     left.mkdir(parents=True)
     (reader.rows.cache_dir / "stream-left.lock").touch()
     reader.read(0, 4)
@@ -215,12 +229,12 @@ def unsteady(corpus, good: int, times: int):
 def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monkeypatch, capfd):
     waits = []
     monkeypatch.setattr(retry.time, "sleep", waits.append)
-    failing = replace(sources(made)["text"], corpus=unsteady(made["corpus"], 50, 5))
+    failing = text_of(made, unsteady(made["corpus"], 50, 5))
     rows = np.concatenate([rows for rows, *_ in failing.epoch(0, 0)])
     assert np.array_equal(rows, map_rows(made))
     assert waits == [1, 2, 4, 8, 16], "the same document failed five times: exponential backoff"
     assert "the source went away" in capfd.readouterr().err
-    gone = replace(failing, corpus=unsteady(made["corpus"], 50, 10**6))
+    gone = text_of(made, unsteady(made["corpus"], 50, 10**6))
     with pytest.raises(ConnectionError, match=r"texts.jsonl, item 50, failed 8 times in 127 s"):
         list(gone.epoch(0, 0))
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from data.filters import Accounting, clean_documents, in_validation
-from data.kinds import Text
 from data.open import Recipe, open_sources
 from utils.settings import stop_at
 
@@ -21,7 +20,7 @@ def main(run: str, out: str) -> None:
     sources = open_sources(Recipe.of(args), problems := [])
     stop_at(problems)
     kinds = (sources.evals or sources.train).values()
-    corpora = [kind.corpus for kind in kinds if isinstance(kind, Text)]
+    corpora = [kind.corpus for kind in kinds if kind.corpus]
     if not corpora:
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()

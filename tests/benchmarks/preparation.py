@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import replace
 
+from data.factory import TokenMaker
 from data.filters import Accounting, clean_documents
 from data.sources.corpus import Corpus, Source, load_corpus
 from data.text import prepare_rows
@@ -52,7 +53,8 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 def ours(texts, tokenizer, folder) -> int:
     corpus = Corpus(Source("memory"), "text", "memory", lambda: ({"text": text} for text in texts))
-    prepared = prepare_rows(corpus, tokenizer, block_size=BLOCK_SIZE, cache_dir=folder)
+    prepared = prepare_rows(corpus, TokenMaker(tokenizer), block_size=BLOCK_SIZE, validation_fraction=0.05,
+                            cache_dir=folder)
     return sum(account["tokens"] for account in prepared.accounting.values())
 
 
