@@ -17,7 +17,7 @@ from data.foreign import ForeignRows, is_foreign
 from data.pairs import prepare_pairs
 from data.saved_pairs import SavedPairs, holds_pairs
 from data.shards import check_shards, fetch_tokenizer, open_shards, read_manifest, split_entry
-from data.sources.corpus import Source, evaluation_source, has_split, load_corpus, with_split
+from data.sources.corpus import Source, evaluation_source, has_split, load_corpus
 from data.streams import StreamedRows
 from data.text import held_out_share, prepare_evaluation, prepare_rows
 
@@ -148,7 +148,7 @@ class Shards(Made):
 
     @staticmethod
     def claims(source: Source) -> bool:
-        return with_split(source) == source and read_manifest(source.dataset_name) is not None
+        return source.split == "train" and read_manifest(source.dataset_name) is not None
 
     def problems(self, tokenizer) -> list[str]:
         lines = super().problems(tokenizer)
@@ -186,7 +186,7 @@ class TokenFiles(Made):
 
     @staticmethod
     def claims(source: Source) -> bool:
-        return with_split(source) == source and is_foreign(source.dataset_name)
+        return source.split == "train" and is_foreign(source.dataset_name)
 
     def problems(self, tokenizer) -> list[str]:
         lines, recipe = super().problems(tokenizer), self.recipe
@@ -213,7 +213,7 @@ class Pairs(Made):
 
     @staticmethod
     def claims(source: Source) -> bool:
-        return with_split(source) == source and holds_pairs(source.dataset_name)
+        return source.split == "train" and holds_pairs(source.dataset_name)
 
     def validation(self) -> "Made | None":
         return super().validation() if "validation" in self.saved.splits else None

@@ -14,12 +14,12 @@ from pathlib import Path
 from data.sources.files import decode, digest
 
 
-def has_split(source, split: str) -> bool:
-    return split == "train"
+def splits(source) -> list[str]:
+    return ["train"]
 
 
-def open_units(source):
-    """(fingerprint, units) of one of INSTALLED."""
+def open_units(source) -> tuple[str, list]:
+    """(fingerprint, units); the only unit is one of INSTALLED."""
     rows = INSTALLED[source.dataset_name]
     files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
     code = Path(inspect.getfile(rows)).read_bytes()
@@ -80,19 +80,19 @@ def _docs_documents() -> Iterator[dict]:
 
     Paragraphs keep their order, one line each, a blank line between; code and markup are left out."""
 
-    def documents():
-        paths = sysconfig.get_paths()
-        for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
-            for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
-                text = package.metadata.get_payload() or package.metadata.get("Description") or ""
-                yield f"{package.name} {package.version}", "METADATA", _prose(str(text))
-        for owner, path, _, _, file in _python_files():
-            found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
-            yield owner, path, [p for docstring in found for p in _prose(cleandoc(docstring[2]))]
+    paths = sysconfig.get_paths()
+    for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
+        for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
+            text = package.metadata.get_payload() or package.metadata.get("Description") or ""
+            yield from _document(f"{package.name} {package.version}", "METADATA", _prose(str(text)))
+    for owner, path, _, _, file in _python_files():
+        found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
+        yield from _document(owner, path, [p for docstring in found for p in _prose(cleandoc(docstring[2]))])
 
-    for owner, path, paragraphs in documents():
-        if sum(map(len, paragraphs)) >= LEAST_PROSE:
-            yield {"repo_name": owner, "path": path, "text": "\n\n".join(paragraphs)}
+
+def _document(owner: str, path: str, paragraphs: list[str]) -> Iterator[dict]:
+    if sum(map(len, paragraphs)) >= LEAST_PROSE:
+        yield {"repo_name": owner, "path": path, "text": "\n\n".join(paragraphs)}
 
 
 def _prose(text) -> list[str]:
