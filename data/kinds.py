@@ -14,8 +14,8 @@ from data.ahead import ShardGroups, TextGroups
 from data.encode import Encoder
 from data.fim import fill_in_middle
 from data.foreign import ForeignRows, is_foreign
+from data.pair_rows import SavedPairs, holds_pairs
 from data.pairs import prepare_pairs
-from data.saved_pairs import SavedPairs, holds_pairs
 from data.shards import check_shards, fetch_tokenizer, open_shards, read_manifest, split_entry
 from data.sources.corpus import Source, evaluation_source, has_split, load_corpus
 from data.streams import StreamedRows

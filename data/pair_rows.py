@@ -1,14 +1,22 @@
-"""Sentence pairs as rows for training: one to a row with padding, or as many as fit."""
+"""Sentence pairs as rows for training: one to a row with padding, or as many as fit. Also those that others
+have prepared, a `save_to_disk` data set with the columns of BERT's pretraining.
+"""
 
+import json
 from collections.abc import Iterable
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
+from data.cache import build_once
+from data.encode import id_count
 from data.order import drawn_order
 from data.rows import PackedRows
+from data.sources.files import is_saved
 
 PACKING = 1  # part of the fingerprint of packed rows: raise it when shared_rows gives others
+COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of saved pairs
 
 
 class PairRows(PackedRows):
@@ -18,7 +26,7 @@ class PairRows(PackedRows):
 
     # Attention to all: for attention to none kernels may give NaN.
     blanks = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 1, "next_sentence_label": -100,
-              "pair": -1}
+              "pair": -1}  # fmt: skip
 
     def __init__(self, tokens, block_size: int, *more, pack: bool = False, **named):
         super().__init__(tokens, block_size + 3, *more, **named)
@@ -105,3 +113,57 @@ def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
     for number, row in enumerate(rows):
         members[number, : len(row)] = row
     return members
+
+
+# ---- Those that others have prepared
+
+
+def holds_pairs(name: str) -> bool:
+    """Whether it is a folder of such a data set, by its description."""
+    first = next(iter(sorted(Path(name).glob("**/dataset_info.json"))), None) if is_saved(name) else None
+    features = json.loads(first.read_text()).get("features") if first else None
+    return {*COLUMNS} <= {*(features or ())}
+
+
+class SavedPairs:
+    """The splits of such a data set, not masked: this project draws the masks. ValueError where rows differ
+    in length."""
+
+    def __init__(self, name: str, cache_dir: str):
+        import datasets  # not at the top: 85 MB and half a second
+
+        saved = datasets.load_from_disk(name)
+        self.name, self.cache_dir = name, cache_dir
+        self.splits = dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        self.block_size = len(self.splits["train"][0]["input_ids"])
+
+    def problems(self, block_size: int, tokenizer) -> list[str]:
+        """What does not fit, a line each."""
+        lines = []
+        if block_size != self.block_size:
+            lines.append(f"block_size: {block_size}, but pairs of {self.name} have {self.block_size} tokens: "
+                         f"set --block_size {self.block_size}.")
+        first = max(map(max, self.splits["train"][:1000]["input_ids"]))
+        if tokenizer is not None and first >= (known := id_count(tokenizer)):
+            lines.append(f"tokenizer_name: ids of {self.name} go up to {first} or further, the tokenizer "
+                         f"knows {known}: name the one that made them.")
+        return lines
+
+    def rows(self, split: str, pack: bool) -> PairRows:
+        """As PairRows, which are made once in the cache."""
+        dataset, T = self.splits[split], self.block_size
+
+        def build(folder: Path) -> None:
+            arrays = [np.empty((0, T + 3), np.uint32)]
+            for part in dataset.with_format("numpy").iter(batch_size=10_000):
+                ids, types, real, label = (np.asarray(part[name]) for name in COLUMNS)
+                if ids.ndim != 2 or ids.shape[1] != T:
+                    raise ValueError(f"dataset_name: pairs of {self.name}, {split}, differ in length.")
+                length = real.sum(1)
+                spans = np.stack([length - (types * real).sum(1), length, label.reshape(-1)], 1)
+                arrays.append(np.concatenate([ids, spans], 1).astype(np.uint32))
+            np.save(folder / "pairs.npy", np.concatenate(arrays))
+
+        folder = build_once(self.cache_dir, "saved", [dataset._fingerprint, T], build)
+        pairs = np.load(folder / "pairs.npy", mmap_mode="r")
+        return PairRows([pairs.reshape(-1)], T, content=dataset._fingerprint, pack=pack)

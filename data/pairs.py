@@ -15,7 +15,7 @@ another document (label 1). Nothing but the meaning can tell the two apart, what
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -32,12 +32,9 @@ BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become cou
 
 # A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
 # initial ("H. Smith") nor these abbreviations. A space before the closing quote is WikiText's spelling.
-ABBREVIATIONS = (
-    "Mr", "Mrs", "Ms", "Dr", "St", "Sr", "Jr", "Lt", "Col", "Gen", "Capt", "Sgt", "Prof", "Rev",
-    "vs", "No", "Vol", "Fig", "ca", "cf", "e.g", "i.e", "a.k.a", "U.S",
-)  # fmt: skip
+ABBREVIATIONS = "Mr Mrs Ms Dr St Sr Jr Lt Col Gen Capt Sgt Prof Rev vs No Vol Fig ca cf e.g i.e a.k.a U.S"
 SENTENCE_END = re.compile(
-    r"(?<=[.!?])(?<!\b[A-Z]\.)" + "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS)
+    r"(?<=[.!?])(?<!\b[A-Z]\.)" + "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS.split())
     + r"(?:\s?[\"'”’)\]]+(?=\s))?\s+(?=[\"'“‘(\[]*\s?[A-Z0-9<])"
 )  # fmt: skip
 # A line is a paragraph, unless the next line goes on in lower case (hard-wrapped text).
@@ -83,30 +80,26 @@ class PairBuilder:
         chunks = self.waiting + [chunk for document in documents for chunk in self.chunks(document)]
         self.random.shuffle(chunks)
         chunks.sort(key=lambda chunk: (chunk.ending, len(chunk.b)))
-        self.waiting = []
-        for chunk in chunks:
-            if not self.waiting or self.waiting[-1].document == chunk.document:
-                self.waiting.append(chunk)
-                continue
-            yield from self.couple(self.waiting.pop(), chunk)
+        return self.couples(chunks, lambda one, other: one.document != other.document)
 
     def rest(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
         """At the end: chunks of one document that still wait, paired with each other where they do not touch.
         What is left then is dropped."""
-        waiting, self.waiting = self.waiting, []
-        for chunk in waiting:
-            if self.waiting and abs(self.waiting[-1].number - chunk.number) > 1:
-                yield from self.couple(self.waiting.pop(), chunk)
-            else:
-                self.waiting.append(chunk)
+        yield from self.couples(self.waiting, lambda one, other: abs(one.number - other.number) > 1)
         self.dropped += sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
 
-    def couple(self, other: Chunk, chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """Their As, with their own Bs or each other's."""
-        label, end = next(self.labels), min(len(chunk.b), len(other.b))
-        self.dropped += len(chunk.b) + len(other.b) - 2 * end
-        yield other.a, (chunk if label else other).b[:end], label
-        yield chunk.a, (other if label else chunk).b[:end], label
+    def couples(self, chunks: list[Chunk], may_be: Callable) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Two by two their As, with their own Bs or each other's. Who finds no partner waits."""
+        self.waiting = []
+        for chunk in chunks:
+            if not self.waiting or not may_be(self.waiting[-1], chunk):
+                self.waiting.append(chunk)
+                continue
+            other, label = self.waiting.pop(), next(self.labels)
+            end = min(len(chunk.b), len(other.b))
+            self.dropped += len(chunk.b) + len(other.b) - 2 * end
+            yield other.a, (chunk if label else other).b[:end], label
+            yield chunk.a, (other if label else chunk).b[:end], label
 
     def chunks(self, document: list[np.ndarray]) -> Iterator[Chunk]:
         """The chunks of a document, which no label has a part in."""
@@ -138,8 +131,8 @@ class PairBuilder:
 
 
 class PairMaker(TokenMaker):
-    """Documents to rows of PairRows. Those of a chunk are paired with each other, by a generator of random
-    numbers of its own."""
+    """Documents to rows of PairRows. Those of a chunk are paired with each other, by random numbers of its
+    own."""
 
     def __init__(self, tokenizer, block_size: int, seed: int):
         super().__init__(tokenizer)
@@ -149,16 +142,20 @@ class PairMaker(TokenMaker):
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), again and again."""
         self.builders: dict[str, PairBuilder] = {}
-        for block in _blocks(documents):
-            for split in sorted({split for _, split in block}):
-                seed = f"{self.seed} {split} {key}"
-                builder = self.builders.setdefault(split, PairBuilder(self.width - 6, seed))
-                texts = [text for text, into in block if into == split]
-                yield split, self.rows(builder, builder.pairs(self.sentences(builder, texts)))
+        texts, size = {}, 0
+        for text, split in itertools.chain(documents, [("", None)]):
+            texts.setdefault(split, []).append(text)
+            size += len(text)
+            if size >= BLOCK or split is None:
+                for into in sorted(texts.keys() - {None}):
+                    seed = f"{self.seed} {into} {key}"
+                    builder = self.builders.setdefault(into, PairBuilder(self.width - 6, seed))
+                    yield into, self.rows(builder.pairs(self.sentences(builder, texts[into])))
+                texts, size = {}, 0
         for split, builder in self.builders.items():
-            yield split, self.rows(builder, builder.rest())
+            yield split, self.rows(builder.rest())
 
-    def sentences(self, builder: "PairBuilder", texts: list[str]) -> list[list[np.ndarray]]:
+    def sentences(self, builder: PairBuilder, texts: list[str]) -> list[list[np.ndarray]]:
         """The token ids of each sentence of each text."""
         documents = [[] for _ in texts]
         numbered = ((sentence, i) for i, text in enumerate(texts) for sentence in split_sentences(text))
@@ -168,49 +165,32 @@ class PairMaker(TokenMaker):
                 builder.tokens += len(ids) - 1
         return documents
 
-    def rows(self, builder: "PairBuilder", pairs: Iterable[tuple]) -> np.ndarray:
+    def rows(self, pairs: Iterable[tuple]) -> np.ndarray:
         cls, sep, pad = self.special
         rows = [np.empty(0, self.dtype)]
         for a, b, label in pairs:
-            row = np.full(self.width, pad, self.dtype)
             ids = [cls, *a, sep, *b, sep]
-            row[: len(ids)], row[-3:] = ids, (len(a) + 2, len(ids), label)
-            rows.append(row)
+            rows.append(np.full(self.width, pad, self.dtype))
+            rows[-1][: len(ids)], rows[-1][-3:] = ids, (len(a) + 2, len(ids), label)
         return np.concatenate(rows)
 
     def account(self, made: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
-        """Adds the tokens of a chunk to the accounts of its splits."""
         for split, builder in self.builders.items():
             counts[split].tokens, counts[split].tokens_dropped = builder.tokens, builder.dropped
-
-
-def _blocks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Documents of about BLOCK characters at a time."""
-    block, size = [], 0
-    for text, split in documents:
-        block.append((text, split))
-        size += len(text)
-        if size >= BLOCK:
-            yield block
-            block, size = [], 0
-    yield block
 
 
 def prepare_pairs(corpus, tokenizer, *, block_size: int, validation_fraction: float | None = 0.05,
                   evaluated=(), held_elsewhere=(), seed: int = 0, cache_dir="cache", pack: bool = False,
                   split: str = "train") -> PreparedRows:
-    """prepare_rows for sentence pairs: the same arguments, cache and accounts; the splits are PairRows, which
-    `pack` makes of the same files. split: what all documents are for, or those that are not held out. Raises
-    ValueError where the text gives no pairs."""
-    held_out = seed, validation_fraction or 0.0
+    """prepare_rows for sentence pairs, whose splits are PairRows; pack: theirs. split: what all documents are
+    for, or those that are not held out. Raises ValueError where the text gives no pairs."""
+    held_out, maker = (seed, validation_fraction or 0.0), PairMaker(tokenizer, block_size, seed)
     settings = text_settings(corpus, evaluated, held_elsewhere, tokenizer) | {
-        "held_out": held_out, "block_size": block_size, "split": split,
-        "special": [tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.pad_token_id],
-    }  # fmt: skip
+        "held_out": held_out, "block_size": block_size, "split": split, "special": maker.special}  # fmt: skip
 
     def factory(folder: Folder) -> Factory:
         hashes = itertools.chain(hashes_of(corpus, evaluated), held_elsewhere)
-        return Factory(folder, {split: corpus}, PairMaker(tokenizer, block_size, seed), held_out, hashes)
+        return Factory(folder, {split: corpus}, maker, held_out, hashes)
 
     def check(made: dict) -> None:
         for name in [split, *["validation"] * (validation_fraction is not None)]:
