@@ -57,31 +57,29 @@ class Encoder:
 
 def tokenize_documents(documents: Iterable[tuple], encoder: Encoder, fim=None) -> Iterator[tuple]:
     """(text, note) of each document -> (its token ids, with EOS, note). A text may be the pieces that `fim`
-    (FillInMiddle) has made of it.
+    (FillInMiddle) has made of it. One batch is encoded, on all cores, while the one before is converted.
 
     Special tokens written out in a text are text, as with nanoGPT's encode_ordinary: a document that
-    mentions <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded
-    while the one before is converted."""
-    tokens, backends, batch, running = array("I"), _backends(encoder, fim), [], None
+    mentions <|endoftext|> does not end there."""
+    backends, tokens, running = _backends(encoder, fim), array("I"), None
     with ThreadPoolExecutor(1) as pool:
-        for following in itertools.chain(_batches(documents), [[]]):
-            encodings, running = running, pool.submit(_encode, following, backends)
-            for (_, _, before, last, note), ids in zip(batch, encodings.result() if batch else (), strict=True):
-                tokens.extend(before)
-                tokens.extend(ids.ids)
+        for batch in itertools.chain(_batches(documents), [[]]):
+            before, running = running, pool.submit(_encode, batch, backends)
+            for (_, _, ids, last, note), encoding in before.result() if before else ():
+                tokens.extend(ids)
+                tokens.extend(encoding.ids)
                 if last:
                     tokens.append(encoder.eos)
                     yield np.array(tokens, encoder.dtype), note
                     del tokens[:]
-            batch = following
 
 
-def _encode(batch: list[list], backends: list[Tokenizer]) -> list:
-    """The encoding of each piece, by the backend for its place."""
+def _encode(batch: list[list], backends: list[Tokenizer]) -> list[tuple]:
+    """(piece, its encoding by the backend for its place) of each piece."""
     chosen = [[text for text, inside, *_ in batch if inside == place] for place in (False, True)]
     encoded = [iter(backend.encode_batch_fast(texts, add_special_tokens=False))
                for backend, texts in zip(backends, chosen, strict=True)]  # fmt: skip
-    return [next(encoded[inside]) for _, inside, *_ in batch]
+    return [(piece, next(encoded[piece[1]])) for piece in batch]
 
 
 def _backends(encoder: Encoder, fim) -> list[Tokenizer]:
@@ -119,10 +117,9 @@ def _batches(documents: Iterable[tuple]) -> Iterator[list[list]]:
 
 
 def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
-    """A long document in pieces, so that one of 50 MB takes no more memory to encode than any other batch.
-
-    Every common pre-tokenizer cuts before a space between two letters, too, so the tokens stay the same. A
-    text without one in 64 Ki characters is cut at other white space or anywhere: tokens there can differ."""
+    """A long document in pieces, which bound the memory. Every common pre-tokenizer cuts before a space
+    between two letters, too, so the tokens stay the same. A text without one in 64 Ki characters is cut at
+    other white space or anywhere: tokens there can differ."""
     start = 0
     while len(text) - start > longest:
         low, high = start + longest, start + longest + (1 << 16)

@@ -5,8 +5,8 @@
     *.tfrecord  of transformers' Keras TPU example: Examples with int64 lists input_ids and attention_mask
 
 The ids of all .bin files follow each other, and are cut into rows. Records are rows already, special tokens
-inside; as their numbers differ in length they are copied once to an array in the cache. Either is read from
-end to end once, for damage and the largest id, as long as size and time of the files stay the same.
+inside, and are copied to an array in the cache. Each file is read from end to end once, for damage and the
+largest id, as long as its size and time stay the same.
 """
 
 import json
@@ -45,8 +45,8 @@ def is_foreign(name: str) -> bool:
 
 
 class ForeignRows:
-    """The files of a data set, opened. accounts: {split: what its files hold}; block_size: tokens of a record,
-    special ones inside, None of .bin files, which can be cut anywhere. ValueError: a line for each bad file."""
+    """The files of a data set, opened; accounts: {split: what they hold}. block_size: tokens of a record,
+    special ones inside; None of .bin files, which can be cut anywhere. ValueError: a line per bad file."""
 
     def __init__(self, name: str, cache_dir: str):
         bare, _, asked = name.partition("?dtype=")
@@ -59,10 +59,9 @@ class ForeignRows:
             raise ValueError(f"dataset_name {name!r}: .bin and .tfrecord files; name one kind by a glob")
 
         def build(folder: Path) -> None:
-            accounts, problems = {}, []
-            for split, urls in splits.items():
-                shown = tqdm(urls, desc=f"reading {name}, {split}", disable=None)
-                accounts[split] = _account(shown, self.dtype, folder / f"{split}.npy", problems)
+            problems = []
+            accounts = {split: _account(tqdm(urls, desc=f"reading {name}, {split}", disable=None), self.dtype,
+                                        folder / f"{split}.npy", problems) for split, urls in splits.items()}
             if problems:
                 raise ValueError("\n".join(problems))
             (folder / "accounts.json").write_text(json.dumps(accounts, indent=1))
@@ -102,8 +101,7 @@ class ForeignRows:
 
 
 def _account(urls, dtype: str | None, into: Path, problems: list[str]) -> dict:
-    """What is known of these files once they are read; records are written to `into`. A line of `problems`
-    for each that is not whole."""
+    """What these files hold; records are written to `into`. A line of `problems` for each bad file."""
     arrays, largest, digest = [], 0, xxhash.xxh3_128()  # [n] of a .bin, [n, T] of records
     for path in (url.removeprefix("file://") for url in urls):
         try:
@@ -141,7 +139,7 @@ def _flat_ids(path: str, asked: str | None) -> np.memmap:
     if rest or tokens <= 0 or version and tokens != head[2]:
         told = f", the header tells of {head[2]:,} tokens" if version and len(head) > 2 else ""
         raise ValueError(f"truncated: {size:,} bytes{told}")
-    if version and head[1] != version:
+    if version not in (None, head[1]):
         raise ValueError(f"version {head[1]} of magic {head[0]}, known is {version}")
     return np.memmap(path, dtype, "r", offset)
 
@@ -154,21 +152,19 @@ def _check_headerless(head: np.ndarray, asked: str | None) -> None:
         raise ValueError("text, an array or a compressed file under this name, not token ids")
     if len(head) == 256 and not head[4:].any():  # no tokens begin with so many zeros
         raise ValueError(f"a header with magic {head[0]}, known are {', '.join(map(str, HEADERS))}")
-    seems = None
-    if long and asked in (None, "<u4") and not head[1::2].any():
-        seems = "int64"
-    elif long and asked is None and ((head >= 0) & (head < 1 << 20)).all():  # of uint16 hardly
-        seems = "uint32"
-    if seems:
+    int64 = long and asked in (None, "<u4") and not head[1::2].any()
+    if int64 or long and asked is None and ((head >= 0) & (head < 1 << 20)).all():  # of uint16 hardly
+        seems = "int64" if int64 else "uint32"
         raise ValueError(f"ids of {seems}, it seems: add ?dtype={seems} to the name, or ?dtype=uint16")
 
 
 def _records_of(path: str, size: int | None) -> np.ndarray:
-    """The records of a file, uint32 [n, T]; size: T of those before it."""
+    """The records of a file, uint32 [n, T]; size: T of those before it, if any."""
     rows, number = [], 0
     try:
         with fsspec.open(path, "rb") as file:
-            for number, record in enumerate(_records(file), 1):
+            for record in _records(file):
+                number += 1
                 rows.append(_full_row(record))
                 size = size or len(rows[0])
                 if len(rows[-1]) != size:
@@ -210,9 +206,8 @@ def _full_row(record: bytes) -> np.ndarray:
 
 
 def _int64_list(example: bytes, name: bytes) -> np.ndarray:
-    """A feature of an Example, int64 [n], n = 0 without it: protobuf's {1: name, 2: {3: {1: numbers}}}, where
-    each of the four has its number times 8 plus 2 before it, and its length. The numbers are packed, or each
-    has an 8 before it."""
+    """A feature of an Example, int64 [n], n = 0 without it: protobuf's {1: name, 2: {3: {1: numbers}}}. Each
+    field begins with its number times 8 plus 2, and its length; the numbers are packed, or have an 8 each."""
     feature = b"\n%c%s\x12" % (len(name), name) + VARINT + b"\x1a(" + VARINT + b")"
     if (found := re.search(feature, example, re.DOTALL)) is None:
         return np.empty(0, np.int64)

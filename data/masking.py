@@ -22,13 +22,12 @@ def special_ids(tokenizer) -> list[int]:
 class MaskTokens:
     """collate_fn for batches of PackedRows and PairRows: input_ids [B, T]; position, epoch, row [B]; ...
 
-    Returns them with masks applied to input_ids, with `slots` int64 [B, K] (the positions to predict) and
-    `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots). K, the most predictions a row can ask
-    for, makes shapes static: the vocabulary is projected on K positions per row. Rows numbered -1 have none.
+    Returns them masked, with `slots` int64 [B, K] (the positions to predict) and `slot_labels` int64 [B, K]
+    (the hidden tokens; -100 in empty slots). K, the most predictions a row can ask for, keeps shapes static.
+    Rows numbered -1 have none.
 
-    Packed rows carry no attention mask: every position is text. They are wrapped as `<s> row </s>`, the form
-    in which a fill-mask pipeline will hand its sentence to the model, and come out two tokens longer; rows of
-    tokenizer.model_max_length tokens, which leave no room, have theirs inside.
+    PackedRows come out as `<s> row </s>`, two tokens longer, as a fill-mask pipeline hands a sentence to the
+    model; rows of tokenizer.model_max_length tokens have these inside.
 
     mlm_probability: the share that is predicted, or a function of the rows' positions in the training stream
     (int64 [B] -> float [B]; evaluation counts its own rows from 0); then `most` is its largest value, which
@@ -92,7 +91,6 @@ class MaskTokens:
             generator = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, max(row, 0)])
             np.random.Generator(generator).random(out=draw)
         which, how, what = draws[:, 1:].reshape(B, 3, T).transpose(1, 0, 2)  # [B, T] each
-
         # Rounded up or down at random so that the share is right for short rows too, not 15 of 128.
         counts = np.floor(rates * eligible.sum(1) + draws[:, 0]).astype(int)
         first = np.where(eligible, self.order(ids, which), 2.0)  # eligible positions come first
@@ -101,7 +99,6 @@ class MaskTokens:
         originals, how, what = (np.take_along_axis(x, slots, axis=1) for x in (ids, how, what))
         random_ids = self.replacements[(what * len(self.replacements)).astype(int)]
         hidden = np.where(how < 0.8, self.mask_id, np.where(how < 0.9, random_ids, originals))
-
         masked = ids.copy()
         np.put_along_axis(masked, slots, np.where(used, hidden, originals), axis=1)
         return masked, np.where(used, slots, 0), np.where(used, originals, -100)
@@ -112,11 +109,9 @@ class MaskTokens:
         row, which = np.nonzero(pairs >= 0)  # of all pairs [n]
         start = columns["pair_start"][row, which]
         places = start[:, None] + np.arange(T)  # [n, T], as if each pair had a whole row behind it
-        inside, places, each = places < T, np.minimum(places, T - 1), row[:, None]
-        own = inside & (columns["attention_mask"][each, places] == which[:, None] + 1) & eligible[each, places]
-        epochs = columns["epoch"][row]
-        alone, slots, labels = self.mask(ids[each, places], own, pairs[row, which], epochs, rates[row])
-
+        inside, at = places < T, (row[:, None], np.minimum(places, T - 1))
+        own = inside & eligible[at] & (columns["attention_mask"][at] == which[:, None] + 1)
+        alone, slots, labels = self.mask(ids[at], own, pairs[row, which], columns["epoch"][row], rates[row])
         pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
         row, place = row[pair], slots[pair, slot] + start[pair]
         nth = np.arange(len(row)) - np.searchsorted(row, row)

@@ -4,9 +4,8 @@
     mixture.block(5)      # the source of each of the positions 5,000 to 5,999, int64 [1000]
     mixture.before(5700)  # rows that the positions before 5,700 took of each source, int64 [3]
 
-A function of (shares, seed, position) alone: nothing is stored or walked through. Every source has its share
-of each 1,000 positions, in an order of the seed's. Its k-th row is position k of its own endless stream: the
-same as if it were trained on alone (data/order.py, data/streams.py).
+A function of (shares, seed, position) alone. Every source has its share of each 1,000 positions, in an order
+of the seed's. Its k-th row is the one that it would give at position k if it were trained on alone.
 """
 
 import bisect
@@ -138,8 +137,6 @@ class MixedRows(Dataset):
         """Passes over each source before a position, of streamed text whole ones."""
         return {name: used / rows.n_rows if rows.n_rows else rows.state_dict(used)["mark"]["epoch"]
                 for name, (rows, used) in zip(self.sources, self.used(position), strict=True)}  # fmt: skip
-
-    # ---- Streams among them
 
     def release(self) -> None:
         """What streams have handed out will not be asked for again."""

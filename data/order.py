@@ -54,10 +54,8 @@ def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.n
 
 
 def evaluation_rows(n_rows: int, most: int, seed: int) -> list[int]:
-    """All rows, or where they are more than `most` (0: no limit) so many drawn by the seed, in the order of
-    the file. A smaller sample is part of a larger one.
-
-    Drawn, because neighbours are of one document: the first 512 rows may be a handful of long ones."""
+    """All rows, or where they are more than `most` (0: no limit) so many drawn by the seed, as neighbours are
+    of one document; in the order of the file. A smaller sample is part of a larger one."""
     if not 0 < most < n_rows:
         return list(range(n_rows))
     return sorted(permuted(np.arange(most), n_rows, seed, EVALUATION).tolist())

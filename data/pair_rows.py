@@ -1,6 +1,4 @@
-"""Sentence pairs as rows for training: one to a row with padding, or as many as fit. Also those that others
-have prepared, a `save_to_disk` data set with the columns of BERT's pretraining.
-"""
+"""Sentence pairs as rows: one to a row with padding, or as many as fit; also those that others have saved."""
 
 import json
 from collections.abc import Iterable
@@ -22,7 +20,7 @@ COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label
 class PairRows(PackedRows):
     """Pairs of rows [n, T + 3]: token ids, then spans: where A ends, where the row ends, the label.
 
-    pack: a row holds as many pairs as fit, M at most, instead of one and padding; M as in the fullest row."""
+    pack: a row holds as many pairs as fit, instead of one and padding; M: pairs of the fullest row."""
 
     # Attention to all: for attention to none kernels may give NaN.
     blanks = {"input_ids": 0, "token_type_ids": 0, "attention_mask": 1, "next_sentence_label": -100,
@@ -65,19 +63,19 @@ class PairRows(PackedRows):
 
     def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
         """As PackedRows, with token_type_ids, attention_mask [B, T]: 1 in the first pair of a row, 2 in the
-        second, ..., 0 in padding; next_sentence_label [B]. Packed, position_ids [B, T], from 0 on in each
-        pair, too, and of each pair [B, M] its number, pair (-1: none), where it begins, pair_start, and its
-        next_sentence_label (-100: none)."""
+        second, ..., 0 in padding; next_sentence_label [B]. Packed, also position_ids [B, T], from 0 on in
+        each pair, and of each pair [B, M]: pair, its number (-1: none), pair_start, next_sentence_label."""
         pair = self.members[row] if self.pack else row[:, None]
-        each, place = np.arange(len(row))[:, None], np.arange(self.block_size)
         end_of_a, length, label = np.moveaxis(self.spans[pair].astype(np.int64), 2, 0)  # [B, M]
-        label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
-        ends = length.cumsum(1)
-        nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
-        real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
+        place = np.arange(self.block_size)
         if not self.pack:
+            real = place < length
             columns = {"token_type_ids": real & (place >= end_of_a), "attention_mask": real}
             return super().take(row, epoch) | columns | {"next_sentence_label": label[:, 0]}
+        label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
+        each, ends = np.arange(len(row))[:, None], length.cumsum(1)
+        nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
+        real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
         position = np.where(real, place - (ends - length)[each, nth], 0)
         ids = self.at(pair.ravel()).reshape(*pair.shape, -1)  # [B, M, T]
         return {
@@ -89,10 +87,8 @@ class PairRows(PackedRows):
 
 
 def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
-    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none.
-
-    Row after row takes the longest pair that leaves no room or what another one fills, or else the longest
-    that fits."""
+    """Which of n pairs share a row of `room` tokens: int32 [rows, M] of their numbers, -1 for none. Row after
+    row takes the longest pair that leaves no room or what another one fills, else the longest that fits."""
     waiting, rows = [[] for _ in range(room + 1)], []
     for pair in drawn_order(len(lengths), 0, 0).tolist():  # not numpy's: a run goes on with these rows
         waiting[lengths[pair]].append(pair)
@@ -115,9 +111,6 @@ def shared_rows(lengths: np.ndarray, room: int) -> np.ndarray:
     return members
 
 
-# ---- Those that others have prepared
-
-
 def holds_pairs(name: str) -> bool:
     """Whether it is a folder of such a data set, by its description."""
     first = next(iter(sorted(Path(name).glob("**/dataset_info.json"))), None) if is_saved(name) else None
@@ -126,8 +119,7 @@ def holds_pairs(name: str) -> bool:
 
 
 class SavedPairs:
-    """The splits of such a data set, not masked: this project draws the masks. ValueError where rows differ
-    in length."""
+    """The splits of such a data set, whose rows are not masked, and of one length."""
 
     def __init__(self, name: str, cache_dir: str):
         import datasets  # not at the top: 85 MB and half a second

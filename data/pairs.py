@@ -5,11 +5,10 @@
 
 A and B are runs of whole sentences that fill the row, as in BERT's own preparation. In half of the rows B is
 what follows A in its document (label 0, as in transformers' BertForPreTraining), in the other half text of
-another document (label 1). Nothing but the meaning can tell the two apart, whatever the text:
+another document (label 1). Nothing but the meaning can tell the two apart:
 * documents are cut into chunks A B before anything has a label, what does not fit goes on to the next chunk;
 * chunks of two documents whose Bs end alike become a couple, and the longer B is cut to the shorter one;
-* one of two couples, by a coin, swaps its Bs. So rows of both labels are the same As before Bs of the same
-  lengths, and no text is left out or used twice for the sake of a label.
+* one of two couples, by a coin, swaps its Bs: both labels have the same As, and Bs of the same lengths.
 """
 
 import itertools
@@ -64,9 +63,8 @@ class Chunk(NamedTuple):
 
 
 class PairBuilder:
-    """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple.
-    Couples are made of the documents of one call and the chunks of one document that wait for another one, so
-    what the caller gives at a time bounds the memory."""
+    """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple, of
+    the documents of one call and the chunks of one document that still wait for another one."""
 
     def __init__(self, room: int, seed: int | str):
         self.room, self.tokens = room, 0  # tokens of A and B together; of all sentences, as the caller counts
@@ -131,8 +129,7 @@ class PairBuilder:
 
 
 class PairMaker(TokenMaker):
-    """Documents to rows of PairRows. Those of a chunk are paired with each other, by random numbers of its
-    own."""
+    """The documents of a chunk to rows of PairRows, by random numbers of its own."""
 
     def __init__(self, tokenizer, block_size: int, seed: int):
         super().__init__(tokenizer)

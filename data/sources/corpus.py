@@ -157,9 +157,6 @@ def _names(split: str) -> list[str]:
     return re.sub(r"\[.*?\]", "", split).split("+")
 
 
-# ---- The flags of the tools that read a source
-
-
 def add_source_flags(add: Callable) -> None:
     """add: add_argument of the tool's parser."""
     add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")

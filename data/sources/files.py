@@ -45,9 +45,6 @@ LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes: of .txt file
 TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more signs
 
 
-# ---- Which files
-
-
 def is_files(name: str) -> bool:
     """Whether it names a file, a folder, a glob or a URL; a save_to_disk folder is none of these."""
     path_like = "://" in name or glob.has_magic(name) or name[-1:] == "/" or name.startswith(("/", "~", "."))
@@ -142,9 +139,6 @@ def digest(*parts) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-# ---- What corpus.py asks for
-
-
 def splits(source) -> Iterable[str]:
     return split_files(source.dataset_name)
 
@@ -160,9 +154,6 @@ def open_units(source) -> tuple[str, list[Callable]]:
         units[-1].append(url)
         size += int(length) if length.isdigit() and int(length) else UNIT_BYTES
     return digest(found), [partial(_file_rows, unit) for unit in units]
-
-
-# ---- Reading
 
 
 def _file_rows(urls: list[str]) -> Iterator[dict]:
@@ -189,21 +180,21 @@ def _unpacked(url: str, file) -> io.BufferedIOBase:
     return compr[kind](file, mode="rb") if kind else file
 
 
+def attempt(function: Callable, *args):
+    """function(*args), or None for what cannot be decoded or parsed."""
+    with suppress(ValueError, RecursionError):
+        return function(*args)
+
+
 def decode(data: bytes) -> str | None:
-    with suppress(UnicodeDecodeError):
-        return data.decode("utf-8-sig")
+    return attempt(data.decode, "utf-8-sig")
 
 
 def _json_rows(file) -> Iterator[dict]:
     file = io.BufferedReader(file)
     array = file.peek(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    for row in json.load(file) if array else map(_json, file):
+    for row in json.load(file) if array else (attempt(json.loads, line) for line in file):
         yield row if isinstance(row, dict) else {}
-
-
-def _json(line: bytes):
-    with suppress(ValueError, RecursionError):
-        return json.loads(line)
 
 
 def _csv_rows(file) -> Iterator[dict]:
@@ -229,13 +220,8 @@ def table_rows(table) -> Iterable[dict]:
     try:
         return table.to_pylist()
     except UnicodeDecodeError:  # one bad value spoils the whole table: read it value by value
-        columns = [[_value(value) for value in column] for column in table.columns]
+        columns = [[attempt(value.as_py) for value in column] for column in table.columns]
         return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _value(scalar):
-    with suppress(UnicodeDecodeError):
-        return scalar.as_py()
 
 
 def _txt_rows(file) -> Iterator[dict]:

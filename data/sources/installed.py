@@ -19,7 +19,7 @@ def splits(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list]:
-    """(fingerprint, units); the only unit is one of INSTALLED."""
+    """(fingerprint, units), of which there is one."""
     rows = INSTALLED[source.dataset_name]
     files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
     code = Path(inspect.getfile(rows)).read_bytes()
@@ -30,7 +30,7 @@ def open_units(source) -> tuple[str, list]:
 def _python_files() -> list[tuple[str, str, int, str, Path]]:
     """(distribution and version, relative path, bytes, license, file) of every .py file of the standard
     library and of site-packages, in an order that does not depend on where the interpreter is installed."""
-    paths, found = sysconfig.get_paths(), {}
+    found = {}
 
     def search(root, owners, default):
         for folder, folders, names in os.walk(root):
@@ -42,8 +42,8 @@ def _python_files() -> list[tuple[str, str, int, str, Path]]:
                     found[file] = (owner, path, file.stat().st_size, license, file)
 
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    search(paths["stdlib"], {}, (python, "PSF-2.0"))
-    for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
+    search(sysconfig.get_path("stdlib"), {}, (python, "PSF-2.0"))
+    for root in _site_packages():
         owners = {}
         for package in metadata.distributions(path=[root]):
             owner = (f"{package.name} {package.version}", _license(package.metadata))
@@ -52,12 +52,15 @@ def _python_files() -> list[tuple[str, str, int, str, Path]]:
     return sorted(found.values())
 
 
+def _site_packages() -> dict[str, None]:
+    return dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))
+
+
 def _license(package) -> str:
     lines = package.get_all("Classifier") or ()
     classifiers = [line.split(" :: ")[-1] for line in lines if line.startswith("License ::")]
     first_line = (package.get("License") or "").strip().split("\n")[0]
-    names = [package.get("License-Expression"), *classifiers, first_line]
-    return next((name for name in names if name), "unknown")
+    return next(filter(None, (package.get("License-Expression"), *classifiers, first_line)), "unknown")
 
 
 def _python_documents() -> Iterator[dict]:
@@ -79,9 +82,7 @@ def _docs_documents() -> Iterator[dict]:
     """The English in the same installation: package descriptions, then docstrings, a module per document.
 
     Paragraphs keep their order, one line each, a blank line between; code and markup are left out."""
-
-    paths = sysconfig.get_paths()
-    for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
+    for root in _site_packages():
         for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
             text = package.metadata.get_payload() or package.metadata.get("Description") or ""
             yield from _document(f"{package.name} {package.version}", "METADATA", _prose(str(text)))
@@ -91,6 +92,7 @@ def _docs_documents() -> Iterator[dict]:
 
 
 def _document(owner: str, path: str, paragraphs: list[str]) -> Iterator[dict]:
+    """One or none."""
     if sum(map(len, paragraphs)) >= LEAST_PROSE:
         yield {"repo_name": owner, "path": path, "text": "\n\n".join(paragraphs)}
 
@@ -100,9 +102,9 @@ def _prose(text) -> list[str]:
     found = []
     for paragraph in re.split(r"\n\s*\n", text):
         line = " ".join(paragraph.split())
-        if len(line) >= 40 and line[0].isupper() and line[-1] in ".!?" and not MARKUP.search(paragraph):
-            if sum(character.isalpha() or character == " " for character in line) >= 0.9 * len(line):
-                found.append(line)
+        letters = sum(character.isalpha() or character == " " for character in line) >= 0.9 * len(line)
+        if len(line) >= 40 and letters and line[0].isupper() and line[-1] in ".!?":
+            found += [] if MARKUP.search(paragraph) else [line]
     return found
 
 
