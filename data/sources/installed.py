@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
@@ -85,27 +85,22 @@ def _docs_documents() -> Iterator[dict]:
     for root in _site_packages():
         for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
             text = package.metadata.get_payload() or package.metadata.get("Description") or ""
-            yield from _document(f"{package.name} {package.version}", "METADATA", _prose(str(text)))
+            yield from _document(f"{package.name} {package.version}", "METADATA", [str(text)])
     for owner, path, _, _, file in _python_files():
         found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
-        yield from _document(owner, path, [p for docstring in found for p in _prose(cleandoc(docstring[2]))])
+        yield from _document(owner, path, (cleandoc(docstring[2]) for docstring in found))
 
 
-def _document(owner: str, path: str, paragraphs: list[str]) -> Iterator[dict]:
-    """One or none."""
-    if sum(map(len, paragraphs)) >= LEAST_PROSE:
-        yield {"repo_name": owner, "path": path, "text": "\n\n".join(paragraphs)}
-
-
-def _prose(text) -> list[str]:
-    """The paragraphs that read as sentences: mostly letters, from a capital to a full stop."""
-    found = []
-    for paragraph in re.split(r"\n\s*\n", text):
+def _document(owner: str, path: str, texts: Iterable[str]) -> Iterator[dict]:
+    """Of the paragraphs that read as sentences: mostly letters, from a capital to a full stop."""
+    prose = []
+    for paragraph in (paragraph for text in texts for paragraph in re.split(r"\n\s*\n", text)):
         line = " ".join(paragraph.split())
-        letters = sum(character.isalpha() or character == " " for character in line) >= 0.9 * len(line)
-        if len(line) >= 40 and letters and line[0].isupper() and line[-1] in ".!?":
-            found += [] if MARKUP.search(paragraph) else [line]
-    return found
+        letters = sum(character.isalpha() or character == " " for character in line)
+        if len(line) >= 40 and line[0].isupper() and line[-1] in ".!?" and letters >= 0.9 * len(line):
+            prose += [] if MARKUP.search(paragraph) else [line]
+    if sum(map(len, prose)) >= LEAST_PROSE:
+        yield {"repo_name": owner, "path": path, "text": "\n\n".join(prose)}
 
 
 INSTALLED = {"installed-python": _python_documents, "installed-docs": _docs_documents}
