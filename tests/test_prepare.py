@@ -106,9 +106,9 @@ def test_interrupted_at_any_write_the_shards_are_the_same_and_nothing_is_tokeniz
         write(folder, name, data, tries)
 
     def counted(documents):
-        for pieces, places in batches(documents):
-            encoded.append(sum(place[2] for place in places))
-            yield pieces, places
+        for batch in batches(documents):
+            encoded.append(sum(ends for *_, ends, _ in batch))
+            yield batch
 
     monkeypatch.setattr(urls.Folder, "write", write_or_die)
     monkeypatch.setattr(encode, "_batches", counted)
