@@ -1,10 +1,10 @@
 """Documents to token ids, EOS after each: the only place where text is tokenized."""
 
 import hashlib
+import itertools
 import json
 import re
 from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,37 +57,29 @@ class Encoder:
 
 def tokenize_documents(documents: Iterable[tuple], encoder: Encoder, fim=None) -> Iterator[tuple]:
     """(text, note) of each document -> (its token ids, with EOS, note). A text may be the pieces that `fim`
-    (FillInMiddle) has made of it.
+    (FillInMiddle) has made of it. One batch is encoded, on all cores, while the one before is converted.
 
     Special tokens written out in a text are text, as with nanoGPT's encode_ordinary: a document that
-    mentions <|endoftext|> does not end there. The tokenizers library uses all cores; one batch is encoded
-    while the one before is converted."""
-    tokens, backends = array("I"), _backends(encoder, fim)
-
-    def encode(pieces, places):
-        encoded = []
-        for inside, backend in enumerate(backends):
-            chosen = [piece for piece, place in zip(pieces, places, strict=True) if place[1] == inside]
-            encoded.append(iter(backend.encode_batch_fast(chosen, add_special_tokens=False)))
-        return [next(encoded[place[1]]) for place in places]
-
-    def convert(batch, places):
-        for encoding, (before, _, last, note) in zip(batch.result(), places, strict=True):
-            tokens.extend(before)
-            tokens.extend(encoding.ids)
-            if last:
-                tokens.append(encoder.eos)
-                yield np.array(tokens, encoder.dtype), note
-                del tokens[:]
-
-    running = deque()
+    mentions <|endoftext|> does not end there."""
+    backends, tokens, running = _backends(encoder, fim), array("I"), None
     with ThreadPoolExecutor(1) as pool:
-        for pieces, places in _batches(documents):
-            running.append((pool.submit(encode, pieces, places), places))
-            if len(running) == 2:
-                yield from convert(*running.popleft())
-        for batch, places in running:
-            yield from convert(batch, places)
+        for batch in itertools.chain(_batches(documents), [[]]):
+            before, running = running, pool.submit(_encode, batch, backends)
+            for (_, _, ids, last, note), encoding in before.result() if before else ():
+                tokens.extend(ids)
+                tokens.extend(encoding.ids)
+                if last:
+                    tokens.append(encoder.eos)
+                    yield np.array(tokens, encoder.dtype), note
+                    del tokens[:]
+
+
+def _encode(batch: list[list], backends: list[Tokenizer]) -> list[tuple]:
+    """(piece, its encoding by the backend for its place) of each piece."""
+    chosen = [[text for text, inside, *_ in batch if inside == place] for place in (False, True)]
+    encoded = [iter(backend.encode_batch_fast(texts, add_special_tokens=False))
+               for backend, texts in zip(backends, chosen, strict=True)]  # fmt: skip
+    return [(piece, next(encoded[piece[1]])) for piece in batch]
 
 
 def _backends(encoder: Encoder, fim) -> list[Tokenizer]:
@@ -107,29 +99,27 @@ def _backends(encoder: Encoder, fim) -> list[Tokenizer]:
     return backends
 
 
-def _batches(documents) -> Iterator[tuple[list[str], list[list]]]:
-    """Pieces of documents, about BATCH_CHARACTERS at a time, and of each: the ids before it, whether it
-    begins inside its document, whether it is the last of it, the document's note."""
-    pieces, places, size, done = [], [], 0, 0
+def _batches(documents: Iterable[tuple]) -> Iterator[list[list]]:
+    """About BATCH_CHARACTERS at a time: [text, whether it begins inside its document, the ids before it,
+    whether it ends its document, the document's note] of each piece."""
+    batch, size, done = [], 0, 0
     for text, note in documents:
         for before, part, inside in [([], text, False)] if isinstance(text, str) else text:
             for piece in split_text(part):
                 if size >= min(BATCH_CHARACTERS, max(LEAST_CHARACTERS, done // 8)):
-                    yield pieces, places
-                    pieces, places, size, done = [], [], 0, done + size
-                pieces.append(piece)
-                places.append([before, inside, False, note])
+                    yield batch
+                    batch, size, done = [], 0, done + size
+                batch.append([piece, inside, before, False, note])
                 before, inside, size = [], True, size + len(piece)
-        places[-1][2] = True
-    if pieces:
-        yield pieces, places
+        batch[-1][3] = True
+    if batch:
+        yield batch
 
 
 def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
-    """A long document in pieces, so that one of 50 MB takes no more memory to encode than any other batch.
-
-    Every common pre-tokenizer cuts before a space between two letters, too, so the tokens stay the same. A
-    text without one in 64 Ki characters is cut at other white space or anywhere: tokens there can differ."""
+    """A long document in pieces, which bound the memory. Every common pre-tokenizer cuts before a space
+    between two letters, too, so the tokens stay the same. A text without one in 64 Ki characters is cut at
+    other white space or anywhere: tokens there can differ."""
     start = 0
     while len(text) - start > longest:
         low, high = start + longest, start + longest + (1 << 16)

@@ -18,10 +18,10 @@ from data.factory import TokenMaker
 from data.filters import Accounting, clean_documents
 from data.fim import fill_in_middle
 from data.foreign import ForeignRows, is_foreign
+from data.pair_rows import SavedPairs, holds_pairs
 from data.pairs import PairMaker
-from data.saved_pairs import SavedPairs, holds_pairs
 from data.shards import check_shards, entries_of, fetch_tokenizer, open_shards, read_manifest
-from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus, with_split
+from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus
 from data.streams import Groups, StreamedRows, shard_groups, text_groups
 from data.text import FEW, PreparedRows, held_out_of, prepare_rows
 
@@ -221,7 +221,7 @@ KINDS = {Shards: read_manifest, TokenFiles: is_foreign, Pairs: holds_pairs}  # w
 
 def open_kind(source: Source, recipe, trained: Iterable[Source] | None = None) -> Kind:
     """trained: of an evaluation set, the sources that are trained on. ValueError: it cannot be opened."""
-    for kind, claims in KINDS.items() if with_split(source) == source else ():  # text alone has parts
+    for kind, claims in KINDS.items() if source.split == "train" else ():  # text alone has others
         if claims(source.dataset_name):
             return kind(source, recipe)
     return Text(source if trained is None else evaluation_source(source, trained), recipe)

@@ -22,13 +22,12 @@ def special_ids(tokenizer) -> list[int]:
 class MaskTokens:
     """collate_fn for batches of PackedRows and PairRows: input_ids [B, T]; position, epoch, row [B]; ...
 
-    Returns them with masks applied to input_ids, with `slots` int64 [B, K] (the positions to predict) and
-    `slot_labels` int64 [B, K] (the hidden tokens; -100 in empty slots). K, the most predictions a row can ask
-    for, makes shapes static: the vocabulary is projected on K positions per row. Rows numbered -1 have none.
+    Returns them masked, with `slots` int64 [B, K] (the positions to predict) and `slot_labels` int64 [B, K]
+    (the hidden tokens; -100 in empty slots). K, the most predictions a row can ask for, keeps shapes static.
+    Rows numbered -1 have none.
 
-    Packed rows carry no attention mask: every position is text. They are wrapped as `<s> row </s>`, the form
-    in which a fill-mask pipeline will hand its sentence to the model, and come out two tokens longer; rows of
-    tokenizer.model_max_length tokens, which leave no room, have theirs inside.
+    PackedRows come out as `<s> row </s>`, two tokens longer, as a fill-mask pipeline hands a sentence to the
+    model; rows of tokenizer.model_max_length tokens have these inside.
 
     mlm_probability: the share that is predicted, or a function of the rows' positions in the training stream
     (int64 [B] -> float [B]; evaluation counts its own rows from 0); then `most` is its largest value, which
@@ -37,39 +36,36 @@ class MaskTokens:
     def __init__(self, tokenizer, mlm_probability: float | Callable[[np.ndarray], np.ndarray] = 0.15,
                  seed: int = 0, most: float | None = None):
         names = ("mask_token", "cls_token", "sep_token", "pad_token")
-        missing = [name for name in names if getattr(tokenizer, name) is None]
-        if missing:
+        if missing := [name for name in names if getattr(tokenizer, name) is None]:
             raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}: masked "
                              "LM needs them; choose a RoBERTa or BERT tokenizer, or let the script train one")
         self.mlm_probability, self.seed = mlm_probability, seed % 2**63
-        self.longest = tokenizer.model_max_length
         self.most = most if callable(mlm_probability) else mlm_probability
         if self.most is None or not 0 < self.most < 1:
             raise ValueError(f"mlm_probability {self.most}: must lie between 0 and 1, usually 0.15")
+        self.longest, self.mask_id = tokenizer.model_max_length, tokenizer.mask_token_id
+        self.ends = tokenizer.cls_token_id, tokenizer.sep_token_id
         special = special_ids(tokenizer)
-        self.mask_id, self.cls_id, self.sep_id = (tokenizer.mask_token_id, tokenizer.cls_token_id,
-                                                  tokenizer.sep_token_id)
         known = np.unique([*tokenizer.get_vocab().values(), *special])  # sorted; ids may have gaps
-        self.is_special = np.zeros(known[-1] + 1, dtype=bool)
-        self.is_special[special] = True
+        self.is_special = np.isin(np.arange(known[-1] + 1), special)
         self.replacements = np.setdiff1d(known, special)  # random tokens come from here
 
     def __call__(self, batch: dict) -> dict:
-        rows, epochs, positions = (batch[name].numpy() for name in ("row", "epoch", "position"))
-        ids = batch["input_ids"].numpy()  # [B, T]
-        eligible = (rows >= 0)[:, None] & ~self.is_special[ids]
-        if "attention_mask" in batch:
-            eligible &= batch["attention_mask"].numpy() > 0
-        rates = self.rates(positions)
+        columns = {name: column.numpy() for name, column in batch.items()}
+        ids, rows, real = columns["input_ids"], columns["row"], columns.get("attention_mask")
+        eligible = (rows >= 0)[:, None] & ~self.is_special[ids]  # [B, T]
+        if real is not None:
+            eligible &= real > 0
+        rates = self.rates(columns["position"])
         if "pair" in batch:
-            ids, slots, labels = self.mask_pairs(ids, eligible, batch, epochs, rates)
+            ids, slots, labels = self.mask_pairs(ids, eligible, columns, rates)
         else:
-            ids, slots, labels = self.mask(ids, eligible, rows, epochs, rates)
-        if "attention_mask" not in batch and ids.shape[1] != self.longest:
-            ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.cls_id, self.sep_id)))
+            ids, slots, labels = self.mask(ids, eligible, rows, columns["epoch"], rates)
+        if real is None and ids.shape[1] != self.longest:
+            ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), self.ends))
             slots = slots + 1
-        return batch | {name: torch.from_numpy(np.ascontiguousarray(array))
-                        for name, array in (("input_ids", ids), ("slots", slots), ("slot_labels", labels))}
+        made = {"input_ids": ids, "slots": slots, "slot_labels": labels}
+        return batch | {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
 
     def rates(self, positions: np.ndarray) -> np.ndarray:
         """positions [B] -> the share of each row's tokens to predict, float64 [B]."""
@@ -86,35 +82,15 @@ class MaskTokens:
         A subclass may make some equal: those tokens are then chosen together, first to last."""
         return draws
 
-    def mask_pairs(self, ids, eligible, batch, epochs, rates):
-        """`mask` for rows of several pairs: each gets the masks of the row that it would be alone."""
-        pairs, starts, number = (batch[name].numpy() for name in ("pair", "pair_start", "attention_mask"))
-        (B, T), M = ids.shape, pairs.shape[1]
-        row, which = np.nonzero(pairs >= 0)  # of all pairs [n]
-        start, each = starts[row, which][:, None], row[:, None]
-        beyond = start + np.arange(T) >= T  # [n, T], as if each pair had a whole row behind it
-        places = np.where(beyond, T - 1, start + np.arange(T))
-        own = ~beyond & (number[each, places] == which[:, None] + 1) & eligible[each, places]
-        alone, slots, labels = self.mask(ids[each, places], own, pairs[row, which], epochs[row], rates[row])
-        pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
-        row, place = row[pair], slots[pair, slot] + start[pair, 0]
-        masked, shape = ids.copy(), (B, math.ceil(self.most * T - 1e-9) + M)  # each rounded by itself
-        all_slots, all_labels = np.zeros(shape, int), np.full(shape, -100)
-        nth = np.arange(len(row)) - np.searchsorted(row, row)
-        masked[row, place] = alone[pair, slots[pair, slot]]
-        all_slots[row, nth], all_labels[row, nth] = place, labels[pair, slot]
-        return masked, all_slots, all_labels
-
     def mask(self, ids, eligible, rows, epochs, rates):
         """ids, eligible [B, T]; rows, epochs, rates [B] -> masked ids [B, T], slots, slot labels [B, K]."""
         B, T = ids.shape
         K = math.ceil(self.most * T - 1e-9)
         draws = np.empty((B, 3 * T + 1))
         for draw, row, epoch in zip(draws, rows.tolist(), epochs.tolist(), strict=True):
-            key, counter = [self.seed, epoch], [0, 0, 0, max(row, 0)]
-            np.random.Generator(np.random.Philox(key=key, counter=counter)).random(out=draw)
+            generator = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, max(row, 0)])
+            np.random.Generator(generator).random(out=draw)
         which, how, what = draws[:, 1:].reshape(B, 3, T).transpose(1, 0, 2)  # [B, T] each
-
         # Rounded up or down at random so that the share is right for short rows too, not 15 of 128.
         counts = np.floor(rates * eligible.sum(1) + draws[:, 0]).astype(int)
         first = np.where(eligible, self.order(ids, which), 2.0)  # eligible positions come first
@@ -123,7 +99,24 @@ class MaskTokens:
         originals, how, what = (np.take_along_axis(x, slots, axis=1) for x in (ids, how, what))
         random_ids = self.replacements[(what * len(self.replacements)).astype(int)]
         hidden = np.where(how < 0.8, self.mask_id, np.where(how < 0.9, random_ids, originals))
-
         masked = ids.copy()
         np.put_along_axis(masked, slots, np.where(used, hidden, originals), axis=1)
         return masked, np.where(used, slots, 0), np.where(used, originals, -100)
+
+    def mask_pairs(self, ids, eligible, columns, rates):
+        """`mask` for rows of M pairs: each gets the masks of the row that it would be alone."""
+        (B, T), M, pairs = ids.shape, columns["pair"].shape[1], columns["pair"]
+        row, which = np.nonzero(pairs >= 0)  # of all pairs [n]
+        start = columns["pair_start"][row, which]
+        places = start[:, None] + np.arange(T)  # [n, T], as if each pair had a whole row behind it
+        inside, at = places < T, (row[:, None], np.minimum(places, T - 1))
+        own = inside & eligible[at] & (columns["attention_mask"][at] == which[:, None] + 1)
+        alone, slots, labels = self.mask(ids[at], own, pairs[row, which], columns["epoch"][row], rates[row])
+        pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
+        row, place = row[pair], slots[pair, slot] + start[pair]
+        nth = np.arange(len(row)) - np.searchsorted(row, row)
+        masked, K = ids.copy(), math.ceil(self.most * T - 1e-9) + M  # the count of each is rounded by itself
+        all_slots, all_labels = np.zeros((B, K), int), np.full((B, K), -100)
+        masked[row, place] = alone[pair, slots[pair, slot]]
+        all_slots[row, nth], all_labels[row, nth] = place, labels[pair, slot]
+        return masked, all_slots, all_labels

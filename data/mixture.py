@@ -4,12 +4,11 @@
     mixture.block(5)      # the source of each of the positions 5,000 to 5,999, int64 [1000]
     mixture.before(5700)  # rows that the positions before 5,700 took of each source, int64 [3]
 
-A function of (shares, seed, position) alone: nothing is stored or walked through. Every source has its share
-of each 1,000 positions, in an order of the seed's. Its k-th row is position k of its own endless stream: the
-same as if it were trained on alone (data/order.py, data/streams.py).
+A function of (shares, seed, position) alone. Every source has its share of each 1,000 positions, in an order
+of the seed's. Its k-th row is the one that it would give at position k if it were trained on alone.
 """
 
-import math
+import bisect
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -35,13 +34,13 @@ def share_problems(shares: Sequence[float], names: Sequence[str]) -> list[str]:
 
 def block_counts(millionths: np.ndarray) -> np.ndarray:
     """Rows of each source in each block of a cycle, int64 [CYCLE, sources]. In each block, and in all up to
-    it, a source is less than one row away from its share, whatever the shares are: what they have beyond
-    whole rows is dealt out as processors to periodic tasks by algorithm PF (Baruah, Cohen, Plaxton and
-    Varvel, "Proportionate Progress", 1996)."""
+    it, a source is less than one row away from its share: what shares have beyond whole rows is dealt out as
+    processors to periodic tasks by algorithm PF (Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress",
+    1996)."""
     whole, rest = np.divmod(millionths, CYCLE)
     counts, given = np.tile(whole, (CYCLE, 1)), [0] * len(rest)
-    # The block by which a source must have its next row beyond those, and whether the one after it may not
-    # come as early; so on for the rows to follow. Who must have them first comes first.
+    # The block by which a source must have each of its next rows, and whether the one after it may not come
+    # as early. Who must have them first comes first.
     due = [[(-(-CYCLE * n // r), CYCLE * n % r == 0) for n in range(1, r + 1)] for r in rest.tolist()]
     for block in range(CYCLE):
         may = [i for i, r in enumerate(rest) if CYCLE * given[i] < r * (block + 1)]
@@ -71,16 +70,9 @@ class Mixture:
         here = np.bincount(self.block(number)[:inside], minlength=len(self.millionths))
         return number // CYCLE * self.millionths + self.given[number % CYCLE] + here
 
-    def positions(self, source: int, first: int, n: int, stop: float = math.inf) -> np.ndarray:
-        """Where uses first, ..., first + n - 1 of a source are, int64 [n]; from `stop` on some may lack."""
-        cycle, inside = divmod(int(first), int(self.millionths[source]))
-        number = cycle * CYCLE + int(np.searchsorted(self.given[:, source], inside, "right")) - 1
-        found, skip = [np.empty(0, np.int64)], inside - self.given[number % CYCLE, source]
-        missing = n + skip
-        while missing > 0 and number * BLOCK < stop:
-            found.append(number * BLOCK + np.flatnonzero(self.block(number) == source))
-            number, missing = number + 1, missing - len(found[-1])
-        return np.concatenate(found)[skip : skip + n]
+    def position(self, source: int, row: int) -> int:
+        """Where row number `row` of a source is, whose share is not 0."""
+        return bisect.bisect_right(range(10**18), row, key=lambda position: self.before(position)[source]) - 1
 
 
 class MixedOrder(Sampler):
@@ -94,8 +86,7 @@ class MixedOrder(Sampler):
 
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         mixture, position = self.rows.mixture, self.start
-        sources = zip(self.rows.sources.values(), mixture.before(position).tolist(), strict=True)
-        walks = [rows.walk(uses, mixture.seed) for rows, uses in sources]
+        walks = [rows.walk(used, mixture.seed) for rows, used in self.rows.used(position)]
         while position < self.stop:
             number, inside = divmod(position, BLOCK)
             for source in mixture.block(number)[inside : inside + self.stop - position].tolist():
@@ -108,6 +99,11 @@ class MixedRows(Dataset):
 
     def __init__(self, mixture: Mixture, sources: dict):
         self.mixture, self.sources = mixture, sources
+        self.streams = {name: rows for name, rows in sources.items() if hasattr(rows, "release")}
+
+    def used(self, position: int) -> list[tuple]:
+        """(rows of a source, how many of them come before a position) of each."""
+        return list(zip(self.sources.values(), self.mixture.before(position).tolist(), strict=True))
 
     @property
     def fingerprint(self) -> str | dict[str, list]:
@@ -119,12 +115,11 @@ class MixedRows(Dataset):
     @property
     def n_rows(self) -> int | None:
         """Positions before the first source begins to repeat; None where only the end of a stream tells."""
-        sizes = enumerate(source.n_rows for source in self.sources.values())
-        used = [(i, n) for i, n in sizes if self.mixture.millionths[i]]
+        sizes = [rows.n_rows for rows in self.sources.values()]
+        used = np.flatnonzero(self.mixture.millionths).tolist()
         if len(used) == 1:
-            return used[0][1]
-        known = all(n for _, n in used)
-        return min(int(self.mixture.positions(i, n, 1)[0]) for i, n in used) if known else None
+            return sizes[used[0]]
+        return min(self.mixture.position(i, sizes[i]) for i in used) if all(sizes[i] for i in used) else None
 
     def __getitems__(self, keys: list[tuple[int, int, int, int]]) -> dict:
         """keys (position, epoch, row, source) -> a batch of PackedRows, with "source": int64 [B], too."""
@@ -138,34 +133,23 @@ class MixedRows(Dataset):
                 columns[name][at] = values
         return as_batch(columns | {"position": position, "epoch": epoch, "row": row, "source": source})
 
-    # ---- Streams among them
-
-    def _streams(self, position: int) -> Iterator[tuple]:
-        """(name, its rows, how many of them come before a position) of each stream."""
-        before = self.mixture.before(position).tolist()
-        for (name, rows), uses in zip(self.sources.items(), before, strict=True):
-            if hasattr(rows, "release"):
-                yield name, rows, uses
+    def epochs(self, position: int) -> dict[str, float]:
+        """Passes over each source before a position, of streamed text whole ones."""
+        return {name: used / rows.n_rows if rows.n_rows else rows.state_dict(used)["mark"]["epoch"]
+                for name, (rows, used) in zip(self.sources, self.used(position), strict=True)}  # fmt: skip
 
     def release(self) -> None:
         """What streams have handed out will not be asked for again."""
-        for _, rows, _ in self._streams(0):
+        for rows in self.streams.values():
             rows.release()
 
-    def epochs(self, position: int) -> dict[str, float]:
-        """Passes over each source before a position, of streamed text whole ones."""
-        uses = zip(self.sources.items(), self.mixture.before(position).tolist(), strict=True)
-        epochs = {name: use / rows.n_rows for (name, rows), use in uses if rows.n_rows}
-        for name, rows, use in self._streams(position):
-            epochs.setdefault(name, rows.state_dict(use)["mark"]["epoch"])
-        return {name: epochs[name] for name in self.sources}
-
     def state_dict(self, position: int) -> dict | None:
-        streams = {name: rows.state_dict(uses) for name, rows, uses in self._streams(position)}
+        used = dict(zip(self.sources, self.used(position), strict=True))
+        streams = {name: rows.state_dict(used[name][1]) for name, rows in self.streams.items()}
         return streams | {"seed": self.mixture.seed} if streams else None
 
     def load_state_dict(self, state: dict | None) -> None:
-        for name, rows, _ in self._streams(0) if state else ():
+        for name, rows in self.streams.items() if state else ():
             if state.get("seed") != self.mixture.seed:
                 raise ValueError("the stream is not the one this checkpoint was trained on: the seed or the "
                                  "data sets changed. Restore them, or use another --output_dir.")

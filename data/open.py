@@ -22,7 +22,7 @@ from data.mixture import MixedRows, Mixture, share_problems
 from data.pair_rows import PairRows
 from data.rows import PackedRows
 from data.shards import MANIFEST
-from data.sources.corpus import Source, with_split
+from data.sources.corpus import Source
 from data.text import PreparedRows, trained_tokenizer
 from data.tokenizer import load_tokenizer
 from utils.io.secrets import without_secrets
@@ -190,7 +190,7 @@ def short_names(names: tuple[str, ...]) -> list[str]:
         return [""]
     short = []
     for name in names:
-        name = without_secrets(with_split(Source(name)).dataset_name).removesuffix("?***")
+        name = without_secrets(Source(name).dataset_name).removesuffix("?***")
         parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
         ending = r"(\.(jsonl|json|csv|txt|parquet|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
         stem = re.sub(ending, "", (parts or [name])[-1])

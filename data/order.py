@@ -24,19 +24,18 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
     (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    with np.errstate(over="ignore"):
-        key = _mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch)
-        keys = [_mix(key + np.uint64(0x9E3779B97F4A7C15) * np.uint64(i + 1)) for i in range(ROUNDS)]
+    rounds = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, ROUNDS + 1, dtype=np.uint64)
+    keys = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch) + rounds)
 
-        def encrypt(x: np.ndarray) -> np.ndarray:
-            left, right = x >> half, x & mask
-            for k in keys:
-                left, right = right, left ^ (_mix(right + k) & mask)
-            return left << half | right
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> half, x & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        return left << half | right
 
-        rows = encrypt(positions.astype(np.uint64))
-        while (outside := rows >= n).any():
-            rows[outside] = encrypt(rows[outside])
+    rows = encrypt(positions.astype(np.uint64))
+    while (outside := rows >= n).any():
+        rows[outside] = encrypt(rows[outside])
     return rows.astype(np.int64)
 
 
@@ -55,10 +54,8 @@ def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.n
 
 
 def evaluation_rows(n_rows: int, most: int, seed: int) -> list[int]:
-    """All rows, or where they are more than `most` (0: no limit) so many drawn by the seed, in the order of
-    the file. A smaller sample is part of a larger one.
-
-    Drawn, because neighbours are of one document: the first 512 rows may be a handful of long ones."""
+    """All rows, or where they are more than `most` (0: no limit) so many drawn by the seed, as neighbours are
+    of one document; in the order of the file. A smaller sample is part of a larger one."""
     if not 0 < most < n_rows:
         return list(range(n_rows))
     return sorted(permuted(np.arange(most), n_rows, seed, EVALUATION).tolist())

@@ -5,17 +5,16 @@
 
 A and B are runs of whole sentences that fill the row, as in BERT's own preparation. In half of the rows B is
 what follows A in its document (label 0, as in transformers' BertForPreTraining), in the other half text of
-another document (label 1). Nothing but the meaning can tell the two apart, whatever the text:
+another document (label 1). Nothing but the meaning can tell the two apart:
 * documents are cut into chunks A B before anything has a label, what does not fit goes on to the next chunk;
 * chunks of two documents whose Bs end alike become a couple, and the longer B is cut to the shorter one;
-* one of two couples, by a coin, swaps its Bs. So rows of both labels are the same As before Bs of the same
-  lengths, and no text is left out or used twice for the sake of a label.
+* one of two couples, by a coin, swaps its Bs: both labels have the same As, and Bs of the same lengths.
 """
 
 import itertools
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -30,12 +29,9 @@ BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become cou
 
 # A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
 # initial ("H. Smith") nor these abbreviations. A space before the closing quote is WikiText's spelling.
-ABBREVIATIONS = (
-    "Mr", "Mrs", "Ms", "Dr", "St", "Sr", "Jr", "Lt", "Col", "Gen", "Capt", "Sgt", "Prof", "Rev",
-    "vs", "No", "Vol", "Fig", "ca", "cf", "e.g", "i.e", "a.k.a", "U.S",
-)  # fmt: skip
+ABBREVIATIONS = "Mr Mrs Ms Dr St Sr Jr Lt Col Gen Capt Sgt Prof Rev vs No Vol Fig ca cf e.g i.e a.k.a U.S"
 SENTENCE_END = re.compile(
-    r"(?<=[.!?])(?<!\b[A-Z]\.)" + "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS)
+    r"(?<=[.!?])(?<!\b[A-Z]\.)" + "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS.split())
     + r"(?:\s?[\"'”’)\]]+(?=\s))?\s+(?=[\"'“‘(\[]*\s?[A-Z0-9<])"
 )  # fmt: skip
 # A line is a paragraph, unless the next line goes on in lower case (hard-wrapped text).
@@ -65,9 +61,8 @@ class Chunk(NamedTuple):
 
 
 class PairBuilder:
-    """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple.
-    Couples are made of the documents of one call and the chunks of one document that wait for another one, so
-    what the caller gives at a time bounds the memory."""
+    """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple, of
+    the documents of one call and the chunks of one document that still wait for another one."""
 
     def __init__(self, room: int, seed: int | str):
         self.room, self.tokens = room, 0  # tokens of A and B together; of all sentences, as the caller counts
@@ -81,30 +76,26 @@ class PairBuilder:
         chunks = self.waiting + [chunk for document in documents for chunk in self.chunks(document)]
         self.random.shuffle(chunks)
         chunks.sort(key=lambda chunk: (chunk.ending, len(chunk.b)))
-        self.waiting = []
-        for chunk in chunks:
-            if not self.waiting or self.waiting[-1].document == chunk.document:
-                self.waiting.append(chunk)
-                continue
-            yield from self.couple(self.waiting.pop(), chunk)
+        return self.couples(chunks, lambda one, other: one.document != other.document)
 
     def rest(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
         """At the end: chunks of one document that still wait, paired with each other where they do not touch.
         What is left then is dropped."""
-        waiting, self.waiting = self.waiting, []
-        for chunk in waiting:
-            if self.waiting and abs(self.waiting[-1].number - chunk.number) > 1:
-                yield from self.couple(self.waiting.pop(), chunk)
-            else:
-                self.waiting.append(chunk)
+        yield from self.couples(self.waiting, lambda one, other: abs(one.number - other.number) > 1)
         self.dropped += sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
 
-    def couple(self, other: Chunk, chunk: Chunk) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """Their As, with their own Bs or each other's."""
-        label, end = next(self.labels), min(len(chunk.b), len(other.b))
-        self.dropped += len(chunk.b) + len(other.b) - 2 * end
-        yield other.a, (chunk if label else other).b[:end], label
-        yield chunk.a, (other if label else chunk).b[:end], label
+    def couples(self, chunks: list[Chunk], may_be: Callable) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Two by two their As, with their own Bs or each other's. Who finds no partner waits."""
+        self.waiting = []
+        for chunk in chunks:
+            if not self.waiting or not may_be(self.waiting[-1], chunk):
+                self.waiting.append(chunk)
+                continue
+            other, label = self.waiting.pop(), next(self.labels)
+            end = min(len(chunk.b), len(other.b))
+            self.dropped += len(chunk.b) + len(other.b) - 2 * end
+            yield other.a, (chunk if label else other).b[:end], label
+            yield chunk.a, (other if label else chunk).b[:end], label
 
     def chunks(self, document: list[np.ndarray]) -> Iterator[Chunk]:
         """The chunks of a document, which no label has a part in."""
@@ -136,8 +127,7 @@ class PairBuilder:
 
 
 class PairMaker(TokenMaker):
-    """Documents to rows of PairRows. Those of a chunk are paired with each other, by a generator of random
-    numbers of its own. pack: as PairRows; of the same files."""
+    """The documents of a chunk to rows of PairRows, by random numbers of its own. pack: theirs."""
 
     cache = "pairs"
     no_row = ("and pairs need two documents of two sentences or more. Remedies: name a source of more, whole "
@@ -153,16 +143,20 @@ class PairMaker(TokenMaker):
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), again and again."""
         self.builders: dict[str, PairBuilder] = {}
-        for block in _blocks(documents):
-            for split in sorted({split for _, split in block}):
-                seed = f"{self.seed} {split} {key}"
-                builder = self.builders.setdefault(split, PairBuilder(self.width - 6, seed))
-                texts = [text for text, into in block if into == split]
-                yield split, self.rows(builder, builder.pairs(self.sentences(builder, texts)))
+        texts, size = {}, 0
+        for text, split in itertools.chain(documents, [("", None)]):
+            texts.setdefault(split, []).append(text)
+            size += len(text)
+            if size >= BLOCK or split is None:
+                for into in sorted(texts.keys() - {None}):
+                    seed = f"{self.seed} {into} {key}"
+                    builder = self.builders.setdefault(into, PairBuilder(self.width - 6, seed))
+                    yield into, self.rows(builder.pairs(self.sentences(builder, texts[into])))
+                texts, size = {}, 0
         for split, builder in self.builders.items():
-            yield split, self.rows(builder, builder.rest())
+            yield split, self.rows(builder.rest())
 
-    def sentences(self, builder: "PairBuilder", texts: list[str]) -> list[list[np.ndarray]]:
+    def sentences(self, builder: PairBuilder, texts: list[str]) -> list[list[np.ndarray]]:
         """The token ids of each sentence of each text."""
         documents = [[] for _ in texts]
         numbered = ((sentence, i) for i, text in enumerate(texts) for sentence in split_sentences(text))
@@ -172,29 +166,15 @@ class PairMaker(TokenMaker):
                 builder.tokens += len(ids) - 1
         return documents
 
-    def rows(self, builder: "PairBuilder", pairs: Iterable[tuple]) -> np.ndarray:
+    def rows(self, pairs: Iterable[tuple]) -> np.ndarray:
         cls, sep, pad = self.special
         rows = [np.empty(0, self.dtype)]
         for a, b, label in pairs:
-            row = np.full(self.width, pad, self.dtype)
             ids = [cls, *a, sep, *b, sep]
-            row[: len(ids)], row[-3:] = ids, (len(a) + 2, len(ids), label)
-            rows.append(row)
+            rows.append(np.full(self.width, pad, self.dtype))
+            rows[-1][: len(ids)], rows[-1][-3:] = ids, (len(a) + 2, len(ids), label)
         return np.concatenate(rows)
 
     def account(self, made: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
-        """Adds the tokens of a chunk to the accounts of its splits."""
         for split, builder in self.builders.items():
             counts[split].tokens, counts[split].tokens_dropped = builder.tokens, builder.dropped
-
-
-def _blocks(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Documents of about BLOCK characters at a time."""
-    block, size = [], 0
-    for text, split in documents:
-        block.append((text, split))
-        size += len(text)
-        if size >= BLOCK:
-            yield block
-            block, size = [], 0
-    yield block

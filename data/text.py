@@ -118,7 +118,7 @@ def held_out_of(corpus: Corpus, seed: int, fraction: float) -> Corpus:
                 yield document
 
     fingerprint = digest(corpus.fingerprint, corpus.keywords, seed, fraction)
-    return replace(corpus, rows=rows, pieces=[], fingerprint=fingerprint)
+    return replace(corpus, readers=[rows], fingerprint=fingerprint)
 
 
 def trained_tokenizer(*corpora: Corpus, shares=(1.0,), vocab_size: int, algorithm: str, model_type: str,

@@ -41,7 +41,7 @@ CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token
 LIKE_ROBERTA = ("camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
                 "xlm-roberta", "xlm-roberta-xl")
 FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT), **dict.fromkeys(LIKE_ROBERTA, ROBERTA)}
-USUAL_ALGORITHM = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}
+USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}  # of each algorithm
 
 
 def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
@@ -64,8 +64,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     bpe: byte-level, GPT-2's, round-trips any text. unigram: as in transformers' Keras TPU example, mask token
     [MASK] included; the end of a line is no part of a word. wordpiece: BERT's, cased. A warning names the
     size reached where it is not vocab_size. fim: with the tokens of data/fim.py. Raises ValueError."""
-    if algorithm not in USUAL_ALGORITHM:
-        raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_ALGORITHM)}")
+    if algorithm not in USUAL_MODEL:
+        raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_MODEL)}")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type {model_type!r}: unknown to transformers")
     special = _special_tokens(algorithm, model_type)
@@ -73,22 +73,15 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
-    common = {"vocab_size": vocab_size, "special_tokens": list(names.values()), "show_progress": progress}
-    backend, trainer, texts = _untrained(algorithm, special, common, texts)
+    common = {"vocab_size": vocab_size, "special_tokens": [*names.values()], "show_progress": progress}
+    train = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}[algorithm]
     try:
-        backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer=trainer)
+        backend = train(texts, special["unk_token"], common)
     except Exception as error:  # the library raises bare Exceptions, as where Unigram finds too little
-        remedy = "lower vocab_size or take more text"
-        if "not large enough" in str(error):  # for all characters of the text
-            remedy = "raise vocab_size"
+        short = "not large enough" in str(error)  # for all characters of the text
+        remedy = "raise vocab_size" if short else "lower vocab_size or take more text"
         raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
                          f"{remedy}") from error
-    if algorithm == "unigram":
-        backend.model = _in_order(backend, len(names))
-    elif algorithm == "wordpiece":  # letters are no special tokens
-        made = json.loads(backend.to_str())
-        made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] in names]
-        backend = Tokenizer.from_str(json.dumps(made))
     if "cls_token" in special:
         first, last = special["cls_token"], special["sep_token"]
         second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"
@@ -121,51 +114,57 @@ def _special_tokens(algorithm: str, model_type: str) -> dict:
     return special
 
 
-def _untrained(algorithm: str, special: dict, common: dict, texts: Iterable[str]) -> tuple:
-    """(tokenizer, its trainer, the texts for it)"""
-    if algorithm == "bpe":
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
-    elif algorithm == "unigram":
-        backend = Tokenizer(models.Unigram())
-        quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
-        backend.normalizer = normalizers.Sequence(quotes)
-        lines = pre_tokenizers.Split(Regex(r"[\r\n]+"), "isolated")
-        words = pre_tokenizers.Metaspace(prepend_scheme="first")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([lines, words])
-        backend.decoder = decoders.Metaspace(prepend_scheme="first")
-        trainer = trainers.UnigramTrainer(unk_token=special["unk_token"], **common)
-        texts = itertools.chain(["\n\n\n"], texts)  # it knows only what two words share, as blank lines then
-    else:
-        backend = Tokenizer(models.WordPiece(unk_token=special["unk_token"]))
-        backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        backend.decoder = decoders.WordPiece()
-        # The library numbers these letters in the order of a hash map, and equal counts go by number.
-        texts, normal = list(texts), backend.normalizer.normalize_str
-        within = {letter for text in texts for letter in LETTER.findall(normal(text))}
-        common["special_tokens"] += [f"##{letter}" for letter in sorted(within)]
-        trainer = trainers.WordPieceTrainer(**common)
-    return backend, trainer, texts
+def _train(backend: Tokenizer, texts: Iterable[str], trainer) -> None:
+    backend.train_from_iterator((piece for text in texts for piece in split_text(text)), trainer=trainer)
 
 
-def _in_order(backend: Tokenizer, n_special: int) -> models.Unigram:
-    """The trained model with ids in one order: by score, then by text.
+def _bpe(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    backend, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    _train(backend, texts, trainers.BpeTrainer(initial_alphabet=alphabet, **common))
+    return backend
+
+
+def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    """With its pieces in one order: by score, then by text.
 
     The library gives equal scores, and those of the characters that it adds at the end (the lowest score and
     0.0001 more for each), in the order of a hash map, another one in each process; sums differ by 1e-10."""
-    trained = json.loads(backend.to_str())["model"]
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(quote, '"') for quote in ("``", "''")])
+    lines, words = Regex(r"[\r\n]+"), pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(lines, "isolated"), words])
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    texts = itertools.chain(["\n\n\n"], texts)  # it knows only what two words share, as blank lines then
+    _train(backend, texts, trainers.UnigramTrainer(unk_token=unknown, **common))
+    trained, n_special = json.loads(backend.to_str())["model"], len(common["special_tokens"])
     special, pieces = trained["vocab"][:n_special], trained["vocab"][n_special:]
-    lowest = min(score for _, score in pieces)
-    scores = {}
+    lowest, scores = min(score for _, score in pieces), {}
     for piece, score in pieces:
         steps = (score - lowest) / 1e-4
         added = len(piece) == 1 and steps < len(pieces) and abs(steps - round(steps)) < 1e-4
         scores[piece] = round(lowest if added else score, 4)
     ordered = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
-    return models.Unigram([*map(tuple, special), *ordered], trained["unk_id"], trained["byte_fallback"])
+    vocabulary = [*map(tuple, special), *ordered]
+    backend.model = models.Unigram(vocabulary, trained["unk_id"], trained["byte_fallback"])
+    return backend
+
+
+def _wordpiece(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    """The library numbers the letters within words in the order of a hash map, and equal counts go by number.
+    So they are given to it as special tokens, in one order, until it is trained."""
+    backend = Tokenizer(models.WordPiece(unk_token=unknown))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    texts, normal, special = list(texts), backend.normalizer.normalize_str, common["special_tokens"]
+    letters = sorted({letter for text in texts for letter in LETTER.findall(normal(text))})
+    common = common | {"special_tokens": [*special, *(f"##{letter}" for letter in letters)]}
+    _train(backend, texts, trainers.WordPieceTrainer(**common))
+    made, names = json.loads(backend.to_str()), {str(token) for token in special}
+    made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] in names]
+    return Tokenizer.from_str(json.dumps(made))
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
@@ -201,15 +200,14 @@ def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple
 
 def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[str]]:
     """Ids of the keywords that are one token, bare or after a space, and the spellings that are not."""
-    ids, missing = [], []
-    for keyword in keywords:
-        for spelling in (keyword.strip(), " " + keyword.strip()):
-            found = tokenizer(spelling, add_special_tokens=False)["input_ids"]
-            if len(found) == 1 and found[0] != tokenizer.unk_token_id:
-                ids += found
-            else:
-                missing.append(spelling)
-    return list(dict.fromkeys(ids)), list(dict.fromkeys(missing))
+    ids, missing = {}, {}  # as ordered sets
+    for spelling in (spelling for word in keywords for spelling in (word.strip(), " " + word.strip())):
+        found = tokenizer(spelling, add_special_tokens=False)["input_ids"]
+        if len(found) == 1 and found[0] != tokenizer.unk_token_id:
+            ids[found[0]] = None
+        else:
+            missing[spelling] = None
+    return list(ids), list(missing)
 
 
 def main(arguments=None):
@@ -217,7 +215,7 @@ def main(arguments=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output_dir", required=True, help="AutoTokenizer loads it from there")
-    add("--algorithm", default="bpe", choices=list(USUAL_ALGORITHM))
+    add("--algorithm", default="bpe", choices=list(USUAL_MODEL))
     add("--vocab_size", type=int, default=32_000, help="tokens, special ones included")
     add("--model_type", help="decides the special tokens; without it gpt2, roberta or bert, by algorithm")
     add_source_flags(add)
@@ -236,7 +234,7 @@ def main(arguments=None):
     print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
           f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); "
           f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
-    model_type, terminal = args.model_type or USUAL_ALGORITHM[args.algorithm], sys.stderr.isatty()
+    model_type, terminal = args.model_type or USUAL_MODEL[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal, args.fim)
     with explained(f"output_dir {args.output_dir}", "written", Exception):  # tokenizers raises no other
         tokenizer.save_pretrained(args.output_dir)

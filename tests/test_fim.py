@@ -54,7 +54,7 @@ def tokenizer(tmp_path_factory):
 
 def made(texts) -> Corpus:
     rows = [{"text": text} for text in texts]
-    return Corpus(Source("texts.jsonl"), "text", "content", lambda: rows)
+    return Corpus(Source("texts.jsonl"), "text", "content", [lambda: rows])
 
 
 def document_again(ids: list[int], fim, decode) -> str:

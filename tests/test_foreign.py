@@ -217,10 +217,10 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     (line,) = problems_of(folder, RECORDS, special=2, block_size=T + 2)
     assert line == f"block_size: {T + 2}, but records of {RECORDS} have {T} tokens: set --block_size {T}."
     (line,) = problems_of(folder, write_records(tmp_path / "two.tfrecord", [[1] * T, [1] * 9]))
-    assert "two.tfrecord, record 2: 9 tokens, those before it 32" in line
+    assert "two.tfrecord: record 2: 9 tokens, those before it 32" in line
     masks = [[1] * T, [1] * 9 + [0] * (T - 9)]
     (line,) = problems_of(folder, write_records(tmp_path / "padded.tfrecord", [[1] * T] * 2, masks))
-    assert "padded.tfrecord, record 2: padding" in line
+    assert "padded.tfrecord: record 2: padding" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "few.bin", [1] * 31))
     assert line == f"block_size: {tmp_path}/few.bin, train, has not the 32 tokens of a row."
     (line,) = problems_of(folder, folder / "none.bin")
@@ -249,7 +249,7 @@ def test_files_are_read_from_end_to_end_once_and_followed(folder, tmp_path, monk
     assert isinstance(first.views[0].base.base, np.memmap), "nothing is copied"
     assert not list(tmp_path.rglob("*.npy"))
     read = []
-    monkeypatch.setattr("data.foreign._read_flat", lambda *_: read.append(1) or 1 / 0)
+    monkeypatch.setattr("data.foreign._account", lambda *_: read.append(1) or 1 / 0)
     again, other = ForeignRows(path, cache).rows("train", T), ForeignRows(path, cache).rows("train", 2 * T)
     monkeypatch.undo()
     assert not read and again.fingerprint == first.fingerprint != other.fingerprint

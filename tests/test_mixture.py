@@ -231,7 +231,7 @@ def test_every_block_and_all_blocks_together_are_within_one_row_of_any_shares():
             before = mixture.before(position)
             assert before.sum() == position
             source = mixture.block(position // 1000)[position % 1000]
-            assert mixture.positions(source, before[source], 3)[0] == position
+            assert mixture.position(source, before[source]) == position
 
 
 # ---- One source with all of the share

@@ -88,7 +88,7 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
 
 
 def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):
-    few = replace(corpus, rows=lambda: itertools.islice(corpus.rows(), 9), fingerprint="few")
+    few = replace(corpus, readers=[lambda: itertools.islice(corpus, 9)], fingerprint="few")
     for seed in range(8):
         prepared = prepare(few, tokenizer, tmp_path, validation_fraction=0.02, seed=seed)
         assert len(prepared.splits["validation"]) and prepared.accounting["validation"]["kept"] < 9
@@ -256,7 +256,7 @@ def test_a_second_start_reads_nothing_and_every_setting_counts(corpus, tokenizer
     def refuse(*_):
         raise AssertionError("the corpus was read again")
 
-    again = prepare(replace(corpus, rows=refuse), tokenizer, tmp_path)
+    again = prepare(replace(corpus, readers=[refuse]), tokenizer, tmp_path)
     assert again.folder == first.folder and again.accounting == first.accounting
     other_tokenizer = trained_tokenizer(corpus, vocab_size=500, algorithm="bpe", model_type="gpt2",
                                         cache_dir=str(tmp_path))
@@ -291,13 +291,13 @@ from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
 source, tokenizer, cache, slow = sys.argv[1:]
 corpus = load_corpus(Source(source))
-rows = corpus.rows
+[rows] = corpus.readers
 def slowly():
     for number, row in enumerate(rows()):
         print(f"document-{number}", flush=True)
         time.sleep(float(slow))
         yield row
-corpus.rows = slowly
+corpus.readers = [slowly]
 prepared = prepare_rows(corpus, TokenMaker(load_tokenizer(tokenizer)), block_size=32, validation_fraction=0.2,
                         seed=0, cache_dir=cache)
 print(prepared.folder)

@@ -106,9 +106,9 @@ def test_interrupted_at_any_write_the_shards_are_the_same_and_nothing_is_tokeniz
         write(folder, name, data, tries)
 
     def counted(documents):
-        for pieces, places in batches(documents):
-            encoded.append(sum(place[2] for place in places))
-            yield pieces, places
+        for batch in batches(documents):
+            encoded.append(sum(ends for *_, ends, _ in batch))
+            yield batch
 
     monkeypatch.setattr(urls.Folder, "write", write_or_die)
     monkeypatch.setattr(encode, "_batches", counted)
@@ -164,7 +164,7 @@ def test_a_damaged_file_of_a_source_that_changed_is_told(tmp_path, tokenizer, ca
     assert run(source, tmp_path / "shards", tokenizer) == 0
     next((tmp_path / "shards").glob("train-*")).unlink()
     others = [{"text": text} for text in make_texts(50, 1)]
-    corpus = replace(load_corpus(Source(source)), rows=lambda: iter(others))
+    corpus = replace(load_corpus(Source(source)), readers=[lambda: iter(others)])
     monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: corpus)
     assert run(source, tmp_path / "shards", tokenizer) == 2
     assert "cannot be made again, as the source has other documents now" in capsys.readouterr().err
@@ -280,12 +280,12 @@ def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch,
     corpus, away = load_corpus(Source(source)), True
 
     def rows():
-        for i, document in enumerate(corpus.rows()):
+        for i, document in enumerate(corpus):
             if away and i == 280:
                 raise TimeoutError("no answer")
             yield document
 
-    monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: replace(corpus, rows=rows))
+    monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: replace(corpus, readers=[rows]))
     monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
     assert run(source, tmp_path / "shards", tokenizer) == 1
     assert "item 280, failed 8 times" in capsys.readouterr().err

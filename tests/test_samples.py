@@ -41,8 +41,8 @@ class Counted:
     """The rows of a corpus, and how many of them were read."""
 
     def __init__(self, corpus: Corpus):
-        self.rows, self.read = corpus.rows, 0
-        self.corpus = replace(corpus, rows=self)
+        [self.rows], self.read = corpus.readers, 0
+        self.corpus = replace(corpus, readers=[self])
 
     def __call__(self):
         for row in self.rows():
@@ -146,11 +146,11 @@ def test_parts_of_splits_are_those_of_the_datasets_library(folder, part, tmp_pat
 
 def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_path):
     corpus = load_corpus(Source(f"{folder}/a.jsonl:train[3:6]"))
-    parts = corpus.rows.args[0]
-    [unit] = parts
-    [(rows, start, stop)] = unit.args[0]
-    counted = Counted(replace(corpus, rows=rows))
-    corpus = replace(corpus, rows=partial(unit.func, [(counted, start, stop)]))
+    [unit] = corpus.readers
+    [part] = unit.args[0]
+    whole, start, stop = part.args
+    counted = Counted(replace(corpus, readers=whole))
+    corpus = replace(corpus, readers=[partial(part.func, [counted], start, stop)])
     assert len(list(corpus)) == 3 and counted.read == 6
     assert has_split(Source(f"{folder}/splits:train[:1%]"), "validation")
     with pytest.raises(ValueError, match=r"no split 'nothing\[:3\]'"):

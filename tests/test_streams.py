@@ -217,13 +217,13 @@ def unsteady(corpus, good: int, times: int):
     left = [times]
 
     def rows():
-        for i, document in enumerate(corpus.rows()):
+        for i, document in enumerate(corpus):
             if left[0] and i and i % good == 0:
                 left[0] -= 1
                 raise ConnectionResetError("the source went away")
             yield document
 
-    return replace(corpus, rows=rows)
+    return replace(corpus, readers=[rows])
 
 
 def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monkeypatch, capfd):

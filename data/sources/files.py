@@ -10,6 +10,7 @@
 All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Where some file names of a folder or glob, or the
 folders in it, have the word "train", the words train / validation, valid, val, dev / test name splits, and a
 file that belongs to none of them, or to two, is a mistake; otherwise all is "train". Other types are counted.
+(The datasets library would read these files, but one bad line ends its reading.)
 """
 
 import csv
@@ -20,7 +21,8 @@ import json
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import fsspec
@@ -51,32 +53,17 @@ def is_files(name: str) -> bool:
 
 def is_saved(name: str) -> bool:
     """Whether it is a folder that the datasets library has saved."""
-    there = {file for file in ("dict", "info") if os.path.exists(f"{name}/dataset_{file}.json")}
-    return "dict" in there or "info" in there and os.path.exists(f"{name}/state.json")
+    alone = all(os.path.exists(f"{name}/{file}.json") for file in ("dataset_info", "state"))
+    return alone or os.path.exists(f"{name}/dataset_dict.json")
 
 
-def has_split(source, split: str) -> bool:
-    return bool(split_files(source.dataset_name).get(split))
-
-
-def open_units(source):
-    """(fingerprint, units) of the files of one split."""
-    urls = split_files(source.dataset_name, say=True)[source.split]
-    with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead to nothing
-        return digest(states(urls)), [partial(_file_rows, group) for group in units_of(urls)]
-
-
-def digest(*parts) -> str:
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+def suffix(path: str) -> str:
+    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", _bare(path).lower()))[1]
 
 
 def _bare(path: str) -> str:
     """Without the query of a web address."""
     return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
-
-
-def suffix(path: str) -> str:
-    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", _bare(path).lower()))[1]
 
 
 def list_files(name: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
@@ -87,41 +74,41 @@ def list_files(name: str) -> tuple[fsspec.AbstractFileSystem, list[str]]:
             return files, [path]
         if glob.has_magic(path) and not files.exists(path):  # my[1].jsonl is a name
             return files, files.glob(path)
-        return files, _find(files, path) if files.isdir(path) else [path] * files.exists(path)
+        if not files.isdir(path):
+            return files, [path] * files.exists(path)
+        local = isinstance(files, fsspec.get_filesystem_class("file"))
+        return files, _follow_links(path) if local else files.find(path)
 
 
-def _find(files, path: str) -> list[str]:
-    """The files below a folder. Links to folders are followed on a disk, once for each: they may go round."""
-    if not isinstance(files, fsspec.get_filesystem_class("file")):
-        return files.find(path)
+def _follow_links(path: str) -> list[str]:
+    """The files below a folder. Links to folders come last, and each folder once: links may go round."""
     found, seen, folders = [], set(), deque([path])
     while folders:
         if (real := os.path.realpath(folder := folders.popleft())) not in seen:
             seen.add(real)
             for entry in os.scandir(folder):
-                later = folders.append if entry.is_symlink() else folders.appendleft  # links last
+                later = folders.append if entry.is_symlink() else folders.appendleft
                 (later if entry.is_dir() else found.append)(entry.path)
     return found
 
 
-def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]:
-    """Split -> sorted URLs, as the head of this file says. say: print how many files are of no such type."""
+def split_files(name: str, suffixes=SUFFIXES, say: bool = False) -> dict[str, list[str]]:
+    """{split: sorted URLs}, as the head of this file says; say: print how many files have other suffixes."""
     files, paths = list_files(name)
     if not paths:
-        told = "no such file, folder or Hub data set, or an empty one; check its spelling"
-        raise ValueError(f"dataset_name {name!r}: {told}")
-    kinds = {path: suffix(path) for path in paths}
-    known = sorted(path for path in paths if kinds[path] in suffixes)
+        raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set, or an empty one; "
+                         "check its spelling")
+    known = sorted(path for path in paths if suffix(path) in suffixes)
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
     if not known:
         raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(suffixes)}")
     if say and len(known) < len(paths) and os.environ.get("RANK", "0") == "0":
-        other = Counter(kinds[path] or "without any" for path in set(paths) - set(known))
+        other = Counter(suffix(path) or "without any" for path in set(paths) - set(known))
         told = ", ".join(f"{kind} {count:,}" for kind, count in sorted(other.items()))
         print(f"{without_secrets(name)}: {len(known):,} files are read, others are not: {told}", flush=True)
-    # One folder for all says nothing of text: it may be called test for other reasons.
-    with_folder = len({os.path.dirname(path) for path in known}) > 1 or suffixes != SUFFIXES
-    own = {path: _split_words(path, with_folder) for path in known}
+    # One folder of text says nothing by its name: it may be called test for other reasons.
+    by_folder = len({os.path.dirname(path) for path in known}) > 1 or suffixes != SUFFIXES
+    own = {path: _splits_of(path.rsplit("/", 2)[: -2 - by_folder : -1]) for path in known}
     splits = {split: [path for path in known if split in own[path]] for split in SPLIT_WORDS}
     astray = [os.path.basename(path) for path in known if len(own[path]) != 1]
     if len(known) == 1 or not splits["train"]:
@@ -130,55 +117,58 @@ def split_files(name: str, suffixes=SUFFIXES, say=False) -> dict[str, list[str]]
         more = f" and {len(astray) - 9} more" if len(astray) > 9 else ""
         raise ValueError(f"dataset_name {name!r}: {', '.join(astray[:9])}{more}: in no split or in two, "
                          "where other names hold the word train; rename, or name the wanted by a glob")
-    return {split: [files.unstrip_protocol(path) for path in paths] for split, paths in splits.items()}
+    return {split: [*map(files.unstrip_protocol, paths)] for split, paths in splits.items() if paths}
 
 
-def _split_words(path: str, with_folder: bool) -> list[str]:
-    """The splits that a file's name tells of, or else that of its folder."""
-    name, folder = os.path.basename(path), os.path.basename(os.path.dirname(path))
-    words = set(re.split(r"[^a-z]+", name.lower()))
-    found = [split for split, names in SPLIT_WORDS.items() if words & names]
-    if not found and with_folder:
-        words = set(re.split(r"[^a-z]+", folder.lower()))
-        found = [split for split, names in SPLIT_WORDS.items() if words & names]
-    return found
+def _splits_of(names: list[str]) -> list[str]:
+    """The splits that the first of these names with such a word tells of."""
+    for name in names:
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        if found := [split for split, known in SPLIT_WORDS.items() if words & known]:
+            return found
+    return []
 
 
 def states(urls: list[str]) -> list[tuple]:
-    """What changes when one of the files does."""
+    """(URL, size, tags...) of each file: something of it changes when the file does."""
     found = [(url, files.info(path)) for url in urls for files, path in [fsspec.core.url_to_fs(url)]]
     return [(without_secrets(url), *(str(info.get(key)) for key in ("size", *TAGS))) for url, info in found]
 
 
-def units_of(urls: list[str]) -> list[list[str]]:
-    """The files in groups of at least UNIT_BYTES, but for the last: what can be read apart from the rest."""
-    groups, size = [[]], 0
-    for url in urls:
+def digest(*parts) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def splits(source) -> Iterable[str]:
+    return split_files(source.dataset_name)
+
+
+def open_units(source) -> tuple[str, list[Callable]]:
+    """(fingerprint, units) of one split. A unit is files of UNIT_BYTES or more, or the last ones."""
+    urls, units, size = split_files(source.dataset_name, say=True)[source.split], [], UNIT_BYTES
+    with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead to nothing
+        found = states(urls)
+    for url, (_, length, *_) in zip(urls, found, strict=True):
         if size >= UNIT_BYTES:
-            groups, size = [*groups, []], 0
-        groups[-1].append(url)
-        files, path = fsspec.core.url_to_fs(url)
-        size += files.info(path).get("size") or UNIT_BYTES
-    return groups
+            units, size = [*units, []], 0
+        units[-1].append(url)
+        size += int(length) if length.isdigit() and int(length) else UNIT_BYTES
+    return digest(found), [partial(_file_rows, unit) for unit in units]
 
 
-def _file_rows(urls) -> Iterator[dict]:
-    readers = {".jsonl": _json_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _txt_rows}
-    if {suffix(url) for url in urls} - readers.keys():
-        from data.sources.tables import parquet_documents
-
-        readers[".parquet"] = parquet_documents
+def _file_rows(urls: list[str]) -> Iterator[dict]:
+    readers = (_json_rows, _json_rows, _csv_rows, _txt_rows, _parquet_rows)
     for url in urls:
         with fsspec.open(url, "rb") as file:
             try:
-                yield from readers[suffix(url)](_unpacked(url, file))
+                yield from dict(zip(SUFFIXES, readers, strict=True))[suffix(url)](_unpacked(url, file))
             except Exception as error:  # the readers' libraries have many kinds
                 if diagnose(error).passing or getattr(error, "errno", None) or isinstance(error, MemoryError):
                     raise  # the way to the file, not what it holds
                 raise ValueError(f"{url} is damaged ({error}); repair it or take it out") from error
 
 
-def _unpacked(url: str, file):
+def _unpacked(url: str, file) -> io.BufferedIOBase:
     """What the file holds that its name, or else its first bytes, tell to be compressed."""
     file = io.BufferedReader(file)
     told = (kind for first, kind in PACKED.items() if file.peek(8).startswith(first))
@@ -190,24 +180,20 @@ def _unpacked(url: str, file):
     return compr[kind](file, mode="rb") if kind else file
 
 
+def attempt(function: Callable, *args):
+    """function(*args), or None for what cannot be decoded or parsed."""
+    with suppress(ValueError, RecursionError):
+        return function(*args)
+
+
 def decode(data: bytes) -> str | None:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        return None
+    return attempt(data.decode, "utf-8-sig")
 
 
 def _json_rows(file) -> Iterator[dict]:
     file = io.BufferedReader(file)
-    if file.peek(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        rows = json.load(file)
-        yield from (row if isinstance(row, dict) else {} for row in rows)
-        return
-    for line in file:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
+    array = file.peek(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    for row in json.load(file) if array else (attempt(json.loads, line) for line in file):
         yield row if isinstance(row, dict) else {}
 
 
@@ -222,54 +208,66 @@ def _csv_rows(file) -> Iterator[dict]:
         yield row
 
 
+def _parquet_rows(file) -> Iterator[dict]:
+    import pyarrow.parquet as pq  # not at the top: 30 MB
+
+    for batch in pq.ParquetFile(file).iter_batches(batch_size=256):
+        yield from table_rows(batch)
+
+
+def table_rows(table) -> Iterable[dict]:
+    """The rows of a table or batch of pyarrow; a text that is not UTF-8 is None."""
+    try:
+        return table.to_pylist()
+    except UnicodeDecodeError:  # one bad value spoils the whole table: read it value by value
+        columns = [[attempt(value.as_py) for value in column] for column in table.columns]
+        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
 def _txt_rows(file) -> Iterator[dict]:
     file = io.BufferedReader(file)
-    head = file.peek(4096)[:4096].lstrip(b"\xef\xbb\xbf \r\n").split(b"\n")[0]
-    if TITLE.match(head.decode("utf-8", "replace")):
-        yield from articles(decode(line) for line in file)
+    first = file.peek(4096)[:4096].lstrip(b"\xef\xbb\xbf \r\n").split(b"\n")[0]
+    if TITLE.match(first.decode("utf-8", "replace")):
+        yield from articles(lambda: ({"text": decode(line)} for line in file))
         return
     start = file.read(LONG_FILE + 1)
-    if len(start) <= LONG_FILE:
-        yield {"text": decode(start)}
-        return
-    lines, size = [], 0
-    for line in _bounded_lines(start, file):
-        lines.append(line)
+    document, size = [], 0
+    for line in _bounded_lines(start, file) if len(start) > LONG_FILE else [start]:
+        document.append(line)
         size += len(line)
         if size >= CUT_AFTER and not line.strip() or size > LONGEST - 4:
-            yield {"text": decode(b"".join(lines))}
-            lines, size = [], 0
-    if lines:
-        yield {"text": decode(b"".join(lines))}
+            yield {"text": decode(b"".join(document))}
+            document, size = [], 0
+    if document:
+        yield {"text": decode(b"".join(document))}
 
 
 def _bounded_lines(start: bytes, file) -> Iterator[bytes]:
     """The lines of what was read already and of the rest; longer ones in pieces, cut between characters."""
-    *lines, last = start.splitlines(keepends=True)
+    *lines, line = start.splitlines(keepends=True)
     yield from lines
-    while line := last + file.readline(max(1, LONGEST - len(last))):
-        cut = 0
-        if not line.endswith(b"\n"):  # the first byte of a character, among the last three
-            cut = next((i for i in (1, 2, 3) if line[-i:][:1] >= b"\xc0"), 0)
-        last = line[len(line) - cut :]
-        yield line[: len(line) - cut]
-        if cut and not file.peek(1):
-            yield last
-            return
+    while more := file.readline(max(1, LONGEST - len(line))):
+        line, end = line + more, None
+        if not line.endswith(b"\n"):  # before the first byte of a character, if among the last three
+            end = next((-i for i in (1, 2, 3) if line[-i:][:1] >= b"\xc0"), None)
+        yield line[:end]
+        line = line[end:] if end else b""
+    if line:
+        yield line
 
 
-def articles(lines: Iterable[str | None]) -> Iterator[dict]:
-    """The documents in WikiText's lines: a heading after a blank line opens one, unreadable lines are one."""
-    article, blank, started = [], True, False
-    for line in lines:
+def articles(lines: Callable[[], Iterable[dict]]) -> Iterator[dict]:
+    """The documents in WikiText's lines, the "text" of rows: a heading after a blank line opens one. Each
+    unreadable line is one, too."""
+    article, blank = [], True
+    for line in (row.get("text") for row in lines()):
         if not isinstance(line, str):
             yield {"text": None}
             continue
-        if blank and started and TITLE.match(line):
+        if blank and TITLE.match(line) and "".join(article).strip():
             yield {"text": "".join(article)}
             article = []
         blank = not line.strip()
-        started = started or not blank
         article.append(line if line.endswith("\n") else line + "\n")
     if article:
         yield {"text": "".join(article)}

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
@@ -14,12 +14,12 @@ from pathlib import Path
 from data.sources.files import decode, digest
 
 
-def has_split(source, split: str) -> bool:
-    return split == "train"
+def splits(source) -> list[str]:
+    return ["train"]
 
 
-def open_units(source):
-    """(fingerprint, units) of one of INSTALLED."""
+def open_units(source) -> tuple[str, list]:
+    """(fingerprint, units), of which there is one."""
     rows = INSTALLED[source.dataset_name]
     files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
     code = Path(inspect.getfile(rows)).read_bytes()
@@ -30,7 +30,7 @@ def open_units(source):
 def _python_files() -> list[tuple[str, str, int, str, Path]]:
     """(distribution and version, relative path, bytes, license, file) of every .py file of the standard
     library and of site-packages, in an order that does not depend on where the interpreter is installed."""
-    paths, found = sysconfig.get_paths(), {}
+    found = {}
 
     def search(root, owners, default):
         for folder, folders, names in os.walk(root):
@@ -42,8 +42,8 @@ def _python_files() -> list[tuple[str, str, int, str, Path]]:
                     found[file] = (owner, path, file.stat().st_size, license, file)
 
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    search(paths["stdlib"], {}, (python, "PSF-2.0"))
-    for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
+    search(sysconfig.get_path("stdlib"), {}, (python, "PSF-2.0"))
+    for root in _site_packages():
         owners = {}
         for package in metadata.distributions(path=[root]):
             owner = (f"{package.name} {package.version}", _license(package.metadata))
@@ -52,12 +52,15 @@ def _python_files() -> list[tuple[str, str, int, str, Path]]:
     return sorted(found.values())
 
 
+def _site_packages() -> dict[str, None]:
+    return dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))
+
+
 def _license(package) -> str:
     lines = package.get_all("Classifier") or ()
     classifiers = [line.split(" :: ")[-1] for line in lines if line.startswith("License ::")]
     first_line = (package.get("License") or "").strip().split("\n")[0]
-    names = [package.get("License-Expression"), *classifiers, first_line]
-    return next((name for name in names if name), "unknown")
+    return next(filter(None, (package.get("License-Expression"), *classifiers, first_line)), "unknown")
 
 
 def _python_documents() -> Iterator[dict]:
@@ -79,31 +82,25 @@ def _docs_documents() -> Iterator[dict]:
     """The English in the same installation: package descriptions, then docstrings, a module per document.
 
     Paragraphs keep their order, one line each, a blank line between; code and markup are left out."""
-
-    def documents():
-        paths = sysconfig.get_paths()
-        for root in dict.fromkeys((paths["purelib"], paths["platlib"])):
-            for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
-                text = package.metadata.get_payload() or package.metadata.get("Description") or ""
-                yield f"{package.name} {package.version}", "METADATA", _prose(str(text))
-        for owner, path, _, _, file in _python_files():
-            found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
-            yield owner, path, [p for docstring in found for p in _prose(cleandoc(docstring[2]))]
-
-    for owner, path, paragraphs in documents():
-        if sum(map(len, paragraphs)) >= LEAST_PROSE:
-            yield {"repo_name": owner, "path": path, "text": "\n\n".join(paragraphs)}
+    for root in _site_packages():
+        for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
+            text = package.metadata.get_payload() or package.metadata.get("Description") or ""
+            yield from _document(f"{package.name} {package.version}", "METADATA", [str(text)])
+    for owner, path, _, _, file in _python_files():
+        found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
+        yield from _document(owner, path, (cleandoc(docstring[2]) for docstring in found))
 
 
-def _prose(text) -> list[str]:
-    """The paragraphs that read as sentences: mostly letters, from a capital to a full stop."""
-    found = []
-    for paragraph in re.split(r"\n\s*\n", text):
+def _document(owner: str, path: str, texts: Iterable[str]) -> Iterator[dict]:
+    """Of the paragraphs that read as sentences: mostly letters, from a capital to a full stop."""
+    prose = []
+    for paragraph in (paragraph for text in texts for paragraph in re.split(r"\n\s*\n", text)):
         line = " ".join(paragraph.split())
-        if len(line) >= 40 and line[0].isupper() and line[-1] in ".!?" and not MARKUP.search(paragraph):
-            if sum(character.isalpha() or character == " " for character in line) >= 0.9 * len(line):
-                found.append(line)
-    return found
+        letters = sum(character.isalpha() or character == " " for character in line)
+        if len(line) >= 40 and line[0].isupper() and line[-1] in ".!?" and letters >= 0.9 * len(line):
+            prose += [] if MARKUP.search(paragraph) else [line]
+    if sum(map(len, prose)) >= LEAST_PROSE:
+        yield {"repo_name": owner, "path": path, "text": "\n\n".join(prose)}
 
 
 INSTALLED = {"installed-python": _python_documents, "installed-docs": _docs_documents}

@@ -10,20 +10,19 @@ from pathlib import Path
 import datasets
 from datasets.exceptions import DatasetsError
 
-from data.sources.files import UNIT_BYTES, digest, is_saved
-from data.sources.tables import table_documents
+from data.sources.files import UNIT_BYTES, digest, is_saved, table_rows
 
 
-def has_split(source, split: str) -> bool:
+def splits(source) -> list[str]:
     name, config = source.dataset_name, source.dataset_config_name
     with _hub_errors(source):
-        if is_saved(name):
-            saved = Path(name, "dataset_dict.json")
-            return split in (json.loads(saved.read_text())["splits"] if saved.exists() else ["train"])
-        return split in datasets.get_dataset_split_names(name, config)
+        if not is_saved(name):
+            return datasets.get_dataset_split_names(name, config)
+        saved = Path(name, "dataset_dict.json")
+        return json.loads(saved.read_text())["splits"] if saved.exists() else ["train"]
 
 
-def open_units(source):
+def open_units(source) -> tuple[str, list[partial]]:
     """(fingerprint, units) of one split. Where it streams, the fingerprint is that of the files listed."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
     with _hub_errors(source):
@@ -34,10 +33,11 @@ def open_units(source):
             dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
         if isinstance(dataset, datasets.Dataset):
             units = min(len(dataset), dataset.data.nbytes // UNIT_BYTES + 1)
-            return dataset._fingerprint, [partial(_rows, dataset, unit, units) for unit in range(units)]
-        builder = datasets.load_dataset_builder(name, config)
-        units = [partial(_rows, dataset, unit, dataset.num_shards) for unit in range(dataset.num_shards)]
-        return digest(split, builder.hash, builder.config.data_files), units
+            fingerprint = dataset._fingerprint
+        else:
+            builder, units = datasets.load_dataset_builder(name, config), dataset.num_shards
+            fingerprint = digest(split, builder.hash, builder.config.data_files)
+    return fingerprint, [partial(_rows, dataset, unit, units) for unit in range(units)]
 
 
 def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
@@ -45,7 +45,7 @@ def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
     dataset = dataset.shard(units, unit, contiguous=True)
     if isinstance(dataset, datasets.Dataset):
         tables = dataset.with_format("arrow").iter(batch_size=256)
-        dataset = itertools.chain.from_iterable(map(table_documents, tables))
+        dataset = itertools.chain.from_iterable(map(table_rows, tables))
     yield from dataset
 
 
@@ -57,6 +57,6 @@ def _hub_errors(source):
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
         name, config = source.dataset_name, source.dataset_config_name
         config = f", dataset_config_name {config!r}," if config else ""
-        remedies = "check spelling and network; `hf auth login` if private; installed-python needs neither."
-        told = f"cannot be loaded: {str(error).strip()}\n  Remedies: {remedies}"
-        raise ValueError(f"dataset_name {name!r}{config} {told}") from error
+        raise ValueError(f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
+                         "check spelling and network; `hf auth login` if private; installed-python needs "
+                         "neither.") from error

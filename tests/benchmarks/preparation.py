@@ -36,7 +36,7 @@ def read_texts(megabytes: float) -> list[str]:
     """Every third document of the installed source, up to a size, without what the filters would drop."""
     texts, size = [], 0
     corpus = load_corpus(Source("installed-python"))
-    some = replace(corpus, rows=lambda: itertools.islice(corpus.rows(), 0, None, 3))
+    some = replace(corpus, readers=[lambda: itertools.islice(corpus, 0, None, 3)])
     for document in clean_documents(some, Accounting()):
         texts.append(document["content"])
         size += len(document["content"])
@@ -52,7 +52,7 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 
 def ours(texts, tokenizer, folder) -> int:
-    corpus = Corpus(Source("memory"), "text", "memory", lambda: ({"text": text} for text in texts))
+    corpus = Corpus(Source("memory"), "text", "memory", [lambda: ({"text": text} for text in texts)])
     prepared = prepare_rows(corpus, TokenMaker(tokenizer), block_size=BLOCK_SIZE, validation_fraction=0.05,
                             cache_dir=folder)
     return sum(account["tokens"] for account in prepared.accounting.values())

@@ -1,5 +1,5 @@
-"""torch.compile by blocks (regional compilation): the model's layers and the softmax of the loss, in place, so
-that the names of weights stay. And what was compiled, how often, in how many seconds."""
+"""torch.compile by blocks (regional compilation): the layers of the model and the softmax of the loss, in
+place, so that the names of weights stay. And what was compiled, how often, in how many seconds."""
 
 import torch
 from accelerate.utils import DynamoBackend
