@@ -19,6 +19,10 @@ def list_checkpoints(folder) -> list[Path]:
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def outdate(made: list[Path], step: int) -> None:
     """Set aside, as replaced-*, the checkpoints or milestones after the step from which a run goes on."""
     newer = [path for path in made if step_of(path) > step]
@@ -28,17 +32,13 @@ def outdate(made: list[Path], step: int) -> None:
         logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
 
 
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
 def candidates(folder, resume_from: str) -> list[Path]:
     """What resume_from may mean, the first choice first; nothing is verified."""
     made = list_checkpoints(folder)[::-1]
     if resume_from in ("auto", "none"):
         return made if resume_from == "auto" else []
     origin = origin_path(folder, resume_from)
-    return [path for path in made if origin in _read_state(path).get("origins", [])] + [Path(resume_from)]
+    return [path for path in made if origin in _peek(path).get("origins", [])] + [Path(resume_from)]
 
 
 def origin_path(folder, resume_from: str) -> str:
@@ -66,7 +66,7 @@ def find_damage(folder: Path) -> str:
         if "state.json" not in sealed or not all(isinstance(state[key], kinds[key]) for key in kinds):
             return "state.json: not that of a checkpoint"
         problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
-        return next((problem for problem in problems if problem), "")
+        return next(filter(None, problems), "")
     except Exception as error:  # of a file whose bytes are as they were sealed, and say something else
         return f"state.json: not readable ({type(error).__name__}: {error})"
 
@@ -75,25 +75,24 @@ def read_state(folder: Path) -> dict:
     """state.json of a verified checkpoint. ValueError where another version of the project has made it."""
     state = json.loads((folder / "state.json").read_text())
     if state.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} was made by another version of this project: continue it with that version, "
-            "or start anew in another output_dir (model_name_or_path takes its weights along)"
-        )
+        raise ValueError(f"{folder} was made by another version of this project: continue it with that "
+                         "version, or start anew in another output_dir (model_name_or_path takes its weights "
+                         "along)")
     return state
-
-
-def _read_state(path: Path) -> dict:
-    """state.json of a checkpoint, {} where that cannot be read."""
-    with suppress(OSError, ValueError):
-        if isinstance(state := json.loads((path / "state.json").read_text()), dict):
-            return state
-    return {}
 
 
 def newest_extra(output_dir, resume_from: str) -> dict:
     """The extra of the checkpoint that a start would continue from, {} without one; nothing is verified."""
-    with suppress(IndexError, KeyError, OSError, TypeError):
-        extra = _read_state(candidates(Path(output_dir) / "checkpoints", resume_from)[0])["extra"]
-        if isinstance(extra["settings"], dict) and isinstance(extra["data"], dict):
+    with suppress(OSError, IndexError):
+        extra = _peek(candidates(Path(output_dir) / "checkpoints", resume_from)[0]).get("extra")
+        if isinstance(extra, dict) and all(isinstance(extra.get(key), dict) for key in ("settings", "data")):
             return extra
+    return {}
+
+
+def _peek(folder: Path) -> dict:
+    """state.json that nobody has verified; {} where it cannot be read."""
+    with suppress(OSError, ValueError):
+        state = json.loads((folder / "state.json").read_text())
+        return state if isinstance(state, dict) else {}
     return {}
