@@ -51,15 +51,16 @@ class Resume:
         if self.lock:
             save_args(self.args.output_dir, settings, self.code, self.launch, origin)
 
-    def save(self, state, model, keep, settings: dict, config, metrics_offset: int, final: bool) -> None:
-        rows = self.steps.rows_before(state["step"])
-        extra = {"state": state, "settings": settings | self.counts, "metrics_offset": metrics_offset,
-                 "rows": rows, "data": self.data.fingerprints, "stream": self.data.state_dict(rows),
-                 "code": self.code, "launch": self.launch}
+    def save(self, model, keep: dict, extra: dict, config, final: bool) -> None:
+        """extra: state, settings and metrics_offset of the run."""
+        step = extra["state"]["step"]
+        rows = self.steps.rows_before(step)
+        extra |= {"settings": extra["settings"] | self.counts, "rows": rows, "data": self.data.fingerprints,
+                  "stream": self.data.state_dict(rows), "code": self.code, "launch": self.launch}
         files = {"tokenizer.json": self.data.tokenizer.backend_tokenizer.to_str().encode()}
         files["config.json"] = without_secrets(config.to_json_string()).encode()
         files |= {file.name: file.read_bytes() for file in more_configurations(self.args.output_dir)}
-        self.checkpoints.save(state["step"], model, keep, extra, final, files.items())
+        self.checkpoints.save(step, model, keep, extra, final, files.items())
 
     def refuse_bad_weights(self, names: list[str], step: int) -> None:
         """RuntimeError where weights of these names are not finite: they would replace good ones."""

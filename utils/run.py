@@ -1,8 +1,8 @@
 """One run in one folder, as the scripts see it: it counts steps, and has things done when they are due.
 
-It holds an object for each of its parts: `Resume` (where it continues), `Report` (what is logged and shown),
-`Publication` (the saved model and its pushes), `EditCheck` (what an edit of update forgot). None of them
-touches the model's update: gradients and steps stay in the script, and a test sees to it.
+It holds `Resume` (where it continues), `Report` (what is logged and shown), `Publication` (the saved model
+and its pushes) and `EditCheck` (what an edit of update forgot). None of them touches the model's update:
+gradients and steps stay in the script, and a test sees to it.
 """
 
 import json
@@ -56,8 +56,6 @@ class Run:
         self.resume = self.report = self.edits = self.stop = None
         announce(args, self.settings, dataset, accelerator.is_main_process)
 
-    # ---- Before the first step
-
     def describe(self, lm, predicted: float = 1.0) -> None:
         """Of the model before `prepare`, which may shard it. predicted: the positions that pass the head."""
         self.config, self.flops = lm.config, flops_per_token(lm, self.args.block_size, head_share=predicted)
@@ -98,8 +96,7 @@ class Run:
         block = report(accelerator, steps, self.step, launch, name, parameters)
         accelerator.print(block, f"disk       {disk}", *optimizer_warnings(keep), sep="\n")
         self.report.changes(self.step, self.resume.changes())
-        restored = data, steps, self, self.generator
-        self.edits = EditCheck(update, model, keep, args, restored, collate=data.collate)
+        self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
         self.stop = StopSignals(accelerator)
         if args.preflight and not resumed:
             self._rehearse()
@@ -131,8 +128,6 @@ class Run:
             self.save()
             self.finish()
         return not self._ended
-
-    # ---- In the loop
 
     @property
     def step(self) -> int:
@@ -190,8 +185,8 @@ class Run:
             state["eval"] = {**(state["eval"] if names else {}), **record}
             if self.evaluated(record):
                 state["ended"] = self.step
-            tokens = self.steps.tokens_before(self.step)  # for dashboards, as an axis
-            self.report.numbers({"step": self.step, "tokens": tokens, **record})
+            axes = {"step": self.step, "tokens": self.steps.tokens_before(self.step)}  # of dashboards
+            self.report.numbers(axes | record)
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, state, record)
             self.report.show(self.evaluations.samples())
@@ -205,8 +200,8 @@ class Run:
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
             final, self.state["export_due"] = bool(self._ended or self.stopping), bool(failure)
-            offset, settings = self.report.metrics.offset, self.settings
-            self.resume.save(self.state, self.model, self.keep, settings, self.config, offset, final)
+            extra = dict(state=self.state, settings=self.settings, metrics_offset=self.report.metrics.offset)
+            self.resume.save(self.model, self.keep, extra, self.config, final)
             if not failure:
                 self.publication.push(self.step, self.state["eval"])
             elif final:
@@ -218,13 +213,10 @@ class Run:
         with self.report.throughput.apart("milestone"):
             self.publisher.keep_milestone(self.accelerator, self.model, self.data.tokenizer, self.step)
 
-    # ---- The end
-
     def give_up(self, skipped: int) -> None:
         """So many updates in a row were skipped that the run cannot go on: `finish` raises RuntimeError."""
-        lines = f"{self.args.output_dir}/metrics.jsonl"
         self.failure = (f"{skipped} updates in a row were skipped, as their gradients are not finite. Lower "
-                        f"learning_rate, or look at the samples that {lines} names.")
+                        f"learning_rate, or look at their samples: {self.args.output_dir}/metrics.jsonl.")
 
     def finish(self) -> None:
         """Nothing is left in flight; the summary, or the exit status of a stop."""

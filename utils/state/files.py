@@ -45,12 +45,12 @@ def transformers_names(tensors: dict) -> dict:
     return {name if short[name] in tensors else short[name]: tensor for name, tensor in tensors.items()}
 
 
-def tensor_specs(tree) -> list[dict]:
-    """The {"__tensor__": path, "shape": ..., "dtype": ...} of all tensors in a tree of state.json."""
+def tensor_specs(tree) -> dict[str, str]:
+    """{path: "float32 [2, 3]"} of all tensors in a tree of state.json."""
     if isinstance(tree, dict) and "__tensor__" in tree:
-        return [tree]
+        return {tree["__tensor__"]: f"{tree['dtype']} {tree['shape']}"}
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return [spec for part in parts for spec in tensor_specs(part)]
+    return {path: spec for part in parts for path, spec in tensor_specs(part).items()}
 
 
 def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
@@ -60,8 +60,7 @@ def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
     if not specs or any(path.startswith(f"{name}/") for path in sealed):
         return ""
     saved = load_file(folder / file) if file in sealed else {}  # mapped, not read
-    for spec in specs:
-        path, wanted = spec["__tensor__"], f"{spec['dtype']} {spec['shape']}"
+    for path, wanted in specs.items():
         tensor = saved.get(path, saved.get(path.removeprefix("lm.")))  # see transformers_names
         found = "missing" if tensor is None else f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
         if found != wanted:

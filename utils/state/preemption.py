@@ -1,20 +1,17 @@
 """Stop signals that all processes obey at the same step, and one run at a time in an output folder.
 
-A first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. Another one, more than a second
-later, ends it at once; sooner it is the same request, which a launcher forwards and the scheduler has sent, too.
+The first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. A second one ends it at once,
+but not within a second: a launcher forwards what the scheduler has also sent to its workers.
 
-What the launchers do with a signal that only they receive (read in their source, and tried):
-* accelerate launch, one process: dies at once without telling the script, so a thread looks at the parent's
-  id, and tells us by SIGUSR2, never to be taken for somebody's second signal. Where the launcher's end ends
-  the job (Kubernetes), start `python train_clm.py` or torchrun, or signal the script.
+What launchers do with a signal that only they receive (read in their source, and tried):
+* accelerate launch, one process: dies without telling the script. A thread here watches the parent's id and
+  sends us SIGUSR2, which nobody takes for a second signal.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
-* accelerate launch on TPU: dies, and its child trains on. There this module runs in the launcher too.
+* accelerate launch on TPU: dies, and its child trains on. So this module runs in the launcher, too.
 """
 
 import contextlib
-import fcntl
-import itertools
 import logging
 import multiprocessing
 import os
@@ -28,6 +25,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +41,8 @@ _before = {}  # handlers that ours replaced
 def handle_stop_signals(importing: bool = False) -> None:
     """Handle stop signals from now on. Before training there is nothing to save: they end the process.
 
-    Call it first in main(), and with importing=True where the script is imported, which is how a TPU launcher
-    and its children begin: there main() runs in a thread, and only the main thread may set handlers."""
+    importing: where a TPU launcher, or a child of it, imports the script. There main() runs in a thread, and
+    only the main thread may set handlers."""
     if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
@@ -73,21 +71,20 @@ def _on_signal(number, frame):
     if first:
         _state.signum, _state.since = number, time.monotonic()
     if _state.forward:
-        _signal_children(number)
-    elif not _state.training:
-        _say(f"{name}: stopped before the first step, nothing to save")
+        return _signal_children(number)
+    if not _state.training:
+        text = "stopped before the first step, nothing to save"
         _signal_children(signal.SIGTERM)
-        os._exit(128 + number)
     elif first:
-        _say(f"{name}: saving at the next step, then stopping; a second signal stops at once")
-    elif time.monotonic() - _state.since > 1:  # else the same request
-        _say(f"{name}: second signal, stopping at once; the newest complete checkpoint stays")
-        os._exit(128 + number)
-
-
-def _say(text):
+        text = "saving at the next step, then stopping; a second signal stops at once"
+    elif time.monotonic() - _state.since > 1:
+        text = "second signal, stopping at once; the newest complete checkpoint stays"
+    else:
+        return  # the same request
     if _state.speaks:  # os.write: a handler may interrupt a print
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{name}: {text}\n".encode())
+    if not (first and _state.training):
+        os._exit(128 + number)
 
 
 def _signal_children(number):
@@ -132,12 +129,12 @@ class StopSignals:
 
     @property
     def requested(self) -> int:
-        """Signal number received by this process, or 0; for bounded waits outside the loop. Not agreed on."""
+        """The signal that this process alone has received, or 0."""
         return _state.signum
 
     def agreed(self) -> int:
-        """Signal number or 0, the same on all processes at the same call, which all must make. With several
-        it is what was known at the previous call: one integer is reduced meanwhile, nobody waits for it."""
+        """The signal or 0, the same on all processes at the same call, which all make. With several it is
+        what was known at the previous call: one integer is reduced meanwhile, and nobody waits."""
         if self.answer:
             return self.answer
         if self.accelerator.num_processes == 1:
@@ -166,35 +163,24 @@ class StopSignals:
             _before.clear()
 
 
-def lock_output_dir(output_dir, wait_seconds: float = 20.0):
-    """Make output_dir ours until this process ends, however it ends. Keep the returned file open.
+def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
+    """Make output_dir ours while the lock is kept, and until this process ends, however it ends.
 
     A run that is just saving gets wait_seconds to finish. ValueError when it cannot be locked or written."""
     path = Path(output_dir) / ".lock"
+    lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            holder = path.read_text().strip() or "unknown process"
+            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
+            lock.acquire(timeout=wait_seconds)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    except Timeout:
+        raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or "
+                         "choose another output_dir for this one") from None
     except OSError as error:
         raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
-    for tries in itertools.count():
-        try:
-            # lockf, not flock, which filelock uses: a forked worker that outlives a killed run would keep it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):  # EAGAIN, EACCES: it is held
-            file.seek(0)
-            holder = file.read().strip() or "unknown process"
-            if tries == 0:
-                logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
-            if tries > 10 * wait_seconds:
-                file.close()
-                raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): "
-                                 "stop that run, or choose another output_dir for this one") from None
-            time.sleep(0.1)
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): only one run may write there", output_dir, error)
-            return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
+    return lock

@@ -55,8 +55,7 @@ def bare_optimizer(thing):
 
 def freeze(thing, model) -> tuple[dict, dict]:
     """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters), or anything else with
-    state_dict; nothing is copied. ValueError for what is neither tensor nor JSON, and for what has no state.
-    """
+    state_dict; nothing is copied. ValueError for what cannot be kept."""
     if thing is model:
         return _encode(named_tensors(model))
     if isinstance(thing, torch.Generator):
@@ -69,11 +68,10 @@ def freeze(thing, model) -> tuple[dict, dict]:
     if not (optimizer := bare_optimizer(thing)):
         return _encode(thing.state_dict())
     names = _parameter_names(optimizer, model)
-    groups = [
-        {key: value for key, value in group.items() if key not in NOT_RESTORED}
-        | {"params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({key: value for key, value in group.items() if key not in NOT_RESTORED})
+        groups[-1]["params"] = [names[parameter] for parameter in group["params"]]
     state = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
     state |= {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
     (tree, tensors), (group_tree, more) = _encode(state), _encode(groups, "groups")
@@ -83,15 +81,13 @@ def freeze(thing, model) -> tuple[dict, dict]:
 @torch.no_grad()
 def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
-    that is sharded otherwise, or not at all. DoesNotFit if it does not."""
+    that is sharded otherwise, or not at all."""
     if thing is model:
         here = named_tensors(model)
-        now = _encode(here)[0]
-        other = [f"{path}: {_kind(tree.get(path))} there, {_kind(now.get(path))} here"
-                 for path in sorted(tree | now) if tree.get(path) != now.get(path)]  # fmt: skip
-        if other:
-            first = "; ".join(other[:3])
-            raise DoesNotFit(f"{folder} fits another model, {len(other)} tensors differ: {first}")
+        there, now = tensor_specs(tree), tensor_specs(_encode(here)[0])
+        if other := [path for path in sorted(there | now) if there.get(path) != now.get(path)]:
+            first = [f"{p}: {there.get(p, 'missing')} there, {now.get(p, 'missing')} here" for p in other[:3]]
+            raise DoesNotFit(f"{folder} fits another model, {len(other)} tensors differ: {'; '.join(first)}")
         return read_tensors(folder, name, here)
     if optimizer := bare_optimizer(thing):
         return _restore_optimizer(folder, name, optimizer, tree, model)
@@ -103,10 +99,6 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
         reason = f"{type(error).__name__}: {error}; {ANOTHER}"
         raise DoesNotFit(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
-
-
-def _kind(spec: dict | None) -> str:
-    return f"{spec['dtype']} {spec['shape']}" if spec else "missing"
 
 
 def _restore_optimizer(folder, name, optimizer, tree, model):
@@ -128,12 +120,10 @@ def _restore_optimizer(folder, name, optimizer, tree, model):
 
 def _parameter_names(optimizer, model) -> dict:
     """{parameter: name}: the model's, or its place in the optimizer where the model does not have it."""
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    return {
-        parameter: names.get(parameter, f"group {g}, parameter {p}")
-        for g, group in enumerate(optimizer.param_groups)
-        for p, parameter in enumerate(group["params"])
-    }
+    named, names = {weight: clean_name(name) for name, weight in model.named_parameters()}, {}
+    for g, group in enumerate(optimizer.param_groups):
+        names |= {p: named.get(p, f"group {g}, parameter {i}") for i, p in enumerate(group["params"])}
+    return names
 
 
 def _encode(value, path: str = "") -> tuple[dict, dict]:
@@ -167,23 +157,23 @@ def _encode(value, path: str = "") -> tuple[dict, dict]:
 def _read(folder: Path, name: str, tree, like: dict):
     """What _encode made `tree` of. Tensors are sharded as the one of their name in `like` is."""
     tensors = {}
-    for spec in tensor_specs(tree):
-        path, shape, dtype = spec["__tensor__"], spec["shape"], getattr(torch, spec["dtype"])
-        model = like.get(path, like.get(path.rpartition("/")[0]))
-        sharded = isinstance(model, DTensor) and [*model.shape] == shape
-        tensors[path] = torch.empty_like(model, dtype=dtype) if sharded else torch.empty(shape, dtype=dtype)
-    read_tensors(folder, name, tensors)
 
-    def decoded(node):  # inner ones first
+    def decoded(node):
         if "__tensor__" in node:
-            return tensors[node["__tensor__"]]
+            path, shape, dtype = node["__tensor__"], node["shape"], getattr(torch, node["dtype"])
+            model = like.get(path, like.get(path.rpartition("/")[0]))
+            sharded = isinstance(model, DTensor) and [*model.shape] == shape
+            empty = torch.empty_like(model, dtype=dtype) if sharded else torch.empty(shape, dtype=dtype)
+            return tensors.setdefault(path, empty)
         if "__numpy__" in node:
-            return node["__numpy__"].numpy()
+            return node["__numpy__"].numpy()  # the same memory
         if "__tuple__" in node:
             return tuple(node["__tuple__"])
         return dict(node["__dict__"]) if "__dict__" in node else node
 
-    return json.loads(json.dumps(tree), object_hook=decoded)
+    value = json.loads(json.dumps(tree), object_hook=decoded)  # inner ones first
+    read_tensors(folder, name, tensors)
+    return value
 
 
 # Several processes
@@ -224,18 +214,19 @@ def gather_json(accelerator, mine) -> list:
 
 
 def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
-    """The same on all processes: (tree, tensors) as they are where they agree, else {"__processes__": [tree
-    of each]} and the tensors of all, "0/path", "1/path". Sharded tensors are left alone: every process has
-    its part."""
+    """The same on all processes: (tree, tensors) as they are where they agree or are sharded, else
+    {"__processes__": [tree of each]} and the tensors of all, "0/path", "1/path"."""
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if accelerator.num_processes == 1 or sharded:
         return tree, tensors
     if len({*gather_json(accelerator, digest(tree, tensors))}) == 1:
         return tree, tensors
     i = accelerator.process_index
+
+    def renamed(node):
+        return node | {"__tensor__": f"{i}/{node['__tensor__']}"} if "__tensor__" in node else node
+
+    trees = gather_json(accelerator, json.loads(json.dumps(tree), object_hook=renamed))
     file = save({f"{i}/{path}": value.cpu().contiguous() for path, value in tensors.items()})
-    for spec in tensor_specs(tree):
-        spec["__tensor__"] = f"{i}/{spec['__tensor__']}"
     files = [load(content) for content in gather_bytes(accelerator, file)]
-    everyones = {path: value for tensors in files for path, value in tensors.items()}
-    return {"__processes__": gather_json(accelerator, tree)}, everyones
+    return {"__processes__": trees}, {path: value for found in files for path, value in found.items()}
