@@ -18,8 +18,8 @@ from tests.test_masking import SPECIAL, make_batch, make_tokenizer
 from utils.learning.muon import MuonAdamW
 from utils.state.checkpoint import Checkpoints
 from utils.state.edit_check import EditCheck
+from utils.state.folders import thing_bytes
 from utils.state.rehearsal import rehearsal
-from utils.state.room import thing_bytes
 from utils.state.training_state import digest, freeze
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -25,9 +25,9 @@ from utils.publishing.publication import Publication
 from utils.resume import Resume
 from utils.state.checkpoint import restore_modules
 from utils.state.edit_check import EditCheck, optimizer_warnings, optimizers_of
+from utils.state.folders import disk_space
 from utils.state.preemption import StopSignals, exit_status
 from utils.state.rehearsal import rehearsal, rehearse_updates
-from utils.state.room import disk_space
 from utils.tasks import Evaluations, Task
 from utils.xla import is_xla
 

@@ -25,28 +25,25 @@ from utils.state.folders import newest_extra
 
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
 # The batch may be divided otherwise; the rows per step are compared instead.
-MAY_CHANGE = set(
-    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps "
-    "eval_at_start keep_best save_steps save_total_limit prompts report_to log_level "
-    "push_to_hub hub_model_id hub_private_repo checkpoint_url hub_timeout "
-    "max_skipped_updates max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
-    "gradient_checkpointing gradient_accumulation_steps milestones stable attn_implementation".split()
-)
+MAY_CHANGE = set("""
+    preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps
+    eval_at_start keep_best save_steps save_total_limit prompts report_to log_level push_to_hub hub_model_id
+    hub_private_repo checkpoint_url hub_timeout max_skipped_updates max_eval_samples milestones stable
+    per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing gradient_accumulation_steps
+    attn_implementation""".split())
 # So may the length of a run whose learning rate is constant, while it is: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
-POSITIVE = set(
-    "validation_fraction vocab_size block_size mlm_probability eval_mlm_probability learning_rate "
-    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps logging_steps "
-    "max_skipped_updates save_total_limit hub_timeout".split()
-)
-NOT_NEGATIVE = set(
-    "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
-    "num_decay_steps min_lr_ratio muon_learning_rate seed max_eval_samples eval_steps "
-    "max_train_samples save_steps show".split()
-)
+POSITIVE = set("""
+    validation_fraction vocab_size block_size mlm_probability eval_mlm_probability learning_rate logging_steps
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_skipped_updates
+    save_total_limit hub_timeout""".split())
+NOT_NEGATIVE = set("""
+    weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2
+    num_decay_steps min_lr_ratio muon_learning_rate seed max_eval_samples eval_steps max_train_samples
+    save_steps show""".split())
 BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1,
-         "eval_mlm_probability": 1}  # fmt: skip
+         "eval_mlm_probability": 1}
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from utils.io.files import find_problem, flush, retire, seal, write_file
 from utils.state import folders, training_state
 from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
-from utils.state.room import available_memory, size_text
 from utils.state.training_state import bare_optimizer, gather_json
 from utils.xla import sync
 
@@ -123,9 +122,9 @@ class Checkpoints:
         places = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
         missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
-        if missing and available_memory() < needed + SPARE_MEMORY:
+        if missing and folders.available_memory() < needed + SPARE_MEMORY:
             message = "no memory for a copy of %s: training waits for its checkpoints"
-            logger.warning(message, size_text(missing))
+            logger.warning(message, folders.size_text(missing))
             self.background = False
             return False
         for name, path in places:

@@ -52,7 +52,7 @@ class EditCheck:
         losses = [value for value in held if isinstance(value, FunctionType) and of_the_user(value)]
         self.functions = [("", function) for function in (update, *losses)]
         self.before, self.values = self._reached()[0], self._values()
-        self.requires_grad = [weight.requires_grad for weight in model.parameters()]
+        self.requires_grad = {weight: weight.requires_grad for weight in model.parameters()}
         self.named, self.checked = set(), False  # names in earlier messages; whether a step was checked
 
     def changed(self) -> str:
@@ -91,8 +91,8 @@ class EditCheck:
         if changed := [name for name, value in self.settings.items() if getattr(self.args, name) != value]:
             raise ValueError(f"{changed[0]}: changed in the loop, but read before it. What changes with the "
                              "step is a function of it, as in docs/edits/growing-batch.diff.")
-        parts = zip(self.requires_grad, self.model.named_parameters(), strict=True)
-        names = [clean_name(name) for before, (name, weight) in parts if before != weight.requires_grad]
+        weights = self.model.named_parameters()
+        names = [clean_name(name) for name, w in weights if w.requires_grad != self.requires_grad[w]]
         if names and accelerator.num_processes > 1:
             raise ValueError(f"requires_grad of {_listed(names)} changed in the loop, and processes wait for "
                              "each other's gradients as they were at the start. To leave weights as they are "

@@ -50,9 +50,6 @@ def bare_optimizer(thing):
     return thing if isinstance(thing, torch.optim.Optimizer) else None
 
 
-# Anything with state_dict <-> a tree and tensors
-
-
 def freeze(thing, model) -> tuple[dict, dict]:
     """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters), or anything else with
     state_dict; nothing is copied. ValueError for what cannot be kept."""
@@ -174,9 +171,6 @@ def _read(folder: Path, name: str, tree, like: dict):
     value = json.loads(json.dumps(tree), object_hook=decoded)  # inner ones first
     read_tensors(folder, name, tensors)
     return value
-
-
-# Several processes
 
 
 def digest(tree, tensors: dict) -> str:
