@@ -181,8 +181,8 @@ def digest(tree, tensors: dict) -> str:
 
 def checksum(tensor) -> str:
     """Of a tensor's type, shape and bytes; of a sharded one this process's part."""
-    part = local(tensor.detach()).cpu().contiguous()
-    content = part.reshape(-1).view(torch.uint8).numpy()
+    part = local(tensor.detach()).to("cpu", copy=True)  # numpy pins a storage, which FSDP could not free then
+    content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{part.dtype} {[*part.shape]} {xxhash.xxh3_128_hexdigest(content)}"
 
 
