@@ -57,7 +57,7 @@ class Run:
         announce(args, self.settings, dataset, accelerator.is_main_process)
 
     def describe(self, lm, predicted: float = 1.0) -> None:
-        """Of the model before `prepare`, which may shard it. predicted: the positions that pass the head."""
+        """Of the model before `prepare`, which may shard it. predicted: share of positions with a loss."""
         self.config, self.flops = lm.config, flops_per_token(lm, self.args.block_size, head_share=predicted)
         self.publication.facts = {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
 
@@ -111,23 +111,21 @@ class Run:
                 raise RuntimeError(f"preflight: the model cannot be saved: {failure}")
             if not is_xla():  # there it would be graphs of its own, and the first step comes at once
                 first = next(self.data.batches(self.steps, self.step))
-                seconds = rehearse_updates(self.accelerator, first, self.seed_step, self.edits)
-                self.report.rehearsed(seconds)
+                self.report.rehearsed(rehearse_updates(self.accelerator, first, self.seed_step, self.edits))
             self.evaluations.rehearse()
 
     def _catch_up(self) -> bool:
-        """The evaluation at the start, or one that a stop interrupted; the last model, for which a full disk
-        had no room. False: nothing is left after that."""
+        """What is still due: an evaluation, or the last model, which found no room. False: that was all."""
         if due := self.state["evaluation_due"]:
             self.evaluate(due if isinstance(due, list) else ())
             if self.state["evaluation_due"]:  # and another signal: all is saved, or not yet begun
                 raise SystemExit(exit_status(self.stopping))
         elif not self.state.get("export_due"):
             return True
-        if self._ended:
+        if ended := self._ended:
             self.save()
             self.finish()
-        return not self._ended
+        return not ended
 
     @property
     def step(self) -> int:
@@ -175,8 +173,8 @@ class Run:
 
     def evaluate(self, names=()) -> None:
         """Evaluation sets (these, or all), samples, curves. A stop signal ends it early, still due."""
-        state = self.state
         self.seed_step()  # for what draws in it: the same after a resume
+        state = self.state
         with self.report.throughput.apart("evaluation"):
             record = self.evaluations.measure(names, self.stop.agreed)
             state["evaluation_due"] = (list(names) or True) if record is None else False
@@ -226,7 +224,7 @@ class Run:
         arrived = self.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
         stopped_by = 0 if self._done else self.stopping  # too late to stop anything
-        if not (self.failure or self.step == last or self._done or stopped_by):
+        if not (self.failure or self._ended or stopped_by):
             self.failure = (f"the loop ended at step {self.step} of {last}: its data did, or a break of "
                             "yours; docs/edits/early-stopping.diff ends a run early")
         if self.failure:
