@@ -17,8 +17,7 @@ from tests import forked
 from utils.io.files import find_problem
 from utils.state import checkpoint
 from utils.state.checkpoint import Checkpoints
-from utils.state.folders import list_checkpoints
-from utils.state.room import disk_space
+from utils.state.folders import disk_space, list_checkpoints
 
 PROJECT = Path(__file__).resolve().parent.parent
 

@@ -18,8 +18,8 @@ from tests.test_masking import SPECIAL, make_batch, make_tokenizer
 from utils.learning.muon import MuonAdamW
 from utils.state.checkpoint import Checkpoints
 from utils.state.edit_check import EditCheck
+from utils.state.folders import thing_bytes
 from utils.state.rehearsal import rehearsal
-from utils.state.room import thing_bytes
 from utils.state.training_state import digest, freeze
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -133,7 +133,7 @@ def test_the_rehearsal_puts_everything_back(accelerator, tmp_path):
     def update():
         train(model, keep, 1)
 
-    with rehearsal(accelerator, model, keep, checkpoints, EditCheck(update, model, keep)) as folder:
+    with rehearsal(checkpoints, EditCheck(update, model, keep)) as folder:
         update()
         assert folder.is_dir() and digests(model, keep) != before
     assert digests(model, keep) == before and not folder.exists()
@@ -149,7 +149,7 @@ def test_the_rehearsal_notices_what_does_not_come_back(accelerator, tmp_path):
     keep["mine"] = Forgets()
     watch = EditCheck(lambda: None, model, keep)
     with pytest.raises(RuntimeError, match="differs from what was saved: mine"):
-        with rehearsal(accelerator, model, keep, Checkpoints(accelerator, tmp_path), watch):
+        with rehearsal(Checkpoints(accelerator, tmp_path), watch):
             train(model, keep, 1)
 
 
@@ -421,7 +421,7 @@ def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, nam
 
     def rehearse():
         watch = EditCheck(update, model, keep)
-        with rehearsal(accelerator, model, keep, Checkpoints(accelerator, tmp_path), watch):
+        with rehearsal(Checkpoints(accelerator, tmp_path), watch):
             update()
 
     if named:

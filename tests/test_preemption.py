@@ -204,7 +204,7 @@ def test_an_output_folder_belongs_to_one_run_and_a_killed_one_leaves_no_lock(tmp
         assert "waiting up to" in caplog.text
         holder.kill()
         holder.wait()
-        lock_output_dir(tmp_path, wait_seconds=5).close()
+        lock_output_dir(tmp_path, wait_seconds=5).release()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
 

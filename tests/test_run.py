@@ -12,7 +12,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 def test_the_run_does_not_become_a_trainer():
     """No backward, no optimizer step, no zero_grad, no clipping, no schedule: they stand in the scripts."""
-    parts = "run resume evaluations display/report publishing/publication state/edit_check"
+    parts = "run resume tasks display/report publishing/publication state/edit_check"
     trees = [ast.parse((PROJECT / f"utils/{part}.py").read_text()) for part in parts.split()]
     called = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = {function.attr for function in called if isinstance(function, ast.Attribute)}

@@ -11,39 +11,6 @@ from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
 
-
-class _Parser(HfArgumentParser):
-    """A field's metadata are ours: transformers' parser would hand them to argparse."""
-
-    def error(self, message):
-        raise ValueError(f"{message}\n`--help` lists every setting.")
-
-    @staticmethod
-    def _parse_dataclass_field(parser, field):
-        field = copy.copy(field)
-        field.metadata = {}
-        HfArgumentParser._parse_dataclass_field(parser, field)
-
-    def format_help(self):
-        """The settings under the headings of their source, each with its default and its comment."""
-        lines = [f"usage: {self.prog} [--preset {' | '.join(self.presets)}] [--setting value ...]", "",
-                 "A preset is a whole experiment, with the settings of its source:", ""]  # fmt: skip
-        source = inspect.getsource(inspect.getmodule(self.dataclass_types[0]))
-        for name, what in re.findall(r'^    "([^"]+)": .*?#\s*(.+)$', source, re.M):
-            lines += [f"  {name:<18} {what}"] * (name in self.presets)
-        lines += ["", "The settings, each with its value in the preset and what it is:", ""]
-        for line in inspect.getsource(self.dataclass_types[0]).splitlines():
-            if heading := re.match(r"    # (.+)$", line):
-                lines += ["", heading[1]]
-            elif found := re.match(r"    (\w+):(?:.*?#\s*(.+))?", line):
-                value = self.get_default(found[1])
-                told = "none" if value in (None, []) else shlex.join(map(str, as_list(value)))
-                told = f"({len(value)} texts)" if "\n" in told else told
-                told = told.lower() if isinstance(value, bool) else told
-                lines += [f"{f'  --{found[1]} {told}':<50}  {found[2] or ''}".rstrip()]
-        return "\n".join(lines) + "\n"
-
-
 # Settings of transformers' scripts and of nanoGPT that look like none of ours: what does that here.
 ELSEWHERE = {
     "fp16 bf16 dtype torch_dtype": "the launcher's --mixed_precision, or accelerate_configs/*.yaml",
@@ -64,14 +31,46 @@ ELSEWHERE = {
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
 
+class _Parser(HfArgumentParser):
+    """A field's metadata are ours: transformers' parser would hand them to argparse."""
+
+    def error(self, message):
+        raise ValueError(f"{message}\n`--help` lists every setting.")
+
+    @staticmethod
+    def _parse_dataclass_field(parser, field):
+        field = copy.copy(field)
+        field.metadata = {}
+        HfArgumentParser._parse_dataclass_field(parser, field)
+
+    def format_help(self):
+        """The settings under the headings of their source, each with its default and its comment."""
+        lines = [f"usage: {self.prog} [--preset {' | '.join(self.presets)}] [--setting value ...]", "",
+                 "A preset is a whole experiment, with the settings of its source:", ""]
+        source = inspect.getsource(inspect.getmodule(self.dataclass_types[0]))
+        for name, what in re.findall(r'^    "([^"]+)": .*?#\s*(.+)$', source, re.M):
+            lines += [f"  {name:<18} {what}"] * (name in self.presets)
+        lines += ["", "The settings, each with its value in the preset and what it is:", ""]
+        for line in inspect.getsource(self.dataclass_types[0]).splitlines():
+            if heading := re.match(r"    # (.+)$", line):
+                lines += ["", heading[1]]
+            elif field := re.match(r"    (\w+):(?:.*?#\s*(.+))?", line):
+                value = self.get_default(field[1])
+                shown = "none" if value in (None, []) else shlex.join(map(str, as_list(value)))
+                shown = f"({len(value)} texts)" if "\n" in shown else shown
+                shown = shown.lower() if isinstance(value, bool) else shown
+                lines += [f"{f'  --{field[1]} {shown}':<50}  {field[2] or ''}".rstrip()]
+        return "\n".join(lines) + "\n"
+
+
 def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
     """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags beside it.
 
     `none` switches an optional setting off and empties a list. A field's trailing comment is its help text.
     ValueError with every unknown flag and what does it here or is near, or with a value that does not parse.
     """
-    notebook = sys.argv[0].endswith("kernel_launcher.py")  # its arguments are not for us
-    argv = ([] if notebook else sys.argv[1:]) if argv is None else argv
+    if argv is None:  # those of a notebook's kernel are not for us
+        argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
     parser = _Parser(args_class, allow_abbrev=False)
     parser.presets = presets
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -82,9 +81,8 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     if dashes := [word for word in argv if word.endswith("=--")]:  # argparse drops such a value
         parser.error(f"{', '.join(dashes)}: no value.")
     parser.set_defaults(**presets[name])
-    args, unknown = parser.parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
+    options = dict(return_remaining_strings=True, look_for_args_file=False)
+    args, unknown = parser.parse_args_into_dataclasses(argv, **options)
     if unknown:
         parser.error("\n".join(_explained(unknown, parser)))
     blank = []

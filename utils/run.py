@@ -1,8 +1,8 @@
 """One run in one folder, as the scripts see it: it counts steps, and has things done when they are due.
 
-It holds an object for each of its parts: `Resume` (where it continues), `Report` (what is logged and shown),
-`Publication` (the saved model and its pushes), `EditCheck` (what an edit of update forgot). None of them
-touches the model's update: gradients and steps stay in the script, and a test sees to it.
+It holds `Resume` (where it continues), `Report` (what is logged and shown), `Publication` (the saved model
+and its pushes) and `EditCheck` (what an edit of update forgot). None of them touches the model's update:
+gradients and steps stay in the script, and a test sees to it.
 """
 
 import json
@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import set_seed
 
-from utils import xla
 from utils.display.doctor import announce, check_launch, launch_facts, report
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
 from utils.entry import NEVER_FREED
-from utils.evaluations import Evaluations
 from utils.flags import as_list
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -26,18 +24,18 @@ from utils.learning.optim import stable_steps
 from utils.publishing.publication import Publication
 from utils.resume import Resume
 from utils.state.checkpoint import restore_modules
-from utils.state.edit_check import EditCheck, optimizer_warnings, optimizers_of, refuse_prepared_schedules
+from utils.state.edit_check import EditCheck, optimizer_warnings, optimizers_of
+from utils.state.folders import disk_space
 from utils.state.preemption import StopSignals, exit_status
 from utils.state.rehearsal import rehearsal, rehearse_updates
-from utils.state.room import disk_space
-from utils.tasks import Task
+from utils.tasks import Evaluations, Task
+from utils.xla import is_xla
 
 
 class Run:
     """Made after the Accelerator; `start` gives it what is trained. All processes make the same calls."""
 
     def __init__(self, args, accelerator, task: Task):
-        """ValueError where processes form no group, or a push could not work."""
         check_launch(accelerator)
         if accelerator.num_processes > 1:
             NEVER_FREED.append(self)  # with the accelerator, and the model in it
@@ -47,6 +45,7 @@ class Run:
         self.settings = without_secrets(asdict(args))
         dataset = ", ".join(as_list(self.settings["dataset_name"]))
         self.publication = Publication(args, accelerator, task, self.settings, dataset)
+        self.publisher = self.publication.publisher
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
         self.evaluated = lambda record: False  # yours: takes each evaluation's numbers, True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
@@ -57,17 +56,14 @@ class Run:
         self.resume = self.report = self.edits = self.stop = None
         announce(args, self.settings, dataset, accelerator.is_main_process)
 
-    # ---- Before the first step
-
     def describe(self, lm, predicted: float = 1.0) -> None:
-        """Of the model, before it is prepared, which may shard it. predicted: the share of positions that
-        pass the head."""
+        """Of the model before `prepare`, which may shard it. predicted: share of positions with a loss."""
         self.config, self.flops = lm.config, flops_per_token(lm, self.args.block_size, head_share=predicted)
         self.publication.facts = {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
 
     def evaluate_only(self, model, evaluate, data, keep: dict) -> None:
-        """Prints the numbers of the evaluation sets as JSON; writes nothing. Modules in keep, such as an
-        average of the weights, are restored from the newest checkpoint where the model is output_dir's."""
+        """Prints the numbers of the evaluation sets as JSON; writes nothing. Where the model is output_dir's,
+        modules in keep, such as an average of the weights, are restored from its newest checkpoint."""
         folder = self.args.output_dir if self.args.model_name_or_path == self.args.output_dir else None
         for name in restore_modules(folder, model, keep):
             warning = f"warning: no checkpoint here has {name}: evaluated as new"
@@ -78,69 +74,58 @@ class Run:
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
         """Begin, or continue where the newest checkpoint is. False: nothing is left to do.
 
-        keep: {name: what has state_dict and load_state_dict} beside the model is saved, restored, rehearsed.
-        ValueError where the checkpoint does not fit, and where update changes what is not in keep."""
+        keep: {name: what has state_dict and load_state_dict}: saved, restored, rehearsed with the model."""
         args, accelerator, publication = self.args, self.accelerator, self.publication
         self.model, self.data, self.steps, self.keep = model, data, steps, keep
         self.evaluations = Evaluations(accelerator, self.task, model, keep, evaluate, data, args.prompts)
-        refuse_prepared_schedules(keep)
         stable = stable_steps(args, steps)
         models = publication.plan_milestones(args, steps, stable[1])
         disk = disk_space(args.output_dir, model, keep, args.save_total_limit, models)
         publication.launch = launch = launch_facts(accelerator, self.config._attn_implementation)
-        place = publication.publisher.checkpoints
-        self.resume = Resume(args, accelerator, steps, data, stable, launch, place)
-        if saved := self.resume.load(model, keep):
-            self.state = self.resume.state_of(saved)
-            data.load_state_dict(saved["stream"])
+        self.resume = Resume(args, accelerator, steps, data, stable, launch, self.publisher.checkpoints)
+        resumed = self.resume.load(model, keep)
+        self.state = resumed or self.state
         publication.start(0 if self.resume.origin else self.step, args.resume_from_checkpoint == "auto")
         if self._done:
             return publication.finished_before(self.step, self.state["eval"], args.hub_timeout)
-        shown = publication.name_optimizers(optimizers_of(keep))
+        shown = publication.name_optimizers([*optimizers_of(keep).values()])
         self.resume.save_args(shown, self.state.get("origin"))
-        offset, publisher = self.resume.metrics_offset, publication.publisher
-        known = args, accelerator, steps, self.state, self.flops
-        self.report = Report(*known, launch, shown, offset, publisher)
-        name = args.model_name_or_path or args.model_type
-        block = report(accelerator, steps, self.step, launch, name, publication.facts["parameters"])
+        known = args, accelerator, steps, self.state, self.flops, launch, shown
+        self.report = Report(*known, self.resume.metrics_offset, self.publisher)
+        name, parameters = args.model_name_or_path or args.model_type, publication.facts["parameters"]
+        block = report(accelerator, steps, self.step, launch, name, parameters)
         accelerator.print(block, f"disk       {disk}", *optimizer_warnings(keep), sep="\n")
         self.report.changes(self.step, self.resume.changes())
-        known = data, steps, args, self, self.generator
-        self.edits = EditCheck(update, model, keep, args, known, collate=data.collate)
+        self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
         self.stop = StopSignals(accelerator)
-        if args.preflight and not saved:
-            self._rehearse(update)
+        if args.preflight and not resumed:
+            self._rehearse()
         self._keep_milestone()  # wanted only now, or lost with another machine
-        if args.eval_at_start and not saved:
+        if args.eval_at_start and not resumed:
             self.state["evaluation_due"] = True  # the origin of the curves
         return self._catch_up()
 
-    def _rehearse(self, update) -> None:
-        accelerator, data = self.accelerator, self.data
-        with rehearsal(accelerator, self.model, self.keep, self.resume.checkpoints, self.edits) as folder:
-            if failure := self.publication.write(self.model, data.tokenizer, folder):
+    def _rehearse(self) -> None:
+        with rehearsal(self.resume.checkpoints, self.edits) as folder:
+            if failure := self.publication.write(self.model, self.data.tokenizer, folder):
                 raise RuntimeError(f"preflight: the model cannot be saved: {failure}")
-            if not xla.is_xla():  # there it would be graphs of its own, and the first step comes at once
-                first = next(data.batches(self.steps, self.step))
-                seconds = rehearse_updates(accelerator, update, first, self.seed_step, self.edits)
-                self.report.rehearsed(seconds)
+            if not is_xla():  # there it would be graphs of its own, and the first step comes at once
+                first = next(self.data.batches(self.steps, self.step))
+                self.report.rehearsed(rehearse_updates(self.accelerator, first, self.seed_step, self.edits))
             self.evaluations.rehearse()
 
     def _catch_up(self) -> bool:
-        """The evaluation at the start, or one that a stop interrupted; the last model, for which a full disk
-        had no room. False: nothing is left after that."""
+        """What is still due: an evaluation, or the last model, which found no room. False: that was all."""
         if due := self.state["evaluation_due"]:
             self.evaluate(due if isinstance(due, list) else ())
             if self.state["evaluation_due"]:  # and another signal: all is saved, or not yet begun
                 raise SystemExit(exit_status(self.stopping))
-        elif not (self._ended and self.state.get("export_due")):
+        elif not self.state.get("export_due"):
             return True
-        if self._ended:
+        if ended := self._ended:
             self.save()
             self.finish()
-        return not self._ended
-
-    # ---- In the loop
+        return not ended
 
     @property
     def step(self) -> int:
@@ -183,25 +168,25 @@ class Run:
 
     def log(self, record: dict, skipped=()) -> None:
         """A line of training. skipped: for each update since the last line 1 if it was skipped, else 0."""
-        self.edits.check_settings()
         epochs = self.data.epochs(self.steps.rows_before(self.step))
         self.report.training(self.step, self.state, record, skipped, epochs)
 
     def evaluate(self, names=()) -> None:
         """Evaluation sets (these, or all), samples, curves. A stop signal ends it early, still due."""
         self.seed_step()  # for what draws in it: the same after a resume
+        state = self.state
         with self.report.throughput.apart("evaluation"):
             record = self.evaluations.measure(names, self.stop.agreed)
-            self.state["evaluation_due"] = (list(names) or True) if record is None else False
+            state["evaluation_due"] = (list(names) or True) if record is None else False
             if record is None:
                 return
-            self.state["eval"] = {**(self.state["eval"] if names else {}), **record}
+            state["eval"] = {**(state["eval"] if names else {}), **record}
             if self.evaluated(record):
-                self.state["ended"] = self.step
-            tokens = self.steps.tokens_before(self.step)  # for dashboards, as an axis
-            self.report.numbers({"step": self.step, "tokens": tokens, **record})
+                state["ended"] = self.step
+            axes = {"step": self.step, "tokens": self.steps.tokens_before(self.step)}  # of dashboards
+            self.report.numbers(axes | record)
             if self.args.keep_best:
-                self.publication.keep_best(self.model, self.data, self.state, record)
+                self.publication.keep_best(self.model, self.data, state, record)
             self.report.show(self.evaluations.samples())
 
     def save(self) -> None:
@@ -213,41 +198,37 @@ class Run:
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
             final, self.state["export_due"] = bool(self._ended or self.stopping), bool(failure)
-            offset, settings = self.report.metrics.offset, self.settings
-            self.resume.save(self.state, self.model, self.keep, settings, self.config, offset, final)
+            extra = dict(state=self.state, settings=self.settings, metrics_offset=self.report.metrics.offset)
+            self.resume.save(self.model, self.keep, extra, self.config, final)
             if not failure:
                 self.publication.push(self.step, self.state["eval"])
             elif final:
-                message = f"error: the last model was not saved: {failure}; make room, then run the same"
-                self.accelerator.print(f"{message} command again", file=sys.stderr)
+                self.accelerator.print(f"error: the last model was not saved: {failure}; make room, then run "
+                                       "the same command again", file=sys.stderr)
                 raise SystemExit(1)
 
     def _keep_milestone(self) -> None:
         with self.report.throughput.apart("milestone"):
-            publisher = self.publication.publisher
-            publisher.keep_milestone(self.accelerator, self.model, self.data.tokenizer, self.step)
-
-    # ---- The end
+            self.publisher.keep_milestone(self.accelerator, self.model, self.data.tokenizer, self.step)
 
     def give_up(self, skipped: int) -> None:
         """So many updates in a row were skipped that the run cannot go on: `finish` raises RuntimeError."""
-        cause = f"{skipped} updates in a row were skipped, as their gradients are not finite"
-        file = f"{self.args.output_dir}/metrics.jsonl"
-        self.failure = f"{cause}. Lower learning_rate, or look at the samples that {file} names."
+        self.failure = (f"{skipped} updates in a row were skipped, as their gradients are not finite. Lower "
+                        f"learning_rate, or look at their samples: {self.args.output_dir}/metrics.jsonl.")
 
     def finish(self) -> None:
         """Nothing is left in flight; the summary, or the exit status of a stop."""
         last, accelerator = self.steps.last, self.accelerator
         self.report.progress.close()
         self.resume.checkpoints.wait()
-        arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
+        arrived = self.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
+        stopped_by = 0 if self._done else self.stopping  # too late to stop anything
+        if not (self.failure or self._ended or stopped_by):
+            self.failure = (f"the loop ended at step {self.step} of {last}: its data did, or a break of "
+                            "yours; docs/edits/early-stopping.diff ends a run early")
         if self.failure:
             raise RuntimeError(self.failure)
-        stopped_by = 0 if self._done else self.stopping  # too late to stop anything
-        if not (self.step == last or self._done or stopped_by):
-            raise RuntimeError(f"the loop ended at step {self.step} of {last}: its data did, or a "
-                               "break of yours; docs/edits/early-stopping.diff ends a run early")
         accelerator.end_training()
         self.stop.close()
         if self.state.get("ended"):

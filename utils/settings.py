@@ -25,29 +25,25 @@ from utils.state.folders import newest_extra
 
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
 # The batch may be divided otherwise; the rows per step are compared instead.
-MAY_CHANGE = set(
-    "preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps "
-    "eval_at_start keep_best save_steps save_total_limit prompts report_to log_level "
-    "push_to_hub hub_model_id hub_private_repo checkpoint_url hub_timeout "
-    "max_skipped_updates max_eval_samples per_device_eval_batch_size per_device_train_batch_size "
-    "gradient_checkpointing gradient_accumulation_steps milestones stable attn_implementation".split()
-)
+MAY_CHANGE = set("""
+    preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps
+    eval_at_start keep_best save_steps save_total_limit prompts report_to log_level push_to_hub hub_model_id
+    hub_private_repo checkpoint_url hub_timeout max_skipped_updates max_eval_samples milestones stable
+    per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing gradient_accumulation_steps
+    attn_implementation""".split())
 # So may the length of a run whose learning rate is constant, while it is: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
-POSITIVE = set(
-    "validation_fraction vocab_size block_size mlm_probability eval_mlm_probability learning_rate "
-    "per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps logging_steps "
-    "max_skipped_updates save_total_limit hub_timeout".split()
-)
-NOT_NEGATIVE = set(
-    "weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2 "
-    "num_decay_steps min_lr_ratio muon_learning_rate seed max_eval_samples eval_steps "
-    "max_train_samples save_steps show".split()
-)
-BELOW = {"seed": 2**32} | dict.fromkeys(
-    ("min_lr_ratio", "validation_fraction", "adam_beta2", "mlm_probability", "eval_mlm_probability"), 1
-)
+POSITIVE = set("""
+    validation_fraction vocab_size block_size mlm_probability eval_mlm_probability learning_rate logging_steps
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_skipped_updates
+    save_total_limit hub_timeout""".split())
+NOT_NEGATIVE = set("""
+    weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2
+    num_decay_steps min_lr_ratio muon_learning_rate seed max_eval_samples eval_steps max_train_samples
+    save_steps show""".split())
+BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1,
+         "eval_mlm_probability": 1}
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
 
 
@@ -56,19 +52,15 @@ def common_problems(args: Any) -> list[str]:
     problems = number_problems(args)
     for name in ["cache_dir"] if args.eval_only else ["output_dir", "cache_dir"]:
         problems += folder_problems(name, getattr(args, name))
-    checks = (quiet_libraries, args.log_level), (check_trackers, args.report_to), (check_devices,)
-    checks += (check_launcher,), (milestone_steps, args.milestones, args.max_train_steps)
-    for check, *values in checks:
-        try:
-            check(*values)
-        except ValueError as error:
-            problems.append(str(error))
+    problems += _raised(quiet_libraries, args.log_level) + _raised(check_trackers, args.report_to)
+    problems += _raised(check_devices) + _raised(check_launcher)
+    problems += _raised(milestone_steps, args.milestones, args.max_train_steps)
     problems += _schedule_problems(args) + _length_problems(args)
     if args.model_name_or_path and not args.tokenizer_name:
         problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
     if args.checkpoint_url and not args.checkpoint_url.partition("://")[2].strip("/"):
-        example = "give s3://bucket/run, hf://user/name, file:///mnt/disk/run or the like"
-        problems.append(f"checkpoint_url: {args.checkpoint_url} is no URL of a folder, {example}.")
+        problems.append(f"checkpoint_url: {args.checkpoint_url} is no URL of a folder, give s3://bucket/run, "
+                        "hf://user/name, file:///mnt/disk/run or the like.")
     if not args.eval_only and not args.show:
         saved = newest_extra(args.output_dir, args.resume_from_checkpoint).get("settings", {})
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
@@ -76,6 +68,15 @@ def common_problems(args: Any) -> list[str]:
         if not saved and (path := args.resume_from_checkpoint) not in ("auto", "none"):
             problems.append(f"resume_from_checkpoint: {path} is no checkpoint. Give auto, none, or another.")
     return problems
+
+
+def _raised(check, *values) -> list[str]:
+    """The text of the ValueError that check(*values) raises, if it does."""
+    try:
+        check(*values)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _schedule_problems(args: Any) -> list[str]:
@@ -87,16 +88,14 @@ def _schedule_problems(args: Any) -> list[str]:
     if optimizer not in ("adamw", "muon"):
         problems.append(f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.")
     if schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        problems.append(f"lr_scheduler_type: {schedule!r} is unknown, give one of: {known}.")
+        problems.append(f"lr_scheduler_type: {schedule!r} is unknown, give one of: {', '.join(SCHEDULES)}.")
     if steps and warmup > steps:
-        cause = f"{warmup:g} are more than max_train_steps, {steps}"
-        problems.append(f"num_warmup_steps: {cause}: add --num_warmup_steps 0.05, a share of them.")
+        problems.append(f"num_warmup_steps: {warmup:g} are more than max_train_steps, {steps}: add "
+                        "--num_warmup_steps 0.05, a share of them.")
     if steps and decay and sum(n if n >= 1 else n * steps for n in (warmup, decay)) > steps:
         problems.append(f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.")
-    ends = "linear", "cosine", "warmup_stable_decay"
-    if getattr(args, "min_lr_ratio", 0) and schedule not in ends:
-        problems.append(f"min_lr_ratio: only {', '.join(ends[:2])} and {ends[2]} have such an end.")
+    if getattr(args, "min_lr_ratio", 0) and schedule not in ("linear", "cosine", "warmup_stable_decay"):
+        problems.append("min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.")
     return problems
 
 
@@ -104,35 +103,30 @@ def _length_problems(args: Any) -> list[str]:
     problems = []
     if not args.max_train_steps and not args.num_train_epochs:
         problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
-    if args.streaming:
-        if not args.max_train_steps or not args.max_eval_samples:
-            problems.append("streaming: of no known length, set max_train_steps and max_eval_samples.")
-        if not args.eval_steps or not args.save_steps:
-            problems.append("streaming: of no known epochs, set eval_steps and save_steps.")
-        if args.max_train_samples:
-            told = "a stream is read as far as max_train_steps goes, leave it out"
-            problems.append(f"max_train_samples: {told}.")
+    if args.streaming and not (args.max_train_steps and args.max_eval_samples):
+        problems.append("streaming: of no known length, set max_train_steps and max_eval_samples.")
+    if args.streaming and not (args.eval_steps and args.save_steps):
+        problems.append("streaming: of no known epochs, set eval_steps and save_steps.")
+    if args.streaming and args.max_train_samples:
+        problems.append("max_train_samples: a stream is read as far as max_train_steps goes, leave it out.")
     return problems
 
 
 def number_problems(args: Any) -> list[str]:
     """One line for each number that cannot be meant; a field of your own may be anything finite."""
-    lines = []
+    problems = []
     for name, value in vars(args).items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        most, wrong = BELOW.get(name, 2**63), ""
         if not math.isfinite(value):
-            wrong = "a finite number"
+            problems.append(f"{name}: must be a finite number, is {value}.")
         elif name in NOT_NEGATIVE and value < 0:
-            wrong = "0 (off) or greater"
+            problems.append(f"{name}: must be 0 (off) or greater, is {value}.")
         elif name in POSITIVE and value <= 0:
-            wrong = "greater than 0"
-        elif value >= most:
-            wrong = f"less than {most:,}"
-        if wrong:
-            lines.append(f"{name}: must be {wrong}, is {value}.")
-    return lines
+            problems.append(f"{name}: must be greater than 0, is {value}.")
+        elif value >= BELOW.get(name, 2**63):
+            problems.append(f"{name}: must be less than {BELOW.get(name, 2**63):,}, is {value}.")
+    return problems
 
 
 def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list[str]:
@@ -140,25 +134,25 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
 
     counts: what the data tell beside args. A field that the run does not know yet counts as what that run
     did: its default, unless field(metadata={"before": value}) says another. A name equals a list of one."""
-    now = dataclasses.asdict(args) | (counts or {})
-    made = type(args)()  # with the defaults
-    before = {f.name: f.metadata.get("before", getattr(made, f.name)) for f in dataclasses.fields(args)}
+    now, defaults = dataclasses.asdict(args) | (counts or {}), type(args)()
+    before = {f.name: f.metadata.get("before", getattr(defaults, f.name)) for f in dataclasses.fields(args)}
+    may_change = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
     lines = {}
-    free = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
-    for name in sorted((saved.keys() | now.keys()) - free):
-        was, is_now = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
-        was, is_now = without_secrets((was, is_now))  # as they were saved
-        if as_list(was) != as_list(is_now):
-            shown = [" ".join(map(str, as_list(value))) or "none" for value in (was, is_now)]
+    for name in sorted((saved.keys() | now.keys()) - may_change):
+        values = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
+        was, is_now = map(as_list, without_secrets(values))  # as they were saved
+        if was != is_now:
+            shown = [" ".join(map(str, value)) or "none" for value in (was, is_now)]
             lines[name] = f"{name}: {shown[0]} in the run, {shown[1]} now"
+    if not lines:
+        return []
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
-    found = [first, *lines.values()] if lines else []
-    if lines and lines.keys() <= LENGTH:
-        folder = shlex.quote(args.output_dir)
-        found.append("The learning rate followed that length; runs that may grow: docs/learning.md. For a "
-                     f"new run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
-                     '--config_overrides "" --output_dir ANOTHER')
-    return found
+    folder, remedy = shlex.quote(args.output_dir), []
+    if lines.keys() <= LENGTH:
+        remedy = ["The learning rate followed that length; runs that may grow: docs/learning.md. For a new "
+                  f"run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
+                  '--config_overrides "" --output_dir ANOTHER']
+    return [first, *lines.values(), *remedy]
 
 
 def folder_problems(name: str, folder: str) -> list[str]:
@@ -194,9 +188,8 @@ def evaluate_what_is_saved(args: Any) -> None:
 
 def saved_data(args: Any) -> dict:
     """Fingerprints and name of what the run to continue was trained on and evaluated; {} at the beginning."""
-    found = {} if args.eval_only or args.show else newest_extra(args.output_dir, args.resume_from_checkpoint)
-    name = as_list(found.get("settings", {}).get("dataset_name"))
-    return found["data"] | {"dataset_name": name} if "data" in found else {}
+    extra = {} if args.eval_only or args.show else newest_extra(args.output_dir, args.resume_from_checkpoint)
+    return extra and extra["data"] | {"dataset_name": as_list(extra["settings"].get("dataset_name"))}
 
 
 def save_args(output_dir, settings: dict, code: dict, launch: dict | None = None, origin=None) -> None:

@@ -8,25 +8,22 @@ from collections.abc import Callable
 
 
 class Steps:
-    """The steps of one run. Schedule, throughput, time left, data and resume all ask it.
+    """The steps of one run. ValueError where there are no rows for one step.
 
     Functions of the step: micro_batches per process, where a batch grows, else gradient_accumulation_steps;
-    row_tokens, where rows are shortened, else block_size. ValueError where there are no rows for one step."""
+    row_tokens, where rows are shortened, else block_size."""
 
     def __init__(self, args, accelerator, rows: int | None, micro_batches: Callable[[int], int] | None = None,
-                 row_tokens: Callable[[int], int] | None = None):  # fmt: skip
+                 row_tokens: Callable[[int], int] | None = None):
         self.rows = rows  # of one epoch; None where only the end of a stream would tell
-        micro, tokens = args.gradient_accumulation_steps, args.block_size
-        self.micro_batches = micro_batches or (lambda step: micro)
-        self._row_tokens = row_tokens or (lambda step: tokens)
+        self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
+        self._row_tokens = row_tokens or (lambda step: args.block_size)
         self._constant = micro_batches is None and row_tokens is None
         self._rows_each = args.per_device_train_batch_size * accelerator.num_processes
         self._sums = [(0, 0)]  # rows and tokens before each step, as far as was asked for
-        first = self.rows_before(1)
-        if args.max_train_steps:
-            self.last = args.max_train_steps
-        else:
-            self.last, wanted = 0, int(rows * args.num_train_epochs)
+        first, self.last = self.rows_before(1), args.max_train_steps
+        if not self.last:
+            wanted = int(rows * args.num_train_epochs)
             while self.rows_before(self.last + 1) <= wanted:
                 self.last += 1
         if self.last < 1 or (rows or first) < first:

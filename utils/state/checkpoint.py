@@ -25,19 +25,9 @@ from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 from torch.distributed.tensor import DTensor
 
 from utils.io.files import find_problem, flush, retire, seal, write_file
-from utils.state import training_state
-from utils.state.files import safetensors_chunks, transformers_names, write_shards
-from utils.state.folders import (
-    FORMAT,
-    candidates,
-    find_damage,
-    list_checkpoints,
-    origin_path,
-    outdate,
-    read_state,
-    run_name,
-)
-from utils.state.room import available_memory, size_text
+from utils.state import folders, training_state
+from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
+from utils.state.training_state import bare_optimizer, gather_json
 from utils.xla import sync
 
 logger = logging.getLogger(__name__)
@@ -48,27 +38,25 @@ SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
 class Checkpoints:
     """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
 
-    save_total_limit: complete checkpoints to keep."""
+    save_total_limit: complete checkpoints to keep, beside the one of kept_step."""
 
-    def __init__(self, accelerator, output_dir, save_total_limit: int = 2):
-        self.accelerator = accelerator
-        self.folder = Path(output_dir) / "checkpoints"
-        self.save_total_limit, self.kept_step = save_total_limit, 0  # beside those: the one of this step
+    def __init__(self, accelerator, output_dir, save_total_limit: int = 2, kept_step: int = 0):
+        self.accelerator, self.folder = accelerator, Path(output_dir) / "checkpoints"
+        self.save_total_limit, self.kept_step = save_total_limit, kept_step
         self.background = True  # copy the state in memory, and write it beside training: while memory allows
         self.last_good = None  # Path of the newest complete checkpoint
         self.origin = None  # {"run": name, "step": step} of what was loaded, if it is another run's: a branch
-        self.failure = None  # why the newest save failed, in words; None when it did not
+        self.failure = None  # why the newest save failed, in words
         self._origins = []  # the checkpoints, named by --resume_from_checkpoint, that this run descends from
-        self._thread = None
+        self._thread = None  # writes in the background
         self._copies = {}  # {(thing, tensor name): host memory}
         self._group = None  # gloo, for shards that are written beside training
-        if accelerator.is_main_process:
-            for left in self.folder.glob(".tmp-*"):
-                complete = self.folder / left.name.removeprefix(".tmp-")
-                if left.name.startswith(".tmp-step-") and not complete.exists() and not find_problem(left):
-                    left.rename(complete)  # a kill came just before its renaming
-                else:
-                    shutil.rmtree(left, ignore_errors=True)
+        for left in self.folder.glob(".tmp-*") if accelerator.is_main_process else ():
+            complete = self.folder / left.name.removeprefix(".tmp-")
+            if left.name.startswith(".tmp-step-") and not complete.exists() and not find_problem(left):
+                left.rename(complete)  # a kill came just before its renaming
+            else:
+                shutil.rmtree(left, ignore_errors=True)
 
     # Saving
 
@@ -81,29 +69,25 @@ class Checkpoints:
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         sync()
         trees, tensors, sharded = self._collect(model, keep)
-        text = json.dumps({
-            "format": FORMAT, "step": step, "processes": accelerator.num_processes, "extra": extra,
+        state = {
+            "format": folders.FORMAT, "step": step, "processes": accelerator.num_processes, "extra": extra,
             "origins": self._origins, "keep": trees,
             "classes": {name: _class_name(thing) for name, thing in keep.items()},
             "scaler": scaler.state_dict() if scaler is not None else None,
-        })  # fmt: skip
+        }  # fmt: skip
+        files = [*beside, ("state.json", json.dumps(state).encode())]
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
         if sharded or accelerator.is_main_process:
-            background = self.background and not final
-            for name in sharded if background else ():
-                tensors[name] = {path: value.to("cpu", copy=True) for path, value in tensors[name].items()}
-            arguments = step, text, tensors, sharded, beside
-            if background and self._copy_to_host(tensors, sharded):
+            arguments = step, files, tensors, sharded
+            if self.background and not final and self._copy_to_host(tensors, sharded):
                 # Not a daemon: when the script fails, the interpreter still waits for the checkpoint.
-                self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint")
+                self._thread = threading.Thread(target=self._write, args=arguments)
                 self._thread.start()
             else:
                 self._write(*arguments)
-        if final:
-            failed = bytes([self.failure is not None])
-            if b"\1" in training_state.gather_bytes(accelerator, failed):
-                raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
+        if final and any(gather_json(accelerator, self.failure is not None)):
+            raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
 
     def reserve(self, model, keep: dict) -> None:
         """Take the memory that background saves copy into: the first save would, and stall thrice as long."""
@@ -112,38 +96,35 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until nothing is being written."""
-        if self._thread is not None:
+        if self._thread:
             self._thread.join()
-
-    def _things(self, model, keep) -> dict:
-        """All that is saved and restored, by name. ValueError for a name that is taken."""
-        if "model" in keep:
-            raise ValueError("keep: model is kept anyway; give yours another name")
-        return {"model": model, **keep}
 
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
         """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of sharded things."""
+        if "model" in keep:
+            raise ValueError("keep: model is kept anyway; give yours another name")
         training_state.reshard(model)
         trees, tensors = {}, {}
-        for name, thing in self._things(model, keep).items():
-            trees[name], tensors[name] = training_state.freeze(thing, model)
-            if thing is not model and not training_state.bare_optimizer(thing):
-                found = training_state.gather_differing(self.accelerator, trees[name], tensors[name])
-                trees[name], tensors[name] = found
+        for name, thing in {"model": model, **keep}.items():
+            frozen = training_state.freeze(thing, model)
+            if thing is not model and not bare_optimizer(thing):
+                frozen = training_state.gather_differing(self.accelerator, *frozen)
+            trees[name], tensors[name] = frozen
         sharded = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
         return trees, tensors, sharded
 
     @torch.no_grad()
     def _copy_to_host(self, tensors, sharded) -> bool:
-        """Replace the tensors by copies, in memory that is kept: fresh pages cost more than the copying."""
+        """Replace the tensors by copies. Those that this process writes alone go to memory that is kept, as
+        fresh pages cost more than the copying; False where there is not enough of it."""
+        main = self.accelerator.is_main_process
         pin = self.accelerator.device.type not in ("cpu", "mps", "xla")
-        whole = self.accelerator.is_main_process  # only there they are written
-        places = [(name, path) for name in tensors if whole and name not in sharded for path in tensors[name]]
+        places = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
         missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
-        if missing and available_memory() < needed + SPARE_MEMORY:
-            size = size_text(missing)
-            logger.warning("no memory for a copy of %s: training waits for its checkpoints", size)
+        if missing and folders.available_memory() < needed + SPARE_MEMORY:
+            message = "no memory for a copy of %s: training waits for its checkpoints"
+            logger.warning(message, folders.size_text(missing))
             self.background = False
             return False
         for name, path in places:
@@ -151,13 +132,15 @@ class Checkpoints:
             if (name, path) not in self._copies:
                 self._copies[name, path] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
             tensors[name][path] = self._copies[name, path].copy_(tensor, non_blocking=pin)
+        for name in sharded:
+            tensors[name] = {path: value.to("cpu", copy=True) for path, value in tensors[name].items()}
         if pin:
             torch.accelerator.synchronize()
         return True
 
-    def _write(self, step, text, tensors, sharded, beside):
-        name, main = f"step-{step:08d}", self.accelerator.is_main_process
-        aside, files, self.failure = self.folder / f".tmp-{name}", {}, None
+    def _write(self, step, small_files, tensors, sharded):
+        main, name = self.accelerator.is_main_process, f"step-{step:08d}"
+        aside, complete, files, self.failure = self.folder / f".tmp-{name}", self.folder / name, {}, None
         try:
             aside.mkdir(parents=True, exist_ok=True)
             for thing, named in tensors.items():
@@ -169,23 +152,22 @@ class Checkpoints:
                     files[file] = write_file(aside / file, safetensors_chunks(named))
             if not main:
                 return
-            for file, content in (*beside, ("state.json", text.encode())):
-                files[file] = write_file(aside / file, [content])
+            files |= {file: write_file(aside / file, [content]) for file, content in small_files}
             seal(aside, files, step=step, torch=torch.__version__)
-            if (complete := self.folder / name).exists():  # the same step, saved before
+            if complete.exists():  # the same step, saved before
                 retire(complete, ".tmp-old-")
             aside.rename(complete)
             flush(self.folder)
             self.last_good = complete
-            old = list_checkpoints(self.folder)[: -self.save_total_limit]
+            old = folders.list_checkpoints(self.folder)[: -self.save_total_limit]
             for path in (*old, *self.folder.glob("bad-*")):
                 if path.name != f"step-{self.kept_step:08d}":
                     retire(path, ".tmp-old-")  # half deleted, it must not look like a damaged one
             for path in self.folder.glob(".tmp-old-*"):
                 shutil.rmtree(path, ignore_errors=True)
         except (Exception, CheckpointException) as error:  # training is worth more than this checkpoint
-            last = f"The last good checkpoint is {self.last_good or 'missing'}"
-            self.failure = f"{str(error) or repr(error)}. {last}"
+            good = f"The last good checkpoint is {self.last_good or 'missing'}"
+            self.failure = f"{str(error) or repr(error)}. {good}"
             if main:
                 shutil.rmtree(aside, ignore_errors=True)
                 logger.warning("%s was not saved: %s", name, self.failure)
@@ -199,89 +181,82 @@ class Checkpoints:
         newest that descends from it, if there is one: the command of a job that is started again goes on.
         check(extra) comes first and may raise. ValueError when no checkpoint is valid, or it does not fit."""
         self.wait()
-        folder = self._choose(resume_from)
         extra, step = None, -1
-        if folder:
-            state = read_state(folder)
-            extra, step = state["extra"], state["step"]
+        if folder := self._choose(resume_from):
+            state = folders.read_state(folder)
+            extra, step, self._origins = state["extra"], state["step"], state.get("origins", [])
             if check:
                 check(extra)
             self._restore(folder, state, model, keep)
-            self._origins = state.get("origins", [])
-            origin = origin_path(self.folder, resume_from)
+            origin = folders.origin_path(self.folder, resume_from)
             if resume_from != "auto" and origin not in self._origins:
                 self._origins.append(origin)
             self.last_good = folder
             if folder.resolve().parent != self.folder.resolve():
-                self.origin = {"run": run_name(folder), "step": step}
+                self.origin = {"run": folders.run_name(folder), "step": step}
             self.reserve(model, keep)
         if self.accelerator.is_main_process:
-            outdate(list_checkpoints(self.folder), step)
+            folders.outdate(folders.list_checkpoints(self.folder), step)
         self.accelerator.wait_for_everyone()
         return extra
 
     def _restore(self, folder, state, model, keep):
-        index, things = self.accelerator.process_index, self._things(model, keep)
         training_state.reshard(model)
+        for name in keep.keys() - state["keep"].keys():
+            logger.warning("%s: not in %s, it begins anew", name, folder)
         for name, tree in state["keep"].items():
-            if name not in things:
+            if name != "model" and name not in keep:
                 logger.warning("%s: in %s, and nobody keeps it now", name, folder)
                 continue
-            was, now = state["classes"].get(name), _class_name(things[name])
-            if name in keep and was != now:
-                told = f"keep: {name} is a {was} in {folder}, and a {now} now"
-                raise ValueError(f"{told}; {training_state.ANOTHER}")
+            thing, was = keep.get(name, model), state["classes"].get(name)
+            if name in keep and was != (now := _class_name(thing)):
+                another = f"is a {was} in {folder}, and a {now} now; {training_state.ANOTHER}"
+                raise ValueError(f"keep: {name} {another}")
             if isinstance(tree, dict) and (parts := tree.get("__processes__")):
-                tree = parts[index % len(parts)]  # of more processes now, they are dealt again
+                tree = parts[self.accelerator.process_index % len(parts)]  # of more now, they are dealt again
             try:
-                training_state.restore(folder, name, things[name], tree, model)
-            except training_state.DoesNotFit:
+                training_state.restore(folder, name, thing, tree, model)
+            except DoesNotFit:
                 raise
             except Exception as error:  # of bytes that are as they were sealed, and mean nothing
                 cause = f"{type(error).__name__}: {error}"
                 raise ValueError(f"{folder} is damaged, {name} cannot be restored ({cause})") from error
-        for name in keep.keys() - state["keep"].keys():
-            logger.warning("%s: not in %s, it begins anew", name, folder)
         if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
     def _choose(self, resume_from) -> Path | None:
         """The verified checkpoint to load: the main process looks, all return the same."""
-        chosen, problem = None, ""
-        if self.accelerator.is_main_process:
-            damaged = []
-            for chosen in candidates(self.folder, resume_from):
-                if not (problem := find_damage(chosen)):
-                    break
-                damaged.append((chosen, problem))
-            for path, what in () if problem else damaged:
-                logger.warning("%s is damaged (%s): going back to %s", path, what, chosen)
-                retire(path, "bad-")
-            if chosen and chosen != Path(resume_from) and resume_from != "auto":
-                logger.warning("%s descends from %s: going on there", chosen, resume_from)
-        found = json.dumps([str(chosen or ""), problem]).encode()
-        chosen, problem = json.loads(training_state.gather_bytes(self.accelerator, found)[0])
+        chosen, problem, damaged = "", "", {}
+        main = self.accelerator.is_main_process
+        for chosen in folders.candidates(self.folder, resume_from) if main else ():
+            if not (problem := folders.find_damage(chosen)):
+                break
+            damaged[chosen] = problem
+        for path, what in {} if problem else damaged.items():
+            logger.warning("%s is damaged (%s): going back to %s", path, what, chosen)
+            retire(path, "bad-")
+        if chosen and not problem and resume_from != "auto" and chosen != Path(resume_from):
+            logger.warning("%s descends from %s: going on there", chosen, resume_from)
+        chosen, problem = gather_json(self.accelerator, [str(chosen), problem])[0]
         if problem:
-            there = ", ".join(path.name for path in list_checkpoints(self.folder)) or "none"
-            raise ValueError(
-                f"resume_from_checkpoint {resume_from}: no checkpoint is valid ({problem}). In "
-                f"{self.folder}: {there}. Repair one, or start from the beginning with "
-                "--resume_from_checkpoint none"
-            )
+            there = ", ".join(path.name for path in folders.list_checkpoints(self.folder)) or "none"
+            raise ValueError(f"resume_from_checkpoint {resume_from}: no checkpoint is valid ({problem}). In "
+                             f"{self.folder}: {there}. Repair one, or start from the beginning with "
+                             "--resume_from_checkpoint none")
         return Path(chosen) if chosen else None
-
-
-def _class_name(thing) -> str:
-    return type(training_state.bare_optimizer(thing) or thing).__name__
 
 
 def restore_modules(output_dir, model, keep: dict) -> list[str]:
     """Put the modules of `keep` back from the newest valid checkpoint, if any, of output_dir (None: of none).
     Returns the names of those that it has not; nothing is written."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
-    made = candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
-    folder = next((path for path in made if not find_damage(path)), None)  # which reads all of it
-    trees = read_state(folder)["keep"] if folder else {}
+    made = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
+    folder = next((path for path in made if not folders.find_damage(path)), None)  # which reads all of it
+    trees = folders.read_state(folder)["keep"] if folder else {}
     for name in modules.keys() & trees.keys():
         training_state.restore(folder, name, modules[name], trees[name], model)
     return sorted(modules.keys() - trees.keys())
+
+
+def _class_name(thing) -> str:
+    return type(bare_optimizer(thing) or thing).__name__

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from utils.io.files import checksum_file
 
@@ -16,11 +17,13 @@ DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int
 DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
-def safetensors_chunks(tensors: dict):
-    """The bytes of a safetensors file, tensor after tensor, straight from their memory.
+class DoesNotFit(ValueError):
+    """A checkpoint is of something else than what is there now."""
 
-    safetensors' own save_file cannot tell a checksum of what it writes. Wide types go first, which aligns
-    every tensor. https://huggingface.co/docs/safetensors/index#format"""
+
+def safetensors_chunks(tensors: dict):
+    """The bytes of a safetensors file, tensor after tensor: safetensors' own save_file takes all to the CPU
+    at once. Wide types go first, which aligns them. https://huggingface.co/docs/safetensors/index#format"""
     if other := {str(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}:
         raise ValueError(f"keep: tensors of {', '.join(sorted(other))} cannot be kept")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
@@ -35,39 +38,54 @@ def safetensors_chunks(tensors: dict):
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
-    """How the file of what is kept as `name` differs from its tree in state.json; "" where it does not.
-    sealed: the files of the manifest. The shards of a folder are checked by torch, when they are loaded."""
-    specs = {}
-
-    def note(node):
-        if "__tensor__" in node:
-            specs[node["__tensor__"]] = node["shape"], DTYPES[getattr(torch, node["dtype"])]
-        return node
-
-    json.loads(json.dumps(tree), object_hook=note)
-    file = f"{name}.safetensors"
-    if not specs or any(path.startswith(f"{name}/") for path in sealed):
-        return ""
-    if file not in sealed:
-        return f"{file}: missing"
-    with safe_open(folder / file, "pt") as tensors:
-        names = tensors.keys()
-        for path, wanted in specs.items():
-            found = path if path in names else path.removeprefix("lm.")  # see transformers_names
-            if found not in names:
-                return f"{file}: {path} is missing"
-            part = tensors.get_slice(found)
-            if wanted != (has := (part.get_shape(), part.get_dtype())):
-                return f"{file}: {path} is {has[1]} {has[0]} instead of {wanted[1]} {wanted[0]}"
-    return ""
-
-
 def transformers_names(tensors: dict) -> dict:
     """The tensors of a loss module by the names that transformers has for them: its model is `lm` in there.
     What would get the name of another keeps its own."""
     short = {name: name.removeprefix("lm.") for name in tensors}
     return {name if short[name] in tensors else short[name]: tensor for name, tensor in tensors.items()}
+
+
+def tensor_specs(tree) -> dict[str, str]:
+    """{path: "float32 [2, 3]"} of all tensors in a tree of state.json."""
+    if isinstance(tree, dict) and "__tensor__" in tree:
+        return {tree["__tensor__"]: f"{tree['dtype']} {tree['shape']}"}
+    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return {path: spec for part in parts for path, spec in tensor_specs(part).items()}
+
+
+def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
+    """How the file of what is kept as `name` differs from its tree in state.json; "" where it does not.
+    sealed: the files of the manifest. The shards of a folder are checked by torch, when they are loaded."""
+    specs, file = tensor_specs(tree), f"{name}.safetensors"
+    if not specs or any(path.startswith(f"{name}/") for path in sealed):
+        return ""
+    saved = load_file(folder / file) if file in sealed else {}  # mapped, not read
+    for path, wanted in specs.items():
+        tensor = saved.get(path, saved.get(path.removeprefix("lm.")))  # see transformers_names
+        found = "missing" if tensor is None else f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
+        if found != wanted:
+            return f"{file}: {path} is {found}, not {wanted}"
+    return ""
+
+
+def read_tensors(folder: Path, name: str, targets: dict) -> None:
+    """Fill `targets` {path: tensor or DTensor} in place with what is kept as `name`, however it was sharded.
+    DoesNotFit where a weight is not finite."""
+    file = folder / f"{name}.safetensors"
+    if targets and not file.exists():
+        reader = HuggingFaceStorageReader(str(folder / name))
+        return dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
+    saved = load_file(file) if targets else {}
+    values = {path: saved[path if path in saved else path.removeprefix("lm.")] for path in targets}
+    for path, target in targets.items():
+        if isinstance(target, torch.nn.Parameter) and not values[path].isfinite().all():
+            raise DoesNotFit(f"{file}: {path} is not finite")
+    for path, target in targets.items():
+        value = values[path]
+        if isinstance(target, DTensor):
+            value = value.to(target.device)
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(value)  # not the mapped file itself, which may be deleted
 
 
 def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> dict:
@@ -87,9 +105,3 @@ def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> 
         if isinstance(part, OSError):
             raise part
     return {file: entry for part in parts for file, entry in part.items()}
-
-
-def read_shards(folder: Path, name: str, targets: dict) -> None:
-    """Fill `targets` {name: tensor or DTensor} in place from what write_shards wrote, however it was cut."""
-    reader = HuggingFaceStorageReader(str(folder / name))
-    dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())

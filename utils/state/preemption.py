@@ -1,21 +1,17 @@
 """Stop signals that all processes obey at the same step, and one run at a time in an output folder.
 
-A first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. Another one, more than a second
-later, ends it at once and harms nothing. Sooner ones are the same request: launchers forward what the
-scheduler has also sent to the workers.
+The first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. A second one ends it at once,
+but not within a second: a launcher forwards what the scheduler has also sent to its workers.
 
-What the launchers do with a signal that only they receive (read in their source, and tried):
-* accelerate launch, one process: dies at once without telling the script, so a thread looks at the parent's
-  id, and tells us by SIGUSR2, never to be taken for somebody's second signal. Where the launcher's end ends
-  the job (Kubernetes), start `python train_clm.py` or torchrun, or signal the script.
+What launchers do with a signal that only they receive (read in their source, and tried):
+* accelerate launch, one process: dies without telling the script. A thread here watches the parent's id and
+  sends us SIGUSR2, which nobody takes for a second signal.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
-* accelerate launch on TPU: dies, and its child trains on. There this module runs in the launcher too.
+* accelerate launch on TPU: dies, and its child trains on. So this module runs in the launcher, too.
 """
 
 import contextlib
-import fcntl
-import itertools
 import logging
 import multiprocessing
 import os
@@ -29,80 +25,81 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_GONE = signal.SIGUSR2
-SAME_REQUEST = 1.0  # seconds: signals that follow faster are one request
 XLA_CALLS = 10  # with several XLA processes every answer waits for the device, so only every tenth call asks
 
-# Signal handlers belong to the process, hence this one state per process. signum: the first stop signal or 0.
-_state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True, pid=0)
+# Handlers belong to the process, hence this one state per process. signum: the first stop signal, or 0.
+_state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True)
 _before = {}  # handlers that ours replaced
 
 
 def handle_stop_signals(importing: bool = False) -> None:
     """Handle stop signals from now on. Before training there is nothing to save: they end the process.
 
-    Call it first in main(), and with importing=True where the script is imported, which is how a TPU launcher
-    and its children begin: there main() runs in a thread, and only the main thread may set handlers."""
-    forward = importing and multiprocessing.parent_process() is None
-    if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker: as there
+    importing: where a TPU launcher, or a child of it, imports the script. There main() runs in a thread, and
+    only the main thread may set handlers."""
+    if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
-    launcher = Path(getattr(sys.modules["__main__"], "__file__", "")).parts[-3:]
-    if forward and not any(part.startswith("accelerate") for part in launcher):
+    child, script = multiprocessing.parent_process(), getattr(sys.modules["__main__"], "__file__", "")
+    forward = importing and not child
+    if forward and not any(part.startswith("accelerate") for part in Path(script).parts[-3:]):
         return  # imported by a test or a notebook
     _state.forward, _state.speaks = forward, int(os.environ.get("RANK", 0)) == 0
     if threading.current_thread() is not threading.main_thread() or _before:
         return
-    _state.pid, _state.signum = os.getpid(), 0
+    _state.signum = 0
     for number in (*STOP_SIGNALS, LAUNCHER_GONE):
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # started with nohup
-        _before[number] = signal.signal(number, _on_signal)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # else started with nohup
+            _before[number] = signal.signal(number, _on_signal)
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if not forward and (launched or multiprocessing.parent_process()):  # a shell may leave its jobs behind
+    if not forward and (launched or child):  # a shell may leave its jobs behind
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
 
 
 def _on_signal(number, frame):
-    if os.getpid() != _state.pid:  # inherited by a forked child: saving is the parent's business
-        if number != signal.SIGINT:  # a terminal sends Ctrl-C to data loading workers too
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+    first, gone = _state.signum == 0, number == LAUNCHER_GONE
+    if gone and not first:
         return
-    first = _state.signum == 0
-    if number == LAUNCHER_GONE:
-        if not first:
-            return
-        number = signal.SIGTERM
+    number = signal.SIGTERM if gone else number
     name = signal.Signals(number).name
     if first:
         _state.signum, _state.since = number, time.monotonic()
     if _state.forward:
-        _signal_children(number)
-    elif not _state.training:
-        _say(f"{name}: stopped before the first step, nothing to save")
+        return _signal_children(number)
+    if not _state.training:
+        text = "stopped before the first step, nothing to save"
         _signal_children(signal.SIGTERM)
-        os._exit(128 + number)
     elif first:
-        _say(f"{name}: saving at the next step, then stopping; a second signal stops at once")
-    elif time.monotonic() - _state.since > SAME_REQUEST:
-        _say(f"{name}: second signal, stopping at once; the newest complete checkpoint stays")
-        os._exit(128 + number)
-
-
-def _say(text):
+        text = "saving at the next step, then stopping; a second signal stops at once"
+    elif time.monotonic() - _state.since > 1:
+        text = "second signal, stopping at once; the newest complete checkpoint stays"
+    else:
+        return  # the same request
     if _state.speaks:  # os.write: a handler may interrupt a print
-        os.write(2, f"\n{text}\n".encode())
+        os.write(2, f"\n{name}: {text}\n".encode())
+    if not (first and _state.training):
+        os._exit(128 + number)
 
 
 def _signal_children(number):
     for child in multiprocessing.active_children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
+
+
+def _leave_to_parent():
+    """In a forked data loading worker. Ctrl-C in a terminal reaches it, too: its parent ends it."""
+    for number in _before:
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _watch_launcher(parent):
@@ -123,27 +120,25 @@ class StopSignals:
     """Made when training begins. close() gives back the handlers that were there before."""
 
     def __init__(self, accelerator):
-        self.accelerator = accelerator
-        self.answer = self.calls = 0
-        self.pending = None
+        self.accelerator, self.answer, self.calls, self.pending = accelerator, 0, 0, None
         # gloo reduces beside training and never touches the accelerator: on the CPU in the group there is.
         self.group = None
         if accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized():
             self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        _state.speaks = accelerator.is_main_process
-        _state.training = True
+        _state.speaks, _state.training = accelerator.is_main_process, True
 
     @property
     def requested(self) -> int:
-        """Signal number received by this process, or 0; for bounded waits outside the loop. Not agreed on."""
+        """The signal that this process alone has received, or 0."""
         return _state.signum
 
     def agreed(self) -> int:
-        """Signal number or 0, the same on all processes at the same call, which all must make. With several
-        it is what was known at the previous call: one integer is reduced meanwhile, and nobody waits for it.
-        """
-        if self.answer or self.accelerator.num_processes == 1:
-            self.answer = self.answer or self.requested
+        """The signal or 0, the same on all processes at the same call, which all make. With several it is
+        what was known at the previous call: one integer is reduced meanwhile, and nobody waits."""
+        if self.answer:
+            return self.answer
+        if self.accelerator.num_processes == 1:
+            self.answer = self.requested
         elif self.group is None:
             self.calls += 1
             if self.calls % XLA_CALLS == 0:
@@ -168,36 +163,24 @@ class StopSignals:
             _before.clear()
 
 
-def lock_output_dir(output_dir, wait_seconds: float = 20.0):
-    """Make output_dir ours until this process ends, however it ends. Keep the returned file open.
+def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
+    """Make output_dir ours while the lock is kept, and until this process ends, however it ends.
 
     A run that is just saving gets wait_seconds to finish. ValueError when it cannot be locked or written."""
     path = Path(output_dir) / ".lock"
+    lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            holder = path.read_text().strip() or "unknown process"
+            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
+            lock.acquire(timeout=wait_seconds)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    except Timeout:
+        raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or "
+                         "choose another output_dir for this one") from None
     except OSError as error:
         raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
-    for tries in itertools.count():
-        try:
-            # lockf, not flock: a forked worker that outlives a killed run must not keep the lock.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError):  # EAGAIN, EACCES: it is held
-            pass
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s): only one run may write there", output_dir, error)
-            return file
-        file.seek(0)
-        holder = file.read().strip() or "unknown process"
-        if tries > 10 * wait_seconds:
-            file.close()
-            remedy = "stop that run, or choose another output_dir for this one"
-            raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): {remedy}")
-        if tries == 0:
-            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
-        time.sleep(0.1)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
-    return file
+    return lock

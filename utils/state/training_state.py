@@ -10,22 +10,17 @@ import numpy as np
 import torch
 import xxhash
 from accelerate.optimizer import AcceleratedOptimizer
-from safetensors.torch import load, load_file, save
+from accelerate.scheduler import AcceleratedScheduler
+from safetensors.torch import load, save
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from utils.state.files import read_shards
+from utils.state.files import DoesNotFit, read_tensors, tensor_specs
 
 BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes, which matters on XLA
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
-CHUNK = 1 << 20  # elements of a tensor that are summed at once
 # What belongs to the device in an optimizer group stays as this run has it.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
 ANOTHER = "keep it under another name to begin it anew"
-
-
-class DoesNotFit(ValueError):
-    """A checkpoint is of something else than what is there now."""
 
 
 def clean_name(name: str) -> str:
@@ -35,90 +30,17 @@ def clean_name(name: str) -> str:
 
 def named_tensors(model) -> dict:
     """{name: parameter or persistent buffer}; of tied ones only the first."""
-    named, seen = {}, set()
+    first = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            named[clean_name(name)] = tensor
-    return named
+        first.setdefault(id(tensor), (clean_name(name), tensor))
+    return dict(first.values())
 
 
 def reshard(model) -> None:
-    """Back to the layout that the optimizer was built with: a forward pass alone, as in evaluation, leaves
-    gathered weights."""
+    """Back to the layout that the optimizer was built with: evaluation leaves gathered weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-# Anything with state_dict <-> a tree and tensors
-
-
-def freeze(thing, model) -> tuple[dict, dict]:
-    """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters), or anything else with
-    state_dict; nothing is copied. ValueError for what is neither tensor nor JSON, and for what has no state.
-    """
-    if thing is model:
-        return _encode(named_tensors(model))
-    if isinstance(thing, torch.Generator):
-        return _encode({"state": thing.get_state()})
-    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-        raise ValueError(f"keep: a {type(thing).__name__} has no state_dict and load_state_dict")
-    optimizer = bare_optimizer(thing)
-    if optimizer is None:
-        return _encode(thing.state_dict())
-    names = _parameter_names(optimizer, model)
-    groups = [
-        {key: value for key, value in group.items() if key not in NOT_RESTORED}
-        | {"params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
-    state = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
-    state |= {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
-    tree, tensors = _encode(state)
-    return {"groups": _encode(groups)[0], "state": tree}, tensors
-
-
-@torch.no_grad()
-def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
-    """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
-    that is sharded otherwise, or not at all. DoesNotFit if it does not."""
-    optimizer = bare_optimizer(thing)
-    if thing is model:
-        here = named_tensors(model)
-        there = {path: f"{spec['dtype']} {spec['shape']}" for path, spec in tree.items()}
-        found = {path: f"{spec['dtype']} {spec['shape']}" for path, spec in _encode(here)[0].items()}
-        both = [(path, there.get(path, "missing"), found.get(path, "missing")) for path in there | found]
-        if other := sorted(f"{path}: {a} there, {b} here" for path, a, b in both if a != b):
-            first = "; ".join(other[:3])
-            raise DoesNotFit(f"{folder} fits another model, {len(other)} tensors differ: {first}")
-        return _fill(folder, name, here)
-    if isinstance(thing, torch.Generator):
-        thing.set_state(_read(folder, name, tree, {})["state"])
-        return
-    if optimizer is None:
-        state = _read(folder, name, tree, _encode(thing.state_dict())[1])
-        try:
-            thing.load_state_dict(state)
-        except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
-            reason = f"{type(error).__name__}: {error}; {ANOTHER}"
-            raise DoesNotFit(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
-        return
-    optimizer.state.clear()
-    names = _parameter_names(optimizer, model)
-    here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    if here != (there := [group["params"] for group in tree["groups"]]):
-        was, now = (" + ".join(str(len(group)) for group in groups) for groups in (there, here))
-        told = f"keep: {name} has other groups of parameters: {was} in {folder}, {now} now"
-        raise DoesNotFit(f"{told}; {ANOTHER}")
-    state = _read(folder, name, tree["state"], {name: parameter for parameter, name in names.items()})
-    groups = optimizer.state_dict()["param_groups"]  # with numbers for parameters
-    numbers = {}
-    for group, saved in zip(groups, _read(folder, name, tree["groups"], {}), strict=True):
-        numbers |= dict(zip(saved["params"], group["params"], strict=True))
-        group.update({key: value for key, value in saved.items() if key not in NOT_RESTORED})
-    state = {numbers.get(name, name): value for name, value in state.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def bare_optimizer(thing):
@@ -128,17 +50,80 @@ def bare_optimizer(thing):
     return thing if isinstance(thing, torch.optim.Optimizer) else None
 
 
+def freeze(thing, model) -> tuple[dict, dict]:
+    """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters), or anything else with
+    state_dict; nothing is copied. ValueError for what cannot be kept."""
+    if thing is model:
+        return _encode(named_tensors(model))
+    if isinstance(thing, torch.Generator):
+        return _encode({"state": thing.get_state()})
+    if isinstance(thing, AcceleratedScheduler):
+        raise ValueError(f"keep: a {type(thing.scheduler).__name__} went through accelerator.prepare, which "
+                         "makes it step once for each process; leave it out there.")
+    if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+        raise ValueError(f"keep: a {type(thing).__name__} has no state_dict and load_state_dict")
+    if not (optimizer := bare_optimizer(thing)):
+        return _encode(thing.state_dict())
+    names = _parameter_names(optimizer, model)
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({key: value for key, value in group.items() if key not in NOT_RESTORED})
+        groups[-1]["params"] = [names[parameter] for parameter in group["params"]]
+    state = {name: optimizer.state[p] for p, name in names.items() if p in optimizer.state}
+    state |= {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    (tree, tensors), (group_tree, more) = _encode(state), _encode(groups, "groups")
+    return {"groups": group_tree, "state": tree}, tensors | more
+
+
+@torch.no_grad()
+def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
+    """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
+    that is sharded otherwise, or not at all."""
+    if thing is model:
+        here = named_tensors(model)
+        there, now = tensor_specs(tree), tensor_specs(_encode(here)[0])
+        if other := [path for path in sorted(there | now) if there.get(path) != now.get(path)]:
+            first = [f"{p}: {there.get(p, 'missing')} there, {now.get(p, 'missing')} here" for p in other[:3]]
+            raise DoesNotFit(f"{folder} fits another model, {len(other)} tensors differ: {'; '.join(first)}")
+        return read_tensors(folder, name, here)
+    if optimizer := bare_optimizer(thing):
+        return _restore_optimizer(folder, name, optimizer, tree, model)
+    if isinstance(thing, torch.Generator):
+        return thing.set_state(_read(folder, name, tree, {})["state"])
+    state = _read(folder, name, tree, like=_encode(thing.state_dict())[1])
+    try:
+        thing.load_state_dict(state)
+    except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
+        reason = f"{type(error).__name__}: {error}; {ANOTHER}"
+        raise DoesNotFit(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
+
+
+def _restore_optimizer(folder, name, optimizer, tree, model):
+    names = _parameter_names(optimizer, model)
+    here = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    if here != (there := [group["params"] for group in tree["groups"]]):
+        was, now = (" + ".join(str(len(group)) for group in groups) for groups in (there, here))
+        groups = f"{name} has other groups of parameters: {was} in {folder}, {now} now"
+        raise DoesNotFit(f"keep: {groups}; {ANOTHER}")
+    optimizer.state.clear()
+    saved = _read(folder, name, tree, like={name: parameter for parameter, name in names.items()})
+    groups, numbers = optimizer.state_dict()["param_groups"], {}  # torch numbers the parameters
+    for group, old in zip(groups, saved["groups"], strict=True):
+        numbers.update(zip(old["params"], group["params"], strict=True))
+        group.update({key: value for key, value in old.items() if key not in NOT_RESTORED})
+    state = {numbers.get(key, key): value for key, value in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
 def _parameter_names(optimizer, model) -> dict:
     """{parameter: name}: the model's, or its place in the optimizer where the model does not have it."""
-    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
-    return {
-        parameter: names.get(parameter, f"group {g}, parameter {p}")
-        for g, group in enumerate(optimizer.param_groups)
-        for p, parameter in enumerate(group["params"])
-    }
+    named, names = {weight: clean_name(name) for name, weight in model.named_parameters()}, {}
+    for g, group in enumerate(optimizer.param_groups):
+        names |= {p: named.get(p, f"group {g}, parameter {i}") for i, p in enumerate(group["params"])}
+    return names
 
 
-def _encode(value) -> tuple[dict, dict]:
+def _encode(value, path: str = "") -> tuple[dict, dict]:
     """(JSON values with {"__tensor__": path, "shape": ..., "dtype": ...} in each tensor's place, tensors)"""
     tensors = {}
 
@@ -163,20 +148,20 @@ def _encode(value) -> tuple[dict, dict]:
         known = "tensors, numbers, texts, lists and dictionaries of them can be kept"
         raise ValueError(f"keep: a state_dict holds a {type(value).__name__} at {path!r}; {known}")
 
-    return encode(value, ""), tensors
+    return encode(value, path), tensors
 
 
 def _read(folder: Path, name: str, tree, like: dict):
     """What _encode made `tree` of. Tensors are sharded as the one of their name in `like` is."""
-    targets = {}
+    tensors = {}
 
     def decoded(node):
         if "__tensor__" in node:
             path, shape, dtype = node["__tensor__"], node["shape"], getattr(torch, node["dtype"])
             model = like.get(path, like.get(path.rpartition("/")[0]))
-            cut = isinstance(model, DTensor) and [*model.shape] == shape
-            made = torch.empty_like(model, dtype=dtype) if cut else torch.empty(shape, dtype=dtype)
-            return targets.setdefault(path, made)
+            sharded = isinstance(model, DTensor) and [*model.shape] == shape
+            empty = torch.empty_like(model, dtype=dtype) if sharded else torch.empty(shape, dtype=dtype)
+            return tensors.setdefault(path, empty)
         if "__numpy__" in node:
             return node["__numpy__"].numpy()  # the same memory
         if "__tuple__" in node:
@@ -184,28 +169,8 @@ def _read(folder: Path, name: str, tree, like: dict):
         return dict(node["__dict__"]) if "__dict__" in node else node
 
     value = json.loads(json.dumps(tree), object_hook=decoded)  # inner ones first
-    _fill(folder, name, targets)
+    read_tensors(folder, name, tensors)
     return value
-
-
-def _fill(folder: Path, name: str, targets: dict) -> None:
-    file = folder / f"{name}.safetensors"
-    if targets and not file.exists():
-        return read_shards(folder, name, targets)
-    saved = load_file(file) if targets else {}
-    values = {path: saved[path if path in saved else path.removeprefix("lm.")] for path in targets}
-    for path, value in values.items():  # names as in transformers_names
-        if isinstance(targets[path], torch.nn.Parameter) and not value.isfinite().all():
-            raise DoesNotFit(f"{file}: {path} is not finite")
-    for path, target in targets.items():
-        value = values[path]
-        if isinstance(target, DTensor):
-            value = value.to(target.device)
-            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(value)  # not the mapped file itself, which may be deleted
-
-
-# Several processes
 
 
 def digest(tree, tensors: dict) -> str:
@@ -214,16 +179,11 @@ def digest(tree, tensors: dict) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([tree, sums]).encode())
 
 
-def checksum(tensor) -> list:
-    """Shape and a sum of all elements' bits, each times its odd number, taken where the tensor is."""
-    tensor = local(tensor.detach()).contiguous()
-    shape, tensor = [*tensor.shape], tensor.reshape(-1)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    bits = tensor.view(INTEGERS.get(tensor.element_size(), torch.uint8))
-    odd = torch.arange(1, 2 * min(CHUNK, bits.numel()) + 1, 2, device=tensor.device)
-    for part in bits.split(CHUNK):
-        total = total * 31 + (part * odd[: part.numel()]).sum()
-    return [str(tensor.dtype), shape, int(total)]
+def checksum(tensor) -> str:
+    """Of a tensor's type, shape and bytes; of a sharded one this process's part."""
+    part = local(tensor.detach()).to("cpu", copy=True)  # numpy pins a storage, which FSDP could not free then
+    content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{part.dtype} {[*part.shape]} {xxhash.xxh3_128_hexdigest(content)}"
 
 
 def local(tensor) -> torch.Tensor:
@@ -243,21 +203,24 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
     return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def gather_json(accelerator, mine) -> list:
+    return [json.loads(text) for text in gather_bytes(accelerator, json.dumps(mine).encode())]
+
+
 def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
-    """The same on all processes: (tree, tensors) as they are where they agree, else {"__processes__": [tree
-    of each]} and the tensors of all, "0/path", "1/path". Sharded tensors are left alone: every process has
-    its part."""
-    if accelerator.num_processes == 1 or any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+    """The same on all processes: (tree, tensors) as they are where they agree or are sharded, else
+    {"__processes__": [tree of each]} and the tensors of all, "0/path", "1/path"."""
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    if accelerator.num_processes == 1 or sharded:
         return tree, tensors
-    if len({*gather_bytes(accelerator, digest(tree, tensors).encode())}) == 1:
+    if len({*gather_json(accelerator, digest(tree, tensors))}) == 1:
         return tree, tensors
     i = accelerator.process_index
 
     def renamed(node):
         return node | {"__tensor__": f"{i}/{node['__tensor__']}"} if "__tensor__" in node else node
 
-    tree = json.loads(json.dumps(tree), object_hook=renamed)
+    trees = gather_json(accelerator, json.loads(json.dumps(tree), object_hook=renamed))
     file = save({f"{i}/{path}": value.cpu().contiguous() for path, value in tensors.items()})
-    trees = [json.loads(text) for text in gather_bytes(accelerator, json.dumps(tree).encode())]
     files = [load(content) for content in gather_bytes(accelerator, file)]
     return {"__processes__": trees}, {path: value for found in files for path, value in found.items()}
