@@ -224,8 +224,7 @@ class Run:
 
     def _keep_milestone(self) -> None:
         with self.report.throughput.apart("milestone"):
-            publisher = self.publication.publisher
-            publisher.keep_milestone(self.accelerator, self.model, self.data.tokenizer, self.step)
+            self.publication.keep_milestone(self.model, self.data.tokenizer, self.step)
 
     # ---- The end
 

@@ -1,8 +1,8 @@
 """Models kept for good: output_dir/milestones/step-N, for from_pretrained, complete or absent. Their
 manifest.json has the step, and bytes and sha256 of each file.
 
-A run that resumes from an earlier step renames those after it to replaced-step-N and makes them again: one
-that comes out the same takes its name back, untouched; the others stay as they are, and are never deleted.
+A run that resumes from an earlier step renames those after it to replaced-step-N and makes them again. One that
+comes out the same takes its name back, untouched; the others are never deleted.
 """
 
 import hashlib
@@ -36,19 +36,18 @@ def list_milestones(output_dir) -> list[Path]:
 
 def keep_milestone(accelerator, model, tokenizer, output_dir, step: int) -> str:
     """Makes the milestone of this step, or finds it as it was made before. Returns as write_model does."""
-    folder = Path(output_dir) / "milestones"
+    folder = Path(output_dir, "milestones")
 
     def complete(written: Path) -> None:
-        milestone = folder / f"step-{step}"
         files = {path.name: checksum_file(path, hashlib.sha256) for path in sorted(written.iterdir())}
         for name in files:
             flush(written / name)
         seal(written, files, step=step)
+        manifest, milestone = (written / "manifest.json").read_bytes(), folder / f"step-{step}"
         if milestone.exists():
             retire(milestone)
-        same = (written / "manifest.json").read_bytes()
-        older = (path.parent for path in folder.glob("replaced-*/manifest.json") if path.read_bytes() == same)
-        next((path for path in older if not find_problem(path)), written).rename(milestone)
+        same = [path.parent for path in folder.glob("replaced-*/manifest.json") if path.read_bytes() == manifest]
+        next((path for path in same if not find_problem(path)), written).rename(milestone)
         flush(folder)
 
     return write_model(accelerator, model, tokenizer, folder / f".tmp-step-{step}", complete)
