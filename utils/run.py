@@ -202,7 +202,8 @@ class Run:
             self.report.numbers({"step": self.step, "tokens": tokens, **record})
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, self.state, record)
-            self.report.show(self.evaluations.samples())
+            trained = self.step or self.args.model_name_or_path  # before, samples are noise
+            self.report.show(self.evaluations.samples() if trained else [])
 
     def save(self) -> None:
         """A checkpoint to continue from, the model for from_pretrained, and their push."""
