@@ -85,8 +85,10 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
 
 def _title(name: str, lines: list[dict]) -> str:
     last = next((line for line in reversed(lines) if by_set(line, "loss/eval")), {})
-    for before, metric, spec in (": evaluation loss", "loss/eval", ".3f"), ("; perplexity", "perplexity", ",.2f"):
-        name += f"{before} {text}" if (text := numbers(last, metric, spec)) else ""
+    if loss := numbers(last, "loss/eval", ".3f"):
+        name += f": evaluation loss {loss}"
+    if perplexity := numbers(last, "perplexity", ",.2f"):
+        name += f"; perplexity {perplexity}"
     return textwrap.fill(name, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")
 
 

@@ -52,10 +52,9 @@ def check_launch(accelerator) -> None:
         return
     remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
     if accelerator.distributed_type != DistributedType.XLA:
-        remedy = (
-            f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, or for "
-            "several processes set ACCELERATE_USE_CPU=true and give --mixed_precision no --dynamo_backend no."
-        )
+        flags = "set ACCELERATE_USE_CPU=true and give --mixed_precision no --dynamo_backend no"
+        cpu = f"launch with accelerate_configs/cpu.yaml, or for several processes {flags}"
+        remedy = f"No accelerator is visible{hiding()}. On the CPU {cpu}."
     raise ValueError(
         f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
         f"form no group, would all train on the same data and overwrite each other's files. {remedy}"

@@ -1,8 +1,8 @@
 """Places that snapshots go to: a repository on the Hub, or a folder at any URL of fsspec.
 
 A checkpoint that a place lists is complete, whatever dies when: on the Hub it is one commit; elsewhere its
-manifest.json is written last and deleted first. The Hub's client looks the token up at each call, so that a
-renewed login counts; it is stored nowhere.
+manifest.json is written last and deleted first. The Hub's client looks the token up at each call: a renewed
+login counts, and it is stored nowhere.
 """
 
 import json
@@ -100,15 +100,14 @@ class Hub:
 
     def _commit(self, snapshot) -> str:
         """One commit with everything in it. (upload_folder makes several of many files.)"""
-        api, branch = HfApi(), {"revision": snapshot.branch}
-        stale = re.compile(REPLACED[snapshot.branch])
-        there = set(api.list_repo_files(self.repo_id, **branch)).difference(snapshot.names)
-        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in snapshot.names]
+        api, names, branch = HfApi(), snapshot.names, snapshot.branch
+        there = api.list_repo_files(self.repo_id, revision=branch)
+        stale = [name for name in there if re.fullmatch(REPLACED[branch], name) and name not in names]
+        additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in names]
         for addition in additions:  # several at once would use threads that hold up the exit of the process
-            api.preupload_lfs_files(self.repo_id, [addition], free_memory=False, **branch)
-        deletions = [CommitOperationDelete(name) for name in there if stale.fullmatch(name)]
-        changes = [*additions, *deletions]
-        return api.create_commit(self.repo_id, changes, commit_message=snapshot.message, **branch).oid
+            api.preupload_lfs_files(self.repo_id, [addition], revision=branch, free_memory=False)
+        changes = [*additions, *map(CommitOperationDelete, stale)]
+        return api.create_commit(self.repo_id, changes, commit_message=snapshot.message, revision=branch).oid
 
     def _differing(self, snapshot, revision: str) -> list[str]:
         """Files of the snapshot that this revision lacks, or has with another hash."""
@@ -137,7 +136,7 @@ class Hub:
 
 
 class Bucket:
-    """A folder at a URL: in its checkpoints/ one for each checkpoint, which holds BESIDE, too.
+    """A folder at a URL, with a folder in its checkpoints/ for each checkpoint, which holds BESIDE, too.
 
     limit: newest checkpoints kept there, 0 for all."""
 
@@ -165,14 +164,14 @@ class Bucket:
 
     def upload(self, snapshot) -> str:
         """Its folder's name. Older ones beyond the limit go, and newer ones: damaged, or set aside here."""
-        place = f"step-{snapshot.step:08d}"
+        place, checkpoint = f"step-{snapshot.step:08d}", snapshot.folder / "checkpoints"
         sealed = f"{place}/manifest.json"
         try:
             folder = self._folder()
             there = _names(folder)
             older = [step for step in _complete(there) if step < snapshot.step]
             kept = {f"step-{step:08d}" for step in [*older, snapshot.step][-self.limit :]}
-            manifest = (snapshot.folder / "checkpoints" / sealed).read_bytes()
+            manifest = (checkpoint / sealed).read_bytes()
             if sealed not in there or folder.fs.cat_file(folder.path(sealed)) != manifest:
                 _remove(folder, there, place)
                 for name in sorted(snapshot.names, key=lambda name: name.endswith("/manifest.json")):
@@ -240,21 +239,21 @@ def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None)
     if have >= 0 and _another_run(place, steps, output_dir):
         return None
     for step in reversed([step for step in steps if step > have]):
-        name = f"checkpoints/step-{step:08d}"
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
-            place.download(step, Path(folder))
-            if problem := find_problem(Path(folder, name)):
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as scratch:
+            place.download(step, Path(scratch))
+            fetched = Path(scratch, "checkpoints", f"step-{step:08d}")
+            if problem := find_problem(fetched):
                 logger.warning("%s: the checkpoint of step %s is damaged (%s)", place.name, step, problem)
                 continue
-            check(Path(folder, name))
-            for beside in BESIDE:
-                if Path(folder, beside).exists():
-                    os.replace(Path(folder, beside), output_dir / beside)
-            (output_dir / "checkpoints").mkdir(exist_ok=True)
-            shutil.rmtree(output_dir / name, ignore_errors=True)  # without a manifest: it did not finish
-            os.replace(Path(folder, name), output_dir / name)
+            check(fetched)
+            for file in filter(Path.is_file, Path(scratch).iterdir()):
+                os.replace(file, output_dir / file.name)
+            checkpoint = output_dir / "checkpoints" / fetched.name
+            checkpoint.parent.mkdir(exist_ok=True)
+            shutil.rmtree(checkpoint, ignore_errors=True)  # without a manifest: it did not finish
+            os.replace(fetched, checkpoint)
         print(f"continues  step {step}, from {place.name}")
-        return output_dir / name
+        return checkpoint
     if steps and have < 0:
         raise ValueError(f"{place.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
     return None

@@ -11,8 +11,7 @@ from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import built_by
-from utils.publishing.export import export_model
-from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
+from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
 from utils.publishing.places import Hub, open_place, refuse_another
 from utils.publishing.publisher import Publisher, upload_command
@@ -45,8 +44,8 @@ class Publication:
         return 1 + args.keep_best + len(self.milestones - set(map(step_of, list_milestones(self.folder))))
 
     def start(self, step: int, auto: bool) -> None:
-        """Uploading begins. step: where the run continues; auto: from its newest checkpoint. Renames milestones
-        after this step, names the tags that the Hub has when a run begins. ValueError: a bucket holds another."""
+        """Uploading begins, on the first process. step: where the run continues; auto: from its newest one.
+        Renames later milestones, names what the Hub has of an earlier run. ValueError: so has a bucket."""
         if not self.accelerator.is_main_process:
             return
         hub = self.publisher.models

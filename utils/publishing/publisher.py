@@ -25,7 +25,7 @@ from huggingface_hub.utils import disable_progress_bars
 
 from utils.display.progress import readable
 from utils.io.retry import SILENCE, diagnose
-from utils.publishing.milestones import list_milestones
+from utils.publishing.export import list_milestones
 from utils.publishing.places import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub
 from utils.state.folders import list_checkpoints, step_of
 
