@@ -1,8 +1,7 @@
 """One queue of snapshots, and one thread that uploads them beside training: model, milestones, checkpoints.
 
-A push to the Hub is exactly one commit, so every revision is complete and of one step, whatever dies when. A
-newer snapshot for the same branch replaces one that waits. A milestone is a snapshot with a tag: nothing
-replaces it, and the others go first.
+A newer snapshot for the same branch replaces one that waits. A milestone is a snapshot with a tag: nothing
+replaces it, and the others go first. A push to the Hub is one commit, complete and of one step.
 
 Data loader workers forked while the thread is in an HTTP call can deadlock: start them before the first push.
 """
@@ -15,11 +14,9 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.utils import disable_progress_bars
 
@@ -44,10 +41,6 @@ class Snapshot:
     state: str = ""  # what happened last: retry, replaced, failed, done
     error: str = ""  # of the last try
 
-    @property
-    def slot(self) -> str:
-        return self.tag or self.branch
-
 
 class Publisher:
     """Made on all processes; the first alone has places. `poll` it at every log interval, and after `finish`.
@@ -55,7 +48,7 @@ class Publisher:
 
     models: where the model and milestones go; checkpoints: where training states go; None: nowhere."""
 
-    say: Callable[[str], Any] = print  # gets what a person should read, where `poll` and `finish` are called
+    say = print  # gets what a person should read, where `poll` and `finish` are called
     status = ""  # in a few words, for the progress line
 
     def __init__(self, output_dir, models: Hub | None = None, checkpoints: Hub | Bucket | None = None):
@@ -65,8 +58,8 @@ class Publisher:
         self.events = queue.SimpleQueue()  # what happened to snapshots, as records for metrics.jsonl
         self.said = ""  # the last error that was
         self.changed = threading.Condition()  # guards what follows
-        self.newest: dict[str, Snapshot] = {}  # of each slot
-        self.waiting: dict[str, Snapshot] = {}  # at most one for each slot
+        self.newest: dict[str, Snapshot] = {}  # of each branch, and each milestone by its tag
+        self.waiting: dict[str, Snapshot] = {}  # likewise
         self.uploading: Snapshot | None = None
         self.failures, self.next_try, self.asked = 0, 0.0, 0.0  # in a row; seconds that the Hub asked for
         self.longest_wait, self.finished = 60, False
@@ -82,7 +75,7 @@ class Publisher:
 
     # ---- On the caller's thread
 
-    def push(self, step: int, metrics: Mapping[str, float | None] | None = None) -> None:
+    def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """The files of output_dir, all of one step, for the main branch; older weights there go."""
         if self.models:
             files = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
@@ -146,7 +139,7 @@ class Publisher:
                 files += filter(Path.exists, beside)
                 self._freeze(step, CHECKPOINTS, files, f"Training state after step {step}")
 
-    def _freeze(self, step: int, branch: str, files: Iterable[Path], message: str) -> None:
+    def _freeze(self, step: int, branch: str, files, message: str) -> None:
         """Weights and checkpoints as hard links: they are replaced, not rewritten. The others are copied."""
         folder, error = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}", ""
         names = sorted(path.relative_to(self.output_dir).as_posix() for path in files)
@@ -165,12 +158,13 @@ class Publisher:
     def _put(self, snapshot: Snapshot, error: str = "") -> None:
         """error: why it could not be frozen; then an older one goes on waiting."""
         with self.changed:
-            self.newest[snapshot.slot] = snapshot
+            slot = snapshot.tag or snapshot.branch
+            self.newest[slot] = snapshot
             if error:
                 return self._record(snapshot, "failed", error=error)
-            if older := self.waiting.pop(snapshot.slot, None):
+            if older := self.waiting.pop(slot, None):
                 self._record(older, "replaced")
-            self.waiting[snapshot.slot] = snapshot
+            self.waiting[slot] = snapshot
             self.changed.notify_all()
 
     def _record(self, snapshot: Snapshot, state: str, **details) -> None:
@@ -200,15 +194,15 @@ class Publisher:
             self.uploading = None
             self.changed.notify_all()
             while not self.finished:
-                waiting, seconds = [*self.waiting.values()], self.next_try - time.monotonic()
-                if waiting and seconds <= 0:
-                    snapshot = min(waiting, key=lambda snapshot: bool(snapshot.tag))  # milestones last
-                    self.uploading = self.waiting.pop(snapshot.slot)
+                slot = min(self.waiting, key=lambda slot: slot not in self.places, default=None)  # tags last
+                seconds = self.next_try - time.monotonic()
+                if slot and seconds <= 0:
+                    self.uploading = snapshot = self.waiting.pop(slot)
                     self.status, snapshot.tries = f"pushing step {snapshot.step}", snapshot.tries + 1
                     return snapshot
-                if waiting:
-                    self.status = f"pushing step {waiting[-1].step} again in {math.ceil(seconds)} s"
-                self.changed.wait(seconds if waiting else None)
+                if slot:
+                    self.status = f"pushing step {self.waiting[slot].step} again in {math.ceil(seconds)} s"
+                self.changed.wait(seconds if slot else None)
 
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         """What may pass is tried again: later each time, or when the Hub asks us to."""
@@ -222,9 +216,9 @@ class Publisher:
             wait = max(min(self.longest_wait, 2.0**self.failures) * random.uniform(0.5, 1), self.asked)
             self.next_try = time.monotonic() + wait
             self._record(snapshot, "retry", error=trouble.text, tries=snapshot.tries, wait=round(wait, 1))
-            if snapshot.slot in self.waiting:
-                return self._record(snapshot, "replaced")
-            self.waiting[snapshot.slot] = snapshot
+            slot = snapshot.tag or snapshot.branch
+            if self.waiting.setdefault(slot, snapshot) is not snapshot:
+                self._record(snapshot, "replaced")
 
 
 def upload_command(repo_id: str, output_dir, *more: str) -> str:
