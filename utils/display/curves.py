@@ -1,6 +1,5 @@
 """The curves of a run, from its metrics.jsonl: output_dir/curves.png, drawn anew at every evaluation."""
 
-import os
 import textwrap
 import warnings
 from pathlib import Path
@@ -9,6 +8,7 @@ import numpy as np
 
 from utils.display.metrics import by_set, read_metrics, read_run
 from utils.display.progress import numbers, readable
+from utils.io.files import replacing
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
 DASHES = [(0, (6, 1, 1, 1, 1, 1)), "--", "-.", ":"]  # of evaluation sets, from the second on
@@ -25,19 +25,17 @@ STYLE = {
 
 def draw_curves(output_dir) -> None:
     """Redraw output_dir/curves.png, atomically. A failure warns: no run ends over it."""
-    run, picture = Path(output_dir), Path(output_dir, "curves.png")
-    temporary = picture.with_name(f".curves.png.{os.getpid()}")
+    run = Path(output_dir)
     try:
         if not (lines := read_metrics(run)):
             raise ValueError(f"no metrics.jsonl with lines in {run}")
         import matplotlib
         from matplotlib.figure import Figure  # without pyplot no display is needed
 
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(STYLE), replacing(run / "curves.png") as temporary:
             figure = Figure((9.0, 7.0), 110, layout="constrained")
             _fill(figure, run, lines)
             figure.savefig(temporary, format="png")
-        os.replace(temporary, picture)
     except Exception as error:
         warnings.warn(f"curves.png was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 

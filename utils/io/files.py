@@ -1,9 +1,10 @@
 """Files and sealed folders that are complete or absent, down on the disk, with checksums."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
@@ -11,11 +12,17 @@ import xxhash
 CHUNK = 1 << 24  # bytes read and checksummed at a time
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write a temporary file and rename it: readers see the old file or the new one, never half of it."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file, renamed once it is written: readers see the old file or the new one, never a half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    yield temporary
     os.replace(temporary, path)
+
+
+def write_json(path: Path, content: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_file(path: Path, chunks: Iterable) -> dict:

@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from utils.display.metrics import by_set
 from utils.display.progress import duration, readable
+from utils.io.files import replacing
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,12 @@ def write_model_card(
         sets=sets, results=table, example=json.dumps(example, ensure_ascii=False), duration=duration(seconds),
         address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),
     )  # fmt: skip
-    readme, beside, temporary = (output_dir / name for name in ("README.md", "MODEL_CARD.md", ".README.md"))
+    readme, beside = output_dir / "README.md", output_dir / "MODEL_CARD.md"
     for path in (readme, beside):
         old = path.read_bytes() if path.exists() else END
         if END in old:
-            temporary.write_bytes(f"{card}\n".encode() + END + old.partition(END)[2])
-            return os.replace(temporary, path)
+            with replacing(path) as temporary:
+                temporary.write_bytes(f"{card}\n".encode() + END + old.partition(END)[2])
+            return
         if not beside.exists():
             logger.warning("%s is yours and stays as it is: the model card is %s", readme, beside)
