@@ -90,8 +90,8 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
 
     start: steps that are done; launch: as launch_facts; parameters: of the whole model."""
     processes, local, kind = accelerator.num_processes, local_processes(), accelerator.distributed_type
-    parts, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
-    factors = (rows // (parts * processes), "row"), (parts, "micro-batch"), (processes, "process")
+    micro, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
+    factors = (rows // (micro * processes), "row"), (micro, "micro-batch"), (processes, "process")
     batch, total = " x ".join(counted(*factor) for factor in factors), steps.tokens_before(steps.last)
     at_first = "" if total == steps.last * tokens else " at first"
     compiler = "" if launch["compiler"] == "no" else f", compiled with {launch['compiler']}"

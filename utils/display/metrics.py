@@ -74,7 +74,7 @@ def by_set(record: Mapping, metric: str) -> dict[str, Any]:
 
 
 def read_run(output_dir) -> dict:
-    """What run.json holds; of a new run where there is none, or not as we wrote it."""
+    """run.json; that of a new run where there is none or it is damaged."""
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         run = _new_run() | json.loads((Path(output_dir) / "run.json").read_text())
         steps = [*run["resumes"], *(start["step"] for start in run["launches"])]

@@ -44,12 +44,12 @@ class Report:
     def rehearsed(self, seconds: float) -> None:
         """seconds: of a step. Says what the run will take, by what the rehearsed steps have taken."""
         left = seconds * self.steps.tokens_before(self.steps.last) / self.steps.tokens_before(1)
-        print, device = self.accelerator.print, self.accelerator.device
-        rate = f"{1000 * seconds:,.0f} ms a step"
-        print(f"time       about {duration(left)} here, at {rate}; evaluations and saves come on top")
+        rate, device = f"{1000 * seconds:,.0f} ms a step", self.accelerator.device
+        lines = [f"time       about {duration(left)} here, at {rate}; evaluations and saves come on top"]
         if peak := peak_memory(device):
             room = memory_of(device) / 2**30
-            print(f"memory     {peak / 2**30:,.1f} GiB at the peak of these steps, of {room:,.1f} GiB")
+            lines.append(f"memory     {peak / 2**30:,.1f} GiB at the peak of these steps, of {room:,.1f} GiB")
+        self.accelerator.print(*lines, sep="\n")
 
     def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
         """The line of a log interval. state: skipped_updates and seen are kept up to date; epochs: of each
