@@ -24,10 +24,11 @@ class Publication:
     def __init__(self, args, accelerator, task, settings: dict, dataset: str):
         """settings: as they may be shown, without secrets. ValueError where a push could not work."""
         self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
-        self.folder, self.milestones = args.output_dir, set()
+        self.folder = args.output_dir
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.facts = {}  # model_type, parameters: given when there is a model
         self.launch = {}  # what it is trained on: given at the start
+        self.milestones = set()  # steps whose models are kept for good: likewise
         models = checkpoints = None
         if accelerator.is_main_process and not args.eval_only and not args.show:
             if args.push_to_hub:
@@ -126,9 +127,9 @@ class Publication:
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
         results |= {**state["eval"], "model": folder, "curves": f"{folder}/curves.png"}
         results |= {"best model": f"{folder}/best, of step {best['step']}"} if best else {}
-        prompt, tag = own_mask(self.task.prompt, tokenizer), self.task.pipeline_tag
-        call = f"pipeline({tag!r}, {folder!r})({prompt!r}{self.task.options})"
-        generate = ["python", "-c", f"from transformers import pipeline; print({call})"]
+        prompt = own_mask(self.task.prompt, tokenizer)
+        pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
+        generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
         evaluate = ["python", *sys.argv, "--eval_only", "true", "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
