@@ -195,8 +195,9 @@ def main(args: TrainArgs | None = None) -> None:
     steps = Steps(args, accelerator, data.length)
     ids, not_single = keytoken_ids(data.tokenizer, args.keytokens)
     keytokens = keytoken_table(ids, id_count(data.tokenizer), accelerator.device)  # [V], 1 at key tokens
-    if not_single:
-        accelerator.print(f"keytokens: without weight, not one token: {', '.join(map(repr, not_single))}")
+    if not_single and args.keytokens != KEYTOKENS:
+        names = ", ".join(map(repr, not_single))
+        accelerator.print(f"keytokens: ignored, because the tokenizer splits them: {names}")
     if args.show:
         return show_rows(args.show, data, steps, keytokens, args.keytoken_alpha)
 

@@ -104,15 +104,16 @@ def test_the_smoothed_curve_follows_the_loss_and_ignores_spikes():
 
 
 def test_events_are_marked_where_they_happened(tmp_path, drawn):
-    """Two resumes and a skipped update, read back from the axes that were drawn."""
+    """Three resumes and a skipped update, read back from the axes that were drawn."""
     log = MetricsLog(tmp_path, 0)
     for step in range(1, 31):
         log.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
         if step in (10, 20):
-            log = MetricsLog(tmp_path, log.offset)
+            log = MetricsLog(tmp_path, log.offset, step=step)
+    MetricsLog(tmp_path, log.offset, step=34)  # stopped between two lines of the log
     draw_curves(tmp_path)
     lines = {str(line.get_label()): line for line in drawn[0].lines}
-    assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20]
+    assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20, 34]
     assert list(lines["skipped updates (1)"].get_xdata()) == [17]
     right = drawn[0].child_axes[0]
     for place, label in zip(right.get_yticks(), right.get_yticklabels(), strict=True):

@@ -63,7 +63,7 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
             checkpoint = killed.offset
     with open(killed.path, "a") as file:
         file.write('{"step": 8, "loss/tr')
-    resumed = MetricsLog(tmp_path / "killed", checkpoint)
+    resumed = MetricsLog(tmp_path / "killed", checkpoint, step=5)
     for step in range(6, 11):
         resumed.write({"step": step, "loss/train": 1 / step})
     assert strict_lines(tmp_path / "killed") == strict_lines(tmp_path / "whole")
@@ -85,7 +85,7 @@ def test_a_new_run_starts_an_empty_log_and_a_resumed_one_keeps_its_tracker_id(tm
     first = MetricsLog(tmp_path, 0)
     first.write({"step": 1})
     run_id = read_run(tmp_path)["id"]
-    MetricsLog(tmp_path, first.offset)
+    MetricsLog(tmp_path, first.offset, step=1)
     assert read_run(tmp_path) == {"id": run_id, "resumes": [1], "launches": []}
     MetricsLog(tmp_path, 0)
     assert read_run(tmp_path)["id"] != run_id
@@ -116,9 +116,9 @@ print(log.offset)
 
 @pytest.mark.parametrize("last", [b"\0\0\0", b"not json", b"[1]", b"", b'{"loss": 1}', b'{"step": "x"}'])
 def test_a_last_line_of_garbage_does_not_end_the_run(tmp_path, last):
-    """Whole lines, but not ours, after a power cut or an editor: the step comes from the line before."""
+    """Whole lines, but not ours, after a power cut or an editor."""
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n' + last + b"\n")
-    log = MetricsLog(tmp_path)
+    log = MetricsLog(tmp_path, step=7)
     log.write({"step": 8})
     assert read_run(tmp_path)["resumes"] == [7]
     assert read_metrics(tmp_path)[0] == {"step": 7} and read_metrics(tmp_path)[-1] == {"step": 8}

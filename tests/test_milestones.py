@@ -26,7 +26,7 @@ from tests.hub_server import TOKEN, Fault, HubServer
 from tests.runs import PROJECT, TINY, environment, write_corpus
 from utils.io.files import find_problem
 from utils.learning.losses import CausalLMLoss
-from utils.publishing.milestones import keep_milestone, list_milestones, milestone_steps
+from utils.publishing.export import keep_milestone, list_milestones, milestone_steps
 from utils.state.folders import outdate, step_of
 
 KILLS = os.environ.get("MILESTONE_KILLS")

@@ -60,6 +60,19 @@ def test_twelve_steps_are_twelve(saved):
     assert [line["step"] for line in metrics(saved.path)][-1] == 12
 
 
+def test_the_start_warns_of_no_default_and_samples_begin_with_a_trained_model(saved):
+    """Key tokens that the tokenizer splits are named where they are the user's own."""
+    sample = "# scatter plot of x against y" if saved.kind == "clm" else "  ->  "
+    before, after = re.split(r"^step 12/12  loss.*$", saved.out, flags=re.M)
+    assert re.search(r"^step  0/12  eval loss", before, re.M) and sample not in before and sample in after
+    assert "keytokens" not in saved.out and "warning" not in saved.out
+    if saved.kind == "clm":
+        flags = {"dataset_name": saved.path.parent / "corpus.jsonl", "keywords": "none", "vocab_size": 1024,
+                 "cache_dir": saved.path.parent / "cache", "show": 1}  # fmt: skip
+        done = python("train_clm.py", "--keytokens", "import", "quagga", *arguments(flags))
+        assert "keytokens: ignored, because the tokenizer splits them: 'quagga'" in done.stdout, done.stderr
+
+
 def test_a_checkpoint_loads_as_the_model_does(saved):
     """Complete, with the same configuration; nothing is newly initialised or left out."""
     checkpoint = saved.path / "checkpoints" / "step-00000012"

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import re
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate.utils import parse_flag_from_env
 
@@ -22,11 +24,16 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def module_of(device: torch.device):
+    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, whose device is no part of torch."""
+    return None if device.type == "xla" else torch.get_device_module(device)
+
+
 def memory_of(device: torch.device) -> int | None:
     """Bytes of the device; on the CPU one process's share of the machine's, or of the container's. None: it
     cannot be asked."""
     if device.type == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = psutil.virtual_memory().total
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
         return total // local_processes()
@@ -45,15 +52,12 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes of the device that this process has taken at its peak; on the CPU all that the process has. None:
-    it cannot be asked."""
+    """Bytes of the device that this process took at its peak; on the CPU all of its memory. None: unknown."""
     if device.type == "cpu":
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        with contextlib.suppress(OSError):
+            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
         return None
-    module = module_of(device)
-    return module.max_memory_reserved() if hasattr(module, "max_memory_reserved") else None
+    return getattr(module_of(device), "max_memory_reserved", lambda: None)()
 
 
 def timed(function, *args) -> float:
@@ -63,8 +67,3 @@ def timed(function, *args) -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return time.perf_counter() - start
-
-
-def module_of(device: torch.device):
-    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, whose device is no part of torch."""
-    return None if device.type == "xla" else torch.get_device_module(device)

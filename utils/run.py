@@ -187,7 +187,8 @@ class Run:
             self.report.numbers(axes | record)
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, state, record)
-            self.report.show(self.evaluations.samples())
+            trained = self.step or self.args.model_name_or_path  # before, samples are noise
+            self.report.show(self.evaluations.samples() if trained else [])
 
     def save(self) -> None:
         """A checkpoint to continue from, the model for from_pretrained, and their push."""
@@ -209,7 +210,7 @@ class Run:
 
     def _keep_milestone(self) -> None:
         with self.report.throughput.apart("milestone"):
-            self.publisher.keep_milestone(self.accelerator, self.model, self.data.tokenizer, self.step)
+            self.publication.keep_milestone(self.model, self.data.tokenizer, self.step)
 
     def give_up(self, skipped: int) -> None:
         """So many updates in a row were skipped that the run cannot go on: `finish` raises RuntimeError."""

@@ -20,7 +20,7 @@ from utils.flags import as_list
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.optim import SCHEDULES
-from utils.publishing.milestones import milestone_steps
+from utils.publishing.export import milestone_steps
 from utils.state.folders import newest_extra
 
 # A run may be continued with other values of these: they change what is seen and kept, not what is learnt.

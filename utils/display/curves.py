@@ -1,6 +1,5 @@
 """The curves of a run, from its metrics.jsonl: output_dir/curves.png, drawn anew at every evaluation."""
 
-import os
 import textwrap
 import warnings
 from pathlib import Path
@@ -9,13 +8,14 @@ import numpy as np
 
 from utils.display.metrics import by_set, read_metrics, read_run
 from utils.display.progress import numbers, readable
+from utils.io.files import replacing
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
 DASHES = [(0, (6, 1, 1, 1, 1, 1)), "--", "-.", ":"]  # of evaluation sets, from the second on
 FEW = 40  # up to here a curve shows its points, beyond it is smoothed
 PALE = 0.3  # how opaque the curve of all points is, below the smoothed one
-PANELS = {"learning_rate": "learning rate", "grad_norm": "gradient norm",
-          "tokens_per_second": "tokens per second"}  # fmt: skip
+PANELS = {"learning_rate": "learning rate", "grad_norm": "gradient norm"}
+PANELS |= {"tokens_per_second": "tokens per second"}
 STYLE = {
     "font.size": 8, "axes.titlesize": 9, "axes.titlelocation": "left", "axes.labelsize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
@@ -25,30 +25,28 @@ STYLE = {
 
 def draw_curves(output_dir) -> None:
     """Redraw output_dir/curves.png, atomically. A failure warns: no run ends over it."""
-    run, picture = Path(output_dir), Path(output_dir, "curves.png")
+    run = Path(output_dir)
     try:
         if not (lines := read_metrics(run)):
             raise ValueError(f"no metrics.jsonl with lines in {run}")
         import matplotlib
         from matplotlib.figure import Figure  # without pyplot no display is needed
 
-        temporary = picture.with_name(f".curves.png.{os.getpid()}")
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(STYLE), replacing(run / "curves.png") as temporary:
             figure = Figure((9.0, 7.0), 110, layout="constrained")
             _fill(figure, run, lines)
             figure.savefig(temporary, format="png")
-        os.replace(temporary, picture)
     except Exception as error:
         warnings.warn(f"curves.png was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 
 
-def _fill(figure, run: Path, lines: list[dict]):
+def _fill(figure, run: Path, lines: list[dict]) -> None:
     from matplotlib.ticker import EngFormatter
 
     logged = dict.fromkeys(key for line in lines for key in line)
-    sets = by_set(logged, "loss/eval") | by_set(logged, "accuracy")
-    evals = [("evaluation", "loss/eval", "accuracy")] if "" in sets else []
-    evals += [(f"evaluation, {name}", f"loss/eval/{name}", f"accuracy/{name}") for name in sets if name]
+    evals = [(f"evaluation, {name}".removesuffix(", "), f"/{name}".removesuffix("/"))
+             for name in by_set(logged, "loss/eval")]  # fmt: skip
+    evals = [(label, f"loss/eval{name}", f"accuracy{name}") for label, name in evals]
     if "loss/nsp" in logged:
         evals += [("masked LM", "loss/mlm", ""), ("next sentence", "loss/nsp", "nsp_accuracy")]
     panels = PANELS | ({"accuracy": "accuracy"} if by_set(logged, "accuracy") else {})
@@ -58,14 +56,14 @@ def _fill(figure, run: Path, lines: list[dict]):
         name += f", from {origin['run']} at step {origin['step']:,}"
         loss.axvline(origin["step"], color=COLOURS[0], ls="-.")
     train = "loss/train_plain" if "loss/train_plain" in logged else "loss/train"
-    _plot(loss, _series(lines, train), True, label="training", color=COLOURS[0])
+    _plot(loss, lines, train, noisy=True, label="training", color=COLOURS[0])
     for key in PANELS:
-        _plot(axes[key], _series(lines, key), key != "learning_rate", color=COLOURS[0])
+        _plot(axes[key], lines, key, noisy=key != "learning_rate", color=COLOURS[0])
     for place, (label, loss_key, accuracy_key) in enumerate(evals, start=1):
         style = {"ls": DASHES[place % len(DASHES)], "color": COLOURS[place % len(COLOURS)]}
-        _plot(loss, _series(lines, loss_key), label=label, **style)
+        _plot(loss, lines, loss_key, label=label, **style)
         if "accuracy" in axes:
-            _plot(axes["accuracy"], _series(lines, accuracy_key), **style)
+            _plot(axes["accuracy"], lines, accuracy_key, **style)
     for key, axis in axes.items():
         axis.set_xlim(loss.get_xlim())
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -92,9 +90,10 @@ def _title(name: str, lines: list[dict]) -> str:
     return textwrap.fill(name, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")
 
 
-def _plot(axis, series: tuple[np.ndarray, np.ndarray], noisy: bool = False, **style):
-    """Few points are marked; many noisy ones are smoothed, over a pale curve of them all."""
-    at, values = series
+def _plot(axis, lines: list[dict], key: str, noisy: bool = False, **style) -> None:
+    """Few points are marked; many noisy ones are smoothed, over a pale curve of them all. null is a gap."""
+    points = [(line["step"], line[key]) for line in lines if key in line and "step" in line]
+    at, values = np.array(points, float).reshape(-1, 2).T
     if len(values) <= FEW:
         style["marker"] = "o"
     elif noisy and np.isfinite(values).any():
@@ -119,19 +118,19 @@ def _smooth(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return at[::stride], np.where(known[::stride], means, np.nan)
 
 
-def _mark_events(axes, resumes: list, lines: list[dict]):
+def _mark_events(axes, resumes: list, lines: list[dict]) -> None:
     """Dotted lines where the run was resumed, triangles where updates were skipped."""
     skipped = [line["step"] for line in lines if line.get("event") == "skipped_update"]
     for axis in axes:
         for i, at in enumerate(resumes):
             axis.axvline(at, color="#8a8f98", lw=0.9, ls=":", label="" if i else f"resumed ({len(resumes)})")
         if skipped:
+            style = {"color": "#c53030", "ms": 5, "label": f"skipped updates ({len(skipped)})"}
             foot = axis.get_xaxis_transform()  # x in data, y in heights of the axes
-            axis.plot(skipped, [0.02] * len(skipped), "^", color="#c53030", ms=5,
-                      transform=foot, label=f"skipped updates ({len(skipped)})")  # fmt: skip
+            axis.plot(skipped, [0.02] * len(skipped), "^", transform=foot, **style)
 
 
-def _scale_loss(axis, right_label: str):
+def _scale_loss(axis, right_label: str) -> None:
     """Limits that a steep start cannot flatten; on the right the same scale read as perplexity."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -147,9 +146,3 @@ def _scale_loss(axis, right_label: str):
         right = axis.secondary_yaxis("right")
         right.set_yticks(np.log(ticks), [readable(tick) for tick in ticks])
         right.set_ylabel(right_label)
-
-
-def _series(lines: list[dict], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values; null is NaN, which leaves a gap in the curve."""
-    having = [line for line in lines if key in line and "step" in line]
-    return np.array([line["step"] for line in having], float), np.array([line[key] for line in having], float)

@@ -1,4 +1,4 @@
-"""What a run is about to do, in one block before it starts, and what will not do what the user thinks."""
+"""What a run is about to do, in a few lines before it starts, and what will not do what the user thinks."""
 
 import os
 from pathlib import Path
@@ -21,10 +21,11 @@ def check_devices() -> None:
     of which some would end with "invalid device ordinal". None at all is for `check_launch`."""
     processes, devices = local_processes(), torch.accelerator.device_count()
     if processes > devices > 0 and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        shown = f"it shows {counted(devices, 'device')}{hiding()}"
-        remedy = f"each process needs its own. Launch with --num_processes {devices}."
-        cause = f"{processes} processes were started on this machine and {shown}"
-        raise ValueError(f"num_processes: {cause}; {remedy}")
+        raise ValueError(
+            f"num_processes: {processes} processes were started on this machine and it shows "
+            f"{counted(devices, 'device')}{hiding()}; each process needs its own. Launch with "
+            f"--num_processes {devices}."
+        )
 
 
 def check_launcher() -> None:
@@ -41,23 +42,23 @@ def check_launcher() -> None:
 
 
 def check_launch(accelerator) -> None:
-    """ValueError if several processes were started and each believes to be alone. They would train N times on
-    the same data and overwrite each other's files. GPU configurations on a machine without GPUs end so.
-    ValueError, too, where the environment makes accelerate divide each loss a second time."""
+    """ValueError if several processes were started and each believes to be alone (a GPU configuration on a
+    machine without GPUs), or where the environment makes accelerate divide each loss a second time."""
     if (steps := accelerator.gradient_accumulation_steps) != 1:
         cause = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps} in the environment"
         raise ValueError(f"{cause}: unset it, and give --gradient_accumulation_steps {steps} to the script.")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started == accelerator.num_processes:
         return
-    remedy = ("On the CPU launch with accelerate_configs/cpu.yaml, or for several processes set "
-              "ACCELERATE_USE_CPU=true and give --mixed_precision no --dynamo_backend no.")  # fmt: skip
-    remedy = f"No accelerator is visible{hiding()}. {remedy}"
-    if accelerator.distributed_type == DistributedType.XLA:
-        remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
-    cause = f"{started} processes were started, but each sees {accelerator.num_processes}: they form no group"
-    harm = "would all train on the same data and overwrite each other's files"
-    raise ValueError(f"num_processes: {cause}, {harm}. {remedy}")
+    remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
+    if accelerator.distributed_type != DistributedType.XLA:
+        flags = "set ACCELERATE_USE_CPU=true and give --mixed_precision no --dynamo_backend no"
+        cpu = f"launch with accelerate_configs/cpu.yaml, or for several processes {flags}"
+        remedy = f"No accelerator is visible{hiding()}. On the CPU {cpu}."
+    raise ValueError(
+        f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
+        f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
+    )
 
 
 def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
@@ -87,26 +88,23 @@ def launch_facts(accelerator, attention: str) -> dict:
 def report(accelerator, steps, start: int, launch: dict, model: str, parameters: int) -> str:
     """The block printed before training starts, warnings at its end.
 
-    steps: as utils.steps.Steps; start: those done already; launch: as launch_facts; parameters: of the whole
-    model."""
-    processes, device, local = accelerator.num_processes, accelerator.device, local_processes()
-    accumulation, rows, step_tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
-    tokens = steps.tokens_before(steps.last)
+    start: steps that are done; launch: as launch_facts; parameters: of the whole model."""
+    processes, local, kind = accelerator.num_processes, local_processes(), accelerator.distributed_type
+    micro, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
+    factors = (rows // (micro * processes), "row"), (micro, "micro-batch"), (processes, "process")
+    batch, total = " x ".join(counted(*factor) for factor in factors), steps.tokens_before(steps.last)
+    at_first = "" if total == steps.last * tokens else " at first"
+    compiler = "" if launch["compiler"] == "no" else f", compiled with {launch['compiler']}"
+    done = f"; {start:,} are done" if start else ""
     lines = [
-        f"target     {launched(accelerator.distributed_type, processes, local)}, {launch['device']}",
-        f"precision  {launch['precision']}"
-        + ("" if launch["compiler"] == "no" else f", compiled with {launch['compiler']}"),
-        f"batch      {counted(rows // (accumulation * processes), 'row')} x "
-        f"{counted(accumulation, 'micro-batch')} x {counted(processes, 'process')} = {rows:,} rows = "
-        f"{step_tokens:,} tokens per step" + (" at first" if tokens != steps.last * step_tokens else ""),
-        f"steps      {steps.last:,} steps = {_millions(tokens)} tokens"
-        + (f"; {start:,} are done" if start else ""),
+        f"target     {launched(kind, processes, local)}, {launch['device']}, {launch['precision']}{compiler}",
+        f"batch      {batch} = {rows:,} rows = {tokens:,} tokens per step{at_first}",
+        f"steps      {steps.last:,} steps = {_millions(total)} tokens{done}",
         f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}",
     ]
-    doubts = device_warnings(device.type, torch.accelerator.device_count(), local)
-    doubts += precision_warnings(launch["precision"], device)
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not sharded:
+    doubts = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
+    doubts += precision_warnings(launch["precision"], accelerator.device)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and kind != DistributedType.FSDP:
         doubts.append("FSDP: asked for, but not in use on this device: every process holds the whole model.")
     return "\n".join(lines + [f"warning    {text}" for text in doubts])
 
@@ -115,10 +113,9 @@ def device_warnings(device: str, devices: int, processes: int) -> list[str]:
     """device: the type in use; devices: visible here; processes: on this machine."""
     lines, env = [], os.environ
     if device == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        loaded = f"driver is loaded, but torch {torch.__version__} sees none of its devices{hiding()}"
         drivers = [maker for file, maker in DRIVERS.items() if Path(file).exists()]
-        doubt = f"sees none of its devices{hiding()}: is this torch built for them?"
-        loaded = f"driver is loaded, but torch {torch.__version__}"
-        lines = [f"device: the {maker} {loaded} {doubt}" for maker in drivers]
+        lines = [f"device: the {maker} {loaded}: is this torch built for them?" for maker in drivers]
         if not lines and ("ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env):
             lines.append(f"device: launched for an accelerator, none is visible{hiding()}: on the CPU.")
     if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_xla(check_is_tpu=True):
@@ -129,18 +126,15 @@ def device_warnings(device: str, devices: int, processes: int) -> list[str]:
 
 
 def precision_warnings(precision: str, device: torch.device) -> list[str]:
-    if precision == PRECISIONS["bf16"] and computes_bf16(device) is False:
-        return ["mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."]
-    return []
-
-
-def computes_bf16(device: torch.device) -> bool | None:
-    """Whether an accelerator itself, not an emulation, multiplies bfloat16; None: it cannot be asked."""
     ask = getattr(module_of(device), "is_bf16_supported", None)
+    if precision != PRECISIONS["bf16"] or not ask:
+        return []
     try:
-        return ask and ask(including_emulation=False)
+        native = ask(including_emulation=False)
     except TypeError:  # only one maker's emulates
-        return ask()
+        native = ask()
+    slow = "mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."
+    return [] if native else [slow]
 
 
 def launched(kind: DistributedType, processes: int, local: int) -> str:
@@ -160,10 +154,6 @@ def hiding() -> str:
     """" (CUDA_VISIBLE_DEVICES=...)" if such a variable is set, else ""."""
     found = [f"{name}={os.environ[name]!r}" for name in VISIBILITY if name in os.environ]
     return f" ({', '.join(found)})" if found else ""
-
-
-def gib(number: float) -> str:
-    return f"{number / 2**30:,.1f} GiB" if number >= 2**29 else f"{number / 2**20:,.0f} MiB"
 
 
 def _millions(number: int) -> str:

@@ -1,11 +1,11 @@
-"""What a run measures, in metrics.jsonl."""
+"""What a run measures, in metrics.jsonl; what it runs on and where it was resumed, in run.json."""
 
 import contextlib
 import json
 import math
 import secrets
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ class MetricsLog:
 
     offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, kept in
     checkpoints) cuts the file there, so that a resumed run repeats no line. A line that a crash cut short is
-    dropped. Only the main process writes. run.json beside it holds the trackers' run id, the resumes, what
-    each start ran on (`launch`), and the origin of a branch: {"run": name, "step": step}."""
+    dropped. step: where the run continues. Only the main process writes.
 
-    def __init__(self, output_dir, offset=None, is_main_process=True, origin=None, launch=None):
+    run.json has the trackers' run id, the steps of the resumes, what each start ran on (`launch`), and the
+    origin of a branch: {"run": name, "step": step}."""
+
+    def __init__(self, output_dir, offset=None, is_main_process=True, step=0, origin=None, launch=None):
         self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0
         if not is_main_process:
             return
@@ -28,21 +30,18 @@ class MetricsLog:
         self.path.touch()
         self.file = open(self.path, "r+b", buffering=0)
         kept = self.file.read()[:offset]
-        kept = kept[: kept.rfind(b"\n") + 1]
-        self.offset = len(kept)
+        self.offset = kept.rfind(b"\n") + 1
         self.file.truncate(self.offset)
-        run = (read_run(output_dir) if kept else _new_run()) | ({"origin": origin} if origin else {})
-        if kept:  # noted here, so that metrics.jsonl reads like one uninterrupted run
-            steps = (line.get("step") for line in _records(reversed(kept.splitlines())))
-            last = next((step for step in steps if isinstance(step, int)), 0)
-            run["resumes"] = [step for step in run["resumes"] if step < last] + [last]
+        run = (read_run(output_dir) if self.offset else _new_run()) | ({"origin": origin} if origin else {})
+        if self.offset:  # noted here, so that metrics.jsonl reads like one uninterrupted run
+            run["resumes"] = [earlier for earlier in run["resumes"] if earlier < step] + [step]
         if launch:
-            step = run["resumes"][-1] if run["resumes"] else 0
-            earlier = [start for start in run["launches"] if start["step"] < step]
-            run["launches"] = [*earlier, {"step": step, **launch}]
+            begin = step if self.offset else 0
+            earlier = [start for start in run["launches"] if start["step"] < begin]
+            run["launches"] = [*earlier, {"step": begin, **launch}]
         write_json(self.path.with_name("run.json"), run)
 
-    def write(self, record: dict):
+    def write(self, record: dict) -> None:
         """Append one line; NaN and infinity become null. A full disk costs the line, with a warning."""
         if self.file is None:
             return
@@ -61,30 +60,24 @@ class MetricsLog:
 
 def read_metrics(output_dir) -> list[dict]:
     """The lines of metrics.jsonl in order; lines that are not (yet) complete JSON objects are left out."""
-    path = Path(output_dir) / "metrics.jsonl"
-    return list(_records(path.read_bytes().splitlines())) if path.exists() else []
-
-
-def _records(lines: Iterable[bytes]) -> Iterator[dict]:
-    for line in lines:
+    path, records = Path(output_dir) / "metrics.jsonl", []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
-            if isinstance(record := json.loads(line), dict):
-                yield record
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]
 
 
 def by_set(record: Mapping, metric: str) -> dict[str, Any]:
     """{evaluation set: its value} of the keys METRIC/NAME; a single one has the key METRIC and is ""."""
-    prefix = f"{metric}/"
-    named = {key.removeprefix(prefix): value for key, value in record.items() if key.startswith(prefix)}
-    return {"": record[metric], **named} if metric in record else named
+    named = {key: value for key, value in record.items() if f"{key}/".startswith(f"{metric}/")}
+    return {key[len(metric) + 1 :]: value for key, value in named.items()}
 
 
 def read_run(output_dir) -> dict:
-    """{"id": the tracker run's id, "resumes": [last logged step before each resume]}"""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # not as we wrote it
-        run = json.loads((Path(output_dir) / "run.json").read_text())
-        starts = [start["step"] for start in run.setdefault("launches", [])]
-        steps = [*run.setdefault("resumes", []), *starts]
+    """run.json; that of a new run where there is none or it is damaged."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
+        run = _new_run() | json.loads((Path(output_dir) / "run.json").read_text())
+        steps = [*run["resumes"], *(start["step"] for start in run["launches"])]
         if isinstance(run["id"], str) and all(isinstance(step, int) for step in steps):
             return run
     return _new_run()

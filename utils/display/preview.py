@@ -17,16 +17,15 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
         return
     tokenizer, sources = data.tokenizer, list(data.train.sources)
     end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
-    columns = rows[0] if rows else ()
+    legend = {
+        "key": f"  «plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without",
+        "slots": f"  «the→{mask}» is to be predicted: the model must say «the», and is given {mask}, or "
+                 "another token, or the token itself",
+        "next_sentence_label": "  label 0: B follows A; 1: B is from another document",
+    }  # fmt: skip
     lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run",
              f"  {end} ends a document; all special tokens go by their names"]  # fmt: skip
-    if "key" in columns:
-        lines.append(f"  «plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without")
-    if "slots" in columns:
-        lines.append(f"  «the→{mask}» is to be predicted: the model must say «the», and is given {mask}, "
-                     "or another token, or the token itself")  # fmt: skip
-    if "next_sentence_label" in columns:
-        lines.append("  label 0: B follows A; 1: B is from another document")
+    lines += [line for column, line in legend.items() if rows and column in rows[0]]
     for row in rows:
         total = sources[row["source"]] if len(sources) > 1 else data.length and f"{data.length:,}"
         lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
@@ -48,6 +47,11 @@ def _rows(data, steps, keytokens, alpha):
                 yield dict(zip(batch, values, strict=True)) | {"step": step}
 
 
+def _real(row: dict) -> int:
+    """Tokens before the padding."""
+    return sum(mask > 0 for mask in row.get("attention_mask", [1] * len(row["input_ids"])))
+
+
 def _facts(row: dict, total: str | None) -> str:
     size, real = len(row["input_ids"]), _real(row)
     facts = [counted(real, "token")] + ([f"{size - real} of padding"] if real < size else [])
@@ -62,17 +66,12 @@ def _facts(row: dict, total: str | None) -> str:
     return f"step {row['step']}, row {row['row']:,}{f' of {total}' if total else ''}: {', '.join(facts)}"
 
 
-def _real(row: dict) -> int:
-    """Tokens before the padding."""
-    return sum(mask > 0 for mask in row.get("attention_mask", [1] * len(row["input_ids"])))
-
-
 def _text(row: dict, tokenizer, end: str) -> str:
     """Lines of a row; each begins at a "│", beside it the part of a pair."""
-    ids, key, pair = row["input_ids"], row.get("key"), row.get("token_type_ids")
+    ids, key, pair, real = row["input_ids"], row.get("key"), row.get("token_type_ids"), _real(row)
     slots = zip(row.get("slots", []), row.get("slot_labels", []), strict=True)
     labels = {place: label for place, label in slots if label != -100}  # -100: an empty slot
-    special = set(tokenizer.all_special_ids)
+    special, margin, parts = set(tokenizer.all_special_ids), None, []
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]  # some decoders drop the first one's space
 
     def decoded(tokens: list[int]) -> str:
@@ -84,26 +83,25 @@ def _text(row: dict, tokenizer, end: str) -> str:
         text = tokenizer.convert_ids_to_tokens(token) if token in special else decoded([token])
         return text.replace("\n", "\\n").replace("\t", "\\t")
 
-    def stands_alone(place: int) -> bool:
-        return ids[place] in special or place in labels or bool(key and key[place])
+    def own_part(place: int) -> int | None:
+        """A token that is marked stands alone; the others are decoded together."""
+        return place if ids[place] in special or place in labels or key and key[place] else None
 
-    real, margin, parts = _real(row), None, []
-    for alone, places in groupby(range(real), stands_alone):  # padding comes last
-        for run in ([place] for place in places) if alone else [list(places)]:
-            first = run[0]
-            if margin != (margin := f"\n{'AB'[pair[first]] if pair else ' '} │ "):
-                parts.append(margin)
-            if not alone:
-                parts.append(decoded([ids[place] for place in run]).replace("\n", "\n  │ "))
-                continue
-            shown = word(labels.get(first, ids[first]))
-            text = shown.lstrip(" ") or shown
-            parts.append(shown.removesuffix(text))
-            if first in labels:
-                text = f"«{text}→{word(ids[first]).strip(' ') or ' '}»"
-            elif ids[first] not in special:
-                text = f"«{text}»"
-            parts.append(text)
-            if text == end and not pair and first < real - 1:
-                parts.append("\n  │ ")
+    for marked, places in groupby(range(real), own_part):  # padding comes last
+        places = list(places)
+        if margin != (margin := f"\n{'AB'[pair[places[0]]] if pair else ' '} │ "):
+            parts.append(margin)
+        if marked is None:
+            parts.append(decoded([ids[place] for place in places]).replace("\n", "\n  │ "))
+            continue
+        shown = word(labels.get(marked, ids[marked]))
+        text = shown.lstrip(" ") or shown
+        parts.append(shown.removesuffix(text))
+        if marked in labels:
+            text = f"«{text}→{word(ids[marked]).strip(' ') or ' '}»"
+        elif ids[marked] not in special:
+            text = f"«{text}»"
+        parts.append(text)
+        if text == end and not pair and marked < real - 1:
+            parts.append("\n  │ ")
     return "".join(parts)

@@ -12,6 +12,12 @@ from tqdm.auto import tqdm
 from utils.display.metrics import by_set
 from utils.io.files import write_json
 
+SHOWN = {  # name in the line -> metric, format
+    "eval loss": ("loss/eval", ".4f"), "perplexity": ("perplexity", ",.2f"), "accuracy": ("accuracy", ".1%"),
+    "tok/s": ("tokens_per_second", ",.0f"),
+}  # fmt: skip
+BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # first what narrow terminals keep
+
 
 def on_terminal() -> bool:
     """Bars go to stderr; they need a terminal there that can move its cursor."""
@@ -24,24 +30,18 @@ def bar(iterable, description="", is_main_process=True):
     return tqdm(iterable, description, disable=hidden, leave=False, dynamic_ncols=True)
 
 
-BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # first what narrow terminals keep
-SHOWN = {  # name in the line -> metric, format
-    "eval loss": ("loss/eval", ".4f"), "perplexity": ("perplexity", ",.2f"), "accuracy": ("accuracy", ".1%"),
-    "tok/s": ("tokens_per_second", ",.0f"),
-}  # fmt: skip
-
-
 class Progress:
     """The main process's bar on a terminal; elsewhere a line per log interval, without control characters."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
         self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file wants lines beside the bar
-        self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0,
-                        disable=not (is_main_process and on_terminal()),
-                        bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}")  # fmt: skip
+        self.bar = tqdm(
+            total=total_steps, initial=step, disable=not (is_main_process and on_terminal()), smoothing=0,
+            dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}",
+        )  # fmt: skip
 
-    def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = ""):
+    def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = "") -> None:
         """Moves the bar; shows a metrics record (train or eval), seconds left, words on pushes."""
         if not self.is_main_process:
             return
@@ -49,30 +49,29 @@ class Progress:
         if record is None:
             return
         train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
-        named = {"loss": (train, ".4f"), **SHOWN}
-        new = {name: text for name, shown in named.items() if (text := numbers(record, *shown))}
+        new = {name: numbers(record, *shown) for name, shown in {"loss": (train, ".4f"), **SHOWN}.items()}
         if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
             new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        mfu, skipped = record.get("mfu"), record.get("skipped_updates")
-        more = {"mfu": "" if mfu is None else f"{mfu:.1%}", "skipped": str(skipped or ""),
-                "left": "" if eta is None else duration(eta), "hub": hub}  # fmt: skip
-        new |= {name: text for name, text in more.items() if text}
+        new["mfu"] = numbers(record, "mfu", ".1%").strip("-")
+        new["skipped"] = str(record.get("skipped_updates") or "")
+        new |= {"left": "" if eta is None else duration(eta), "hub": hub}
+        new = {name: text for name, text in new.items() if text}
         self.shown |= new
         if self.plain:
-            line = "  ".join(f"{name} {value}" for name, value in new.items())
+            line = "  ".join(f"{name} {text}" for name, text in new.items())
             print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", flush=True)
         self.bar.set_description_str("  ".join(f"{k} {self.shown[k]}" for k in BAR if k in self.shown))
 
-    def write(self, text: str):
+    def write(self, text: str) -> None:
         """Print above the bar."""
         if self.is_main_process:
             tqdm.write(text, file=sys.stdout) if not self.bar.disable else print(text, flush=True)
 
-    def close(self):
+    def close(self) -> None:
         self.bar.close()
 
 
-def quiet_libraries(log_level: str = "error"):
+def quiet_libraries(log_level: str = "error") -> None:
     """Show libraries' messages from `log_level` on; processes other than the first show errors only. Python's
     warnings come with "warning", progress bars with "info"."""
     levels = ("debug", "info", "warning", "error", "critical")
@@ -111,6 +110,13 @@ def numbers(record: Mapping, metric: str, spec: str) -> str:
     return ", ".join(f"{name} {number}".lstrip() for name, number in found.items())
 
 
+def readable(value) -> str:
+    """As people write it: 0.3333, 12.18, 65,024"""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
 def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
     """The block printed at the end of a run, also written to output_dir/summary.json.
     results: label -> text or number; commands: what for -> what to try."""
@@ -118,10 +124,3 @@ def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
     width = max(map(len, [*results, *commands]))
     lines = [title, *(f"  {label:<{width}}  {readable(value)}" for label, value in results.items())]
     return "\n".join([*lines, "Next:", *(f"  {label:<{width}}  {text}" for label, text in commands.items())])
-
-
-def readable(value) -> str:
-    """As people write it: 0.3333, 12.18, 65,024"""
-    if isinstance(value, float):
-        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from utils.devices import memory_of, peak_memory
 from utils.display.curves import draw_curves
-from utils.display.doctor import gib
 from utils.display.metrics import MetricsLog
 from utils.display.progress import Progress, duration
 from utils.display.throughput import Throughput, peak_flops
@@ -22,16 +21,16 @@ class Report:
 
     def __init__(self, args, accelerator, steps, state, flops, launch, settings, offset, publisher):
         self.accelerator, self.steps, self.publisher = accelerator, steps, publisher
-        main, lines = accelerator.is_main_process, Path(args.output_dir, "metrics.jsonl")
+        main, lines, step = accelerator.is_main_process, Path(args.output_dir, "metrics.jsonl"), state["step"]
         if main and args.resume_from_checkpoint == "none" and lines.exists():
             retire(lines)
             print(f"run        begins anew: the previous metrics were moved to replaced-{lines.name}")
-        self.metrics = MetricsLog(args.output_dir, offset, main, state.get("origin"), launch)
-        project, step = Path(sys.modules[type(args).__module__].__file__).stem, state["step"]
-        self.told_from = start_trackers(accelerator, project, args.output_dir, settings, step)
+        self.metrics = MetricsLog(args.output_dir, offset, main, step, state.get("origin"), launch)
+        project = Path(sys.modules[type(args).__module__].__file__).stem
+        self.tracked_from = start_trackers(accelerator, project, args.output_dir, settings, step)
         peak = peak_flops(launch["device"])
-        peak = peak and peak * launch["processes"]
-        self.throughput = Throughput(steps, flops, peak, step=step, seconds=state["seconds"])
+        self.throughput = Throughput(steps, flops, peak and peak * launch["processes"], step=step,
+                                     seconds=state["seconds"])  # fmt: skip
         self.progress = Progress(steps.last, step, main)
         publisher.say = self.progress.write  # above the bar
 
@@ -45,11 +44,12 @@ class Report:
     def rehearsed(self, seconds: float) -> None:
         """seconds: of a step. Says what the run will take, by what the rehearsed steps have taken."""
         left = seconds * self.steps.tokens_before(self.steps.last) / self.steps.tokens_before(1)
-        self.accelerator.print(f"time       about {duration(left)} here, at {1000 * seconds:,.0f} ms a step; "
-                               "evaluations and saves come on top")
-        if peak := peak_memory(self.accelerator.device):
-            room = memory_of(self.accelerator.device)
-            self.accelerator.print(f"memory     {gib(peak)} at the peak of these steps, of {gib(room)}")
+        rate, device = f"{1000 * seconds:,.0f} ms a step", self.accelerator.device
+        lines = [f"time       about {duration(left)} here, at {rate}; evaluations and saves come on top"]
+        if peak := peak_memory(device):
+            room = memory_of(device) / 2**30
+            lines.append(f"memory     {peak / 2**30:,.1f} GiB at the peak of these steps, of {room:,.1f} GiB")
+        self.accelerator.print(*lines, sep="\n")
 
     def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
         """The line of a log interval. state: skipped_updates and seen are kept up to date; epochs: of each
@@ -62,12 +62,11 @@ class Report:
             self.metrics.write({"step": step, "event": "repeats", "source": name})
             self.progress.write(f"data       every row of {name} has been seen once: they repeat")
             state["seen"].append(name)
-        self.numbers({
-            "step": step, "epoch": steps.epoch(step),
-            **{f"epoch/{name}": epoch for name, epoch in epochs.items()},
-            "samples": steps.rows_before(step), "tokens": steps.tokens_before(step), **record,
-            "skipped_updates": state["skipped_updates"], **self.throughput.measure(step),
-        })  # fmt: skip
+        counts = {"step": step, "epoch": steps.epoch(step)}
+        counts |= {f"epoch/{name}": epoch for name, epoch in epochs.items()}
+        counts |= {"samples": steps.rows_before(step), "tokens": steps.tokens_before(step)}
+        record = counts | record | {"skipped_updates": state["skipped_updates"]}
+        self.numbers(record | self.throughput.measure(step))
 
     def show(self, samples: list[str]) -> None:
         """After an evaluation: samples, and the curves drawn anew."""
@@ -82,7 +81,7 @@ class Report:
         scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
         record = record | scalars
         self.metrics.write(record)
-        log_to_trackers(self.accelerator, record, self.told_from)
+        log_to_trackers(self.accelerator, record, self.tracked_from)
         self.progress.update(record["step"], record, self.throughput.eta, self.publisher.status)
 
     def pushes(self, step: int) -> None:

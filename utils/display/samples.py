@@ -1,5 +1,7 @@
 """Samples of what a model can do, printed at each evaluation: completed prompts, filled masks."""
 
+import contextlib
+
 import torch
 from accelerate.utils import DistributedType
 
@@ -11,8 +13,15 @@ DECODING = {"do_sample": False, "repetition_penalty": 1.2}
 MASK = "[MASK]"  # written so in prompts; each tokenizer has its own
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # each length would be compiled
+@contextlib.contextmanager
+def _for_samples(accelerator, model):
+    """The model of transformers, on the main process. Not compiled, as each length would be."""
+    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm.eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), accelerator.autocast():
+        yield lm
+    lm.train()
+
+
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
     """The last line of each prompt and what follows; quick: two tokens, to see that it works. [] of processes
     but the main one, under FSDP, where no process holds the weights, and on XLA, where each length would be a
@@ -20,45 +29,34 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: b
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []
-    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    positions, texts = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length, []
-    max_new_tokens = 2 if quick else 48
-    lm.eval()
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        ids = ids[:, -max(positions - max_new_tokens, 1) :].to(accelerator.device)  # [1, prompt tokens]
-        new = min(max_new_tokens, positions - ids.shape[1])
-        with accelerator.autocast():
-            output = lm.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
-                pad_token_id=tokenizer.eos_token_id, **DECODING,
-            )  # fmt: skip
-        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-        texts.append(f"{prompt.strip().splitlines()[-1]}\n{text.rstrip()}\n")
-    lm.train()
+    texts, most = [], 2 if quick else 48
+    with _for_samples(accelerator, model) as lm:
+        positions = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length
+        for prompt in prompts:
+            ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+            ids = ids[:, -max(positions - most, 1) :].to(accelerator.device)  # [1, prompt tokens]
+            options = {"max_new_tokens": min(most, positions - ids.shape[1]), **DECODING}
+            options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
+            new = lm.generate(ids, **options)[0, ids.shape[1] :]
+            text = tokenizer.decode(new, skip_special_tokens=True).rstrip()
+            texts.append(f"{prompt.strip().splitlines()[-1]}\n{text}\n")
     return texts
 
 
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # each length would be compiled
 def fill_masks(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
     """A line per mask, with its most likely tokens and their probabilities, from the main process; [] as
     above. All prompts go through in one batch of fixed shape, so on XLA this is one graph, always quick."""
     if accelerator.distributed_type == DistributedType.FSDP or not accelerator.is_main_process or not prompts:
         return []
-    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    lm.eval()
-    texts = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts]
+    texts, lines = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts], []
     # Padded and cut here: asked to, the tokenizer would remember it, and save it with the model.
     ids = [{"input_ids": tokenizer(text)["input_ids"][: tokenizer.model_max_length]} for text in texts]
     inputs = tokenizer.pad(ids, return_tensors="pt")  # [prompts, T]
-    rows, places = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero(as_tuple=True)
-    with accelerator.autocast():
+    places = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero().tolist()
+    with _for_samples(accelerator, model) as lm:
         out = lm(**inputs.to(accelerator.device))
     logits = out["logits" if "logits" in out else "prediction_logits"].float().cpu()  # [prompts, T, V]
-    lm.train()
-    lines = []
-    for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+    for row, place in places:
         scores, ids = logits[row, place].softmax(-1).topk(5)
         words = (tokenizer.decode([i]).strip() or "▁" for i in ids.tolist())
         guesses = ", ".join(f"{word} {score:.0%}" for word, score in zip(words, scores.tolist(), strict=True))

@@ -67,13 +67,10 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
 class Throughput:
     """Tokens per second over the last log interval, model FLOPs utilisation, time left for the whole run.
 
-    steps: as utils.steps.Steps, whose tokens are rows x T over all processes, padding included.
-    peak: FLOP/s of all devices together or None; the bf16 peak whatever the run's precision, so that a run in
-    float32 shows what it leaves unused. mfu = flops_per_token * tokens/s / peak.
-    seconds: of the earlier parts of a resumed run."""
+    Tokens are rows x T over all processes, padding included. mfu = flops_per_token * tokens/s / peak.
+    peak: bf16 FLOP/s of all devices, whatever the precision; or None. seconds: of the run before a resume."""
 
-    def __init__(self, steps, flops_per_token: float = 0.0, peak: float | None = None, *, step: int = 0,
-                 seconds: float = 0.0):  # fmt: skip
+    def __init__(self, steps, flops_per_token=0.0, peak: float | None = None, *, step=0, seconds=0.0):
         self.steps, self.flops_per_token, self.peak, self.measured = steps, flops_per_token, peak, 0
         self.tokens, self.interval_start = steps.tokens_before(step), time.perf_counter()
         self.apart_seconds = Counter()  # by name, in this log interval
@@ -95,14 +92,13 @@ class Throughput:
         """What is logged at the end of a log interval; "save_seconds" where training stood still for a save.
 
         Call it when the device has finished (after reading the loss): before, it would time the queueing."""
-        now, saving = time.perf_counter(), self.apart_seconds["save"]
+        now, saving, before = time.perf_counter(), self.apart_seconds["save"], self.tokens
         spent = max(now - self.interval_start - self.apart_seconds.total(), 1e-9)
         if self.measured < 2:  # the first interval holds compilation and warm-up: the second replaces it
-            self.first = self.interval_start, self.tokens
+            self.first = self.interval_start, before
         self.measured += 1
-        before, self.tokens = self.tokens, self.steps.tokens_before(step)
+        self.tokens, self.interval_start, self.apart_seconds = self.steps.tokens_before(step), now, Counter()
         rate = max(self.tokens - before, 1) / spent
-        self.interval_start, self.apart_seconds = now, Counter()
         mfu = round(self.flops_per_token * rate / self.peak, 4) if self.peak else None
         record = {"seconds": round(self.seconds, 3), "tokens_per_second": round(rate, 1), "mfu": mfu}
         return record | ({"save_seconds": round(saving, 3)} if saving else {})
@@ -110,8 +106,7 @@ class Throughput:
     @property
     def eta(self) -> float | None:
         """Seconds left, at the mean speed with evaluations and saves; None before the first measurement."""
-        if not self.measured:
-            return None
-        start, tokens = self.first
-        left = self.steps.tokens_before(self.steps.last) - self.tokens
-        return left * (self.interval_start - start) / max(self.tokens - tokens, 1)
+        if self.measured:
+            start, tokens = self.first
+            left = self.steps.tokens_before(self.steps.last) - self.tokens
+            return left * (self.interval_start - start) / max(self.tokens - tokens, 1)

@@ -27,30 +27,27 @@ def start_trackers(accelerator, project: str, output_dir, settings: dict, step: 
     if not accelerator.log_with:
         return {}
     run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name
+    options = {
+        "wandb": {"id": run_id, "name": name, "resume": "allow"},
+        "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
+        "tensorboard": {"purge_step": 0 if step else None},  # hides what is told again, which is all
+    }
+    accelerator.init_trackers(project, init_kwargs=options)
     plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in settings.items()}
-    accelerator.init_trackers(
-        project,
-        init_kwargs={
-            "wandb": {"id": run_id, "name": name, "resume": "allow"},
-            "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
-            "tensorboard": {"purge_step": 0 if step else None},  # hides what is told again, which is all
-        },
-    )
+    lacks = {"tensorboard": 0}
     for tracker in accelerator.trackers:
         if not step or tracker.name != "tensorboard":  # where each start would be one more run
             tracker.store_init_configuration(plain)
+        next_step = {"wandb": "step", "trackio": "_next_step"}.get(tracker.name, "")
+        lacks.setdefault(tracker.name, getattr(tracker.tracker, next_step, step + 1))
     if not (step and accelerator.is_main_process):
         return {}
-    lacks = {tracker.name: step + 1 for tracker in accelerator.trackers} | {"tensorboard": 0}
-    for tracker in accelerator.trackers:
-        if next_step := {"wandb": "step", "trackio": "_next_step"}.get(tracker.name):
-            lacks[tracker.name] = getattr(tracker.tracker, next_step)
     for record in read_metrics(output_dir):
         log_to_trackers(accelerator, record, lacks)
     return lacks
 
 
-def log_to_trackers(accelerator, record: dict, lacks: Mapping[str, int]):
+def log_to_trackers(accelerator, record: dict, lacks: Mapping[str, int]) -> None:
     """Send one metrics.jsonl record to the trackers, if there are any: numbers only, at the record's step."""
     numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
     for tracker in accelerator.trackers if numbers else ():

@@ -1,22 +1,28 @@
 """Files and sealed folders that are complete or absent, down on the disk, with checksums."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import xxhash
 
-ALGORITHMS = xxhash.xxh3_128, hashlib.sha256  # of checkpoints, of milestones
 CHUNK = 1 << 24  # bytes read and checksummed at a time
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write a temporary file and rename it: readers see the old file or the new one, never half of it."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file, renamed once it is written: readers see the old file or the new one, never a half."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    yield temporary
     os.replace(temporary, path)
+
+
+def write_json(path: Path, content: dict) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_file(path: Path, chunks: Iterable) -> dict:
@@ -34,11 +40,10 @@ def write_file(path: Path, chunks: Iterable) -> dict:
 def checksum_file(path: Path, algorithm=xxhash.xxh3_128) -> dict:
     """Size and checksum of a file, as write_file returns them; or with another algorithm: hashlib.sha256."""
     digest, size = algorithm(), 0
-    buffer = memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
     return {"bytes": size, digest.name.lower(): digest.hexdigest()}
 
 
@@ -46,9 +51,9 @@ def checksum_json(value) -> str:
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def seal(folder: Path, files: dict, **told) -> None:
+def seal(folder: Path, files: dict, **more) -> None:
     """manifest.json, written last: the folder is complete. files: {name: its size and checksum}"""
-    manifest = told | {"files": files}
+    manifest = more | {"files": files}
     manifest["checksum"] = checksum_json(manifest)
     write_file(folder / "manifest.json", [json.dumps(manifest, indent=1).encode()])
     flush(folder)
@@ -63,9 +68,9 @@ def find_problem(folder: Path) -> str:
         if not manifest["files"]:
             return "manifest.json: names no file"
         for name, entry in manifest["files"].items():
-            algorithm, size = ALGORITHMS["sha256" in entry], (folder / name).stat().st_size
-            if size != entry["bytes"]:
+            if (size := (folder / name).stat().st_size) != entry["bytes"]:
                 return f"{name}: {size} bytes instead of {entry['bytes']}"
+            algorithm = hashlib.sha256 if "sha256" in entry else xxhash.xxh3_128  # of a milestone
             if checksum_file(folder / name, algorithm) != entry:
                 return f"{name}: wrong checksum"
     except OSError as error:
@@ -77,8 +82,11 @@ def find_problem(folder: Path) -> str:
 
 def retire(path: Path, prefix: str = "replaced-") -> None:
     """Rename it to prefix + its name, with a number if that is taken."""
-    names = (f"{prefix}{path.name}{again}" for again in ("", *(f"-{n}" for n in range(2, 10_000))))
-    path.rename(next(to for to in map(path.with_name, names) if not to.exists()))
+    to, number = path.with_name(f"{prefix}{path.name}"), 1
+    while to.exists():
+        number += 1
+        to = path.with_name(f"{prefix}{path.name}-{number}")
+    path.rename(to)
 
 
 def flush(path: Path) -> None:

@@ -5,8 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import get_token, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
@@ -24,8 +23,7 @@ PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, 
 WORTH_A_RETRY = (408, 409, 412, 423, 425, 429)  # of the statuses below 500
 
 
-@dataclass
-class Trouble:
+class Trouble(NamedTuple):
     """What an exception means."""
 
     passing: bool  # the same request may succeed later
@@ -44,23 +42,22 @@ def diagnose(error: BaseException) -> Trouble:
     chain = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
-    responses = [getattr(e, "response", None) for e in chain]
-    response = next((r for r in responses if hasattr(r, "status_code")), None)
-    statuses = [getattr(response, "status_code", None), *(getattr(e, "status", None) for e in chain)]
-    of_botocore = (found.get("ResponseMetadata", {}) for found in responses if isinstance(found, dict))
+    responses = [getattr(link, "response", None) for link in chain]
+    response = next((one for one in responses if hasattr(one, "status_code")), None)
+    statuses = [getattr(response, "status_code", None), *(getattr(link, "status", None) for link in chain)]
+    of_botocore = [one.get("ResponseMetadata", {}) for one in responses if isinstance(one, dict)]
     statuses += [metadata.get("HTTPStatusCode") for metadata in of_botocore]
-    if found := re.search(r"HTTP status \w+ error \((\d{3})", str(error)):
-        statuses.append(int(found[1]))
+    statuses += map(int, re.findall(r"HTTP status \w+ error \((\d{3})", str(error)))
     status = next((status for status in statuses if isinstance(status, int)), None)
     if status is not None and status >= 400:
         passing = status >= 500 or status in WORTH_A_RETRY
     else:
         passing = any(map(_passing, chain))
-    # Otherwise a date, or nonsense: our own backoff has to do.
-    asked = re.fullmatch(r"\d+", getattr(response, "headers", {}).get("retry-after", ""))
-    told = chain[-1] if response is None else error
-    text = " ".join(f"{type(told).__name__}: {told}".split()).replace(get_token() or HIDDEN, HIDDEN)
-    retry_after = min(float(asked[0]), 3600.0) if asked else 0.0
+    asked = getattr(response, "headers", {}).get("retry-after", "")
+    # A date, or nonsense: then our own backoff has to do.
+    retry_after = min(float(asked), 3600.0) if re.fullmatch(r"\d+", asked) else 0.0
+    telling = chain[-1] if response is None else error
+    text = " ".join(f"{type(telling).__name__}: {telling}".split()).replace(get_token() or HIDDEN, HIDDEN)
     return Trouble(passing, retry_after, status, without_secrets(text)[:400])
 
 
@@ -91,14 +88,15 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: i
                 yield item
             return
         except Exception as error:
-            if not diagnose(error).passing or failures == len(delays) and tries is not None:
+            last = failures == len(delays)
+            if not diagnose(error).passing or last and tries is not None:
                 raise
             reason = f"{type(error).__name__}: {error}".strip(": ")
-            named = f"{what}, item {position:,}," if position else what
-            if failures == len(delays):
-                raise ConnectionError(f"{named} failed {failures + 1} times in {sum(delays)} s, the last "
-                                      f"time with {reason}.") from error
-            text = f"warning: {named} failed ({reason}); next try in {delays[failures]} s"
+            failed = f"{what}, item {position:,}, failed" if position else f"{what} failed"
+            if last:
+                cause = f"{failures + 1} times in {sum(delays)} s, the last time with {reason}."
+                raise ConnectionError(f"{failed} {cause}") from error
+            text = f"warning: {failed} ({reason}); next try in {delays[failures]} s"
             print(without_secrets(text), file=sys.stderr, flush=True)
             time.sleep(delays[failures])
             failures += 1

@@ -1,34 +1,27 @@
-"""The model as transformers loads it: from_pretrained(output_dir) and pipeline(model=output_dir)."""
+"""The model as transformers loads it, in output_dir and in milestones: from_pretrained, pipeline(model=...).
 
+Milestones are kept for good: output_dir/milestones/step-N, complete or absent, with a manifest.json that has
+the step, and bytes and sha256 of each file. A run that resumes from an earlier step renames those after it to
+replaced-step-N and makes them again. One that comes out the same takes its name back, untouched; the others
+are never deleted.
+"""
+
+import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from utils.io.files import checksum_file, find_problem, flush, retire, seal
 from utils.io.secrets import without_secrets
+from utils.state.folders import step_of
 from utils.state.training_state import clean_name, gather_bytes, named_tensors
 
 logger = logging.getLogger(__name__)
 
-
-def export_model(accelerator, model, tokenizer, output_dir: str | Path, write_card=lambda: None) -> str:
-    """Replaces config.json, the tokenizer and then model.safetensors in output_dir, each whole, and calls
-    write_card(). Returns as write_model does."""
-
-    def replace(written: Path) -> None:
-        for file in sorted(written.iterdir(), key=lambda file: file.suffix == ".safetensors"):
-            os.replace(file, Path(output_dir, file.name))
-        write_card()
-
-    return write_model(accelerator, model, tokenizer, Path(output_dir, ".export"), replace)
-
-
-def more_configurations(folder) -> list[Path]:
-    """What pipeline() reads of a saved model beside weights, config.json and tokenizer.json."""
-    files = Path(folder, "generation_config.json"), Path(folder, "tokenizer_config.json")
-    return [file for file in files if file.exists()]
+LOG = 512  # `log` means the powers of two up to here, then every save
 
 
 def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Path], None]) -> str:
@@ -49,13 +42,66 @@ def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Pat
             tokenizer.save_pretrained(folder)
             config = folder / "config.json"
             config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
-            mode = config.stat().st_mode
-            for file in folder.iterdir():
-                if file.stat().st_mode != mode:  # safetensors writes files that only their owner may read
-                    file.chmod(mode)
+            for file in folder.iterdir():  # safetensors writes files that only their owner may read
+                file.chmod(config.stat().st_mode)
             done(folder)
         except Exception as error:  # safetensors and tokenizers have their own; training is worth more
             failure = str(error) or repr(error)
             logger.warning("the model was not saved in %s: %s", folder.parent, failure)
         shutil.rmtree(folder, ignore_errors=True)
     return json.loads(gather_bytes(accelerator, json.dumps(failure).encode())[0])
+
+
+def export_model(accelerator, model, tokenizer, output_dir: str | Path, write_card=lambda: None) -> str:
+    """Replaces config.json, the tokenizer and then model.safetensors in output_dir, each whole, and calls
+    write_card(). Returns as write_model does."""
+
+    def replace(written: Path) -> None:
+        for file in sorted(written.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+            os.replace(file, Path(output_dir, file.name))
+        write_card()
+
+    return write_model(accelerator, model, tokenizer, Path(output_dir, ".export"), replace)
+
+
+def more_configurations(folder) -> list[Path]:
+    """What pipeline() reads of a saved model beside weights, config.json and tokenizer.json."""
+    files = Path(folder, "generation_config.json"), Path(folder, "tokenizer_config.json")
+    return [file for file in files if file.exists()]
+
+
+def milestone_steps(named: list, last: int = 0, saves: Iterable[int] = ()) -> set[int]:
+    """The steps that the setting names. last: of the run, 0 where it is not known yet. ValueError."""
+    if named == ["log"]:
+        steps = {2**n for n in range(LOG.bit_length())} | {step for step in saves if step > LOG}
+        return {step for step in steps if step <= last}
+    steps = {int(step) if str(step).isdecimal() else 0 for step in named}
+    if not all(1 <= step <= (last or step) for step in steps):
+        given = " ".join(map(str, named))
+        raise ValueError(f"milestones: {given}: give log, or steps from 1 to {last or 'the last'}, or none.")
+    return steps
+
+
+def list_milestones(output_dir) -> list[Path]:
+    """Complete ones by their names, in order; nothing is verified."""
+    named = Path(output_dir, "milestones").glob("step-*")
+    return sorted((path for path in named if path.name[5:].isdecimal()), key=step_of)
+
+
+def keep_milestone(accelerator, model, tokenizer, output_dir, step: int) -> str:
+    """Makes the milestone of this step, or finds it as it was made before. Returns as write_model does."""
+    folder = Path(output_dir, "milestones")
+
+    def complete(written: Path) -> None:
+        files = {path.name: checksum_file(path, hashlib.sha256) for path in sorted(written.iterdir())}
+        for name in files:
+            flush(written / name)
+        seal(written, files, step=step)
+        manifest, milestone = (written / "manifest.json").read_bytes(), folder / f"step-{step}"
+        if milestone.exists():
+            retire(milestone)
+        older = (path for path in folder.glob("replaced-*/manifest.json") if path.read_bytes() == manifest)
+        next((path.parent for path in older if not find_problem(path.parent)), written).rename(milestone)
+        flush(folder)
+
+    return write_model(accelerator, model, tokenizer, folder / f".tmp-step-{step}", complete)

@@ -1,8 +1,8 @@
 """Places that snapshots go to: a repository on the Hub, or a folder at any URL of fsspec.
 
 A checkpoint that a place lists is complete, whatever dies when: on the Hub it is one commit; elsewhere its
-manifest.json is written last and deleted first. The Hub's client looks the token up at each call, so that a
-renewed login counts; it is stored nowhere.
+manifest.json is written last and deleted first. The Hub's client looks the token up at each call: a renewed
+login counts, and it is stored nowhere.
 """
 
 import json
@@ -21,7 +21,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Hf
 from huggingface_hub.errors import RevisionNotFoundError
 
 from utils.io.files import find_problem
-from utils.io.retry import FIRST_CONTACT, Trouble, bound_waiting, diagnose, with_retries
+from utils.io.retry import FIRST_CONTACT, bound_waiting, diagnose, with_retries
 from utils.io.secrets import without_secrets
 from utils.io.urls import Folder, explained
 from utils.state.folders import list_checkpoints, step_of
@@ -37,51 +37,46 @@ REPLACED = {  # of each branch, the files that a commit deletes unless it has th
     MILESTONES: r"(?!\.gitattributes$).*",
 }
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
-REMEDIES = {
-    401: f"the token is missing, revoked or expired: {LOGIN}",
-    403: f"this token may not write there: choose another hub_model_id, or {LOGIN}",
-    404: "there is no such repository: create it, or choose another hub_model_id",
-    413: "too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
-}
-
-
-def ask(subject: str, call: Callable, *args, **kwargs) -> Any:
-    """`call(...)` of the Hub's client, with retries. ValueError that says what to do."""
-    try:
-        return with_retries(partial(call, *args, **kwargs), subject, FIRST_CONTACT)
-    except Exception as error:
-        raise ValueError(f"{subject}: {with_remedy(diagnose(error))}.") from None
-
-
-def with_remedy(trouble: Trouble) -> str:
-    """What is wrong, and what to do."""
-    unreached = f"can {HfApi().endpoint} be reached from here? If not, train without push_to_hub"
-    remedy = REMEDIES.get(trouble.status, unreached if trouble.passing else "")
-    return "; ".join(filter(None, [trouble.text, remedy]))
 
 
 class Hub:
     """A repository: the model on main, milestones as tags, the newest checkpoint on a branch, whose history
     keeps the older ones."""
 
+    remedies = {  # by HTTP status
+        401: f"; the token is missing, revoked or expired: {LOGIN}",
+        403: f"; this token may not write there: choose another hub_model_id, or {LOGIN}",
+        404: "; there is no such repository: create it, or choose another hub_model_id",
+        413: "; too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
+    }
+
     def __init__(self, repo_id: str, private: bool = False, setting: str = "push_to_hub"):
-        """Makes the repository where it is missing, and checks that we may write there, in seconds, also when
-        nobody answers. ValueError with the remedy. setting: push_to_hub, or checkpoint_url."""
+        """Makes the repository if it is missing. ValueError with the remedy where we may not write or nobody
+        answers, within seconds. setting: push_to_hub, or checkpoint_url."""
         bound_waiting(CHECK_SECONDS)
         if not get_token():
             raise ValueError(f"{setting}: found no Hub token; {LOGIN}.")
-        api, self.revision = HfApi(), CHECKPOINTS
-        user = ask(setting, api.whoami)["name"]
-        self.repo_id = repo_id if "/" in repo_id else f"{user}/{repo_id}"
-        self.ask = partial(ask, f"hub_model_id {self.repo_id}")
-        self.ask(api.create_repo, self.repo_id, private=private, exist_ok=True)
+        api, self.subject, self.revision = HfApi(), setting, CHECKPOINTS
+        user = self._ask(api.whoami)["name"]
+        self.repo_id = self.name = repo_id if "/" in repo_id else f"{user}/{repo_id}"
+        self.subject = f"hub_model_id {self.repo_id}"
+        self._ask(api.create_repo, self.repo_id, private=private, exist_ok=True)
         # The first question of every push. (create_repo is content with a repository that we may only read.)
-        self.ask(api.preupload_lfs_files, self.repo_id, [CommitOperationAdd("README.md", b"-")])
+        self._ask(api.preupload_lfs_files, self.repo_id, [CommitOperationAdd("README.md", b"-")])
         bound_waiting()
-        self.name = self.repo_id
         if setting == "checkpoint_url":
             self.name = f"hf://{self.repo_id}"
-            self.ask(api.create_branch, self.repo_id, branch=CHECKPOINTS, exist_ok=True)
+            self._ask(api.create_branch, self.repo_id, branch=CHECKPOINTS, exist_ok=True)
+
+    def _ask(self, call: Callable, *args, **kwargs) -> Any:
+        """`call(...)` of the Hub's client, with retries. ValueError that says what to do."""
+        try:
+            return with_retries(partial(call, *args, **kwargs), self.subject, FIRST_CONTACT)
+        except Exception as error:
+            trouble = diagnose(error)
+            away = f"; can {HfApi().endpoint} be reached from here? If not, train without push_to_hub"
+            remedy = self.remedies.get(trouble.status, away if trouble.passing else "")
+            raise ValueError(f"{self.subject}: {trouble.text}{remedy}.") from None
 
     def upload(self, snapshot) -> str:
         """The hash of the commit, or the tag of a milestone that was there already."""
@@ -115,20 +110,20 @@ class Hub:
         return api.create_commit(self.repo_id, changes, commit_message=snapshot.message, revision=branch).oid
 
     def _differing(self, snapshot, revision: str) -> list[str]:
-        """Files that the Hub has not at this revision, or with another hash."""
+        """Files of the snapshot that this revision lacks, or has with another hash."""
         there = HfApi().verify_repo_checksums(self.repo_id, revision=revision, local_dir=snapshot.folder)
         differing = [*there.extra_paths, *(file["path"] for file in there.mismatches)]
         return [name for name in differing if name in snapshot.names]  # not what has come since
 
     def milestones(self) -> list[int]:
         """Steps of the tags step-N, in order."""
-        names = (tag.name for tag in self.ask(HfApi().list_repo_refs, self.repo_id).tags)
+        names = (tag.name for tag in self._ask(HfApi().list_repo_refs, self.repo_id).tags)
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name, re.ASCII))
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, in order. What is read or downloaded next is as it was now."""
-        self.revision = self.ask(HfApi().repo_info, self.repo_id, revision=CHECKPOINTS).sha
-        return _complete(self.ask(HfApi().list_repo_files, self.repo_id, revision=self.revision))
+        """Of the complete checkpoints, in order. `read` and `download` then see the branch as it was now."""
+        self.revision = self._ask(HfApi().repo_info, self.repo_id, revision=CHECKPOINTS).sha
+        return _complete(self._ask(HfApi().list_repo_files, self.repo_id, revision=self.revision))
 
     def read(self, step: int, name: str) -> bytes:
         """One of BESIDE. FileNotFoundError."""
@@ -137,13 +132,15 @@ class Hub:
     def download(self, step: int, folder: Path) -> None:
         """Its checkpoints/step-N and BESIDE, into `folder`, not verified. ValueError where that fails."""
         wanted = {"local_dir": folder, "allow_patterns": [f"checkpoints/step-{step:08d}/*", *BESIDE]}
-        self.ask(HfApi().snapshot_download, self.repo_id, revision=self.revision, **wanted)
+        self._ask(HfApi().snapshot_download, self.repo_id, revision=self.revision, **wanted)
 
 
 class Bucket:
-    """A folder at a URL, in its checkpoints/ one for each checkpoint, which holds BESIDE, too.
+    """A folder at a URL, with a folder in its checkpoints/ for each checkpoint, which holds BESIDE, too.
 
     limit: newest checkpoints kept there, 0 for all."""
+
+    remedies = {}
 
     def __init__(self, url: str, limit: int = 0):
         """ValueError where nothing can be written."""
@@ -151,23 +148,30 @@ class Bucket:
         self.url, self.name, self.limit = url, without_secrets(url), limit
         self._folder()  # the message for an unknown protocol
 
-        def try_writing() -> None:
-            folder = self._folder()
+        def try_writing(folder: Folder) -> None:
             folder.put(Path(__file__), ".writable")
             folder.fs.rm_file(folder.path(".writable"))
 
         self._ask("written", try_writing)
 
+    def _folder(self) -> Folder:
+        """Connects anew: what has lost its connection (ftp) never gets another."""
+        return Folder(f"{self.url}/checkpoints", skip_instance_cache=True)
+
+    def _ask(self, verb: str, use: Callable[[Folder], Any]) -> Any:
+        with explained(f"checkpoint_url {self.name}", verb, kinds=Exception):
+            return with_retries(lambda: use(self._folder()), self.name, FIRST_CONTACT)
+
     def upload(self, snapshot) -> str:
         """Its folder's name. Older ones beyond the limit go, and newer ones: damaged, or set aside here."""
-        place = f"step-{snapshot.step:08d}"
+        place, checkpoint = f"step-{snapshot.step:08d}", snapshot.folder / "checkpoints"
         sealed = f"{place}/manifest.json"
         try:
             folder = self._folder()
-            there = self._names(folder)
+            there = _names(folder)
             older = [step for step in _complete(there) if step < snapshot.step]
             kept = {f"step-{step:08d}" for step in [*older, snapshot.step][-self.limit :]}
-            manifest = (snapshot.folder / "checkpoints" / sealed).read_bytes()
+            manifest = (checkpoint / sealed).read_bytes()
             if sealed not in there or folder.fs.cat_file(folder.path(sealed)) != manifest:
                 _remove(folder, there, place)
                 for name in sorted(snapshot.names, key=lambda name: name.endswith("/manifest.json")):
@@ -182,32 +186,24 @@ class Bucket:
         return place
 
     def steps(self) -> list[int]:
-        return _complete(self._ask("listed", lambda: self._names(self._folder())))
+        return _complete(self._ask("listed", _names))
 
     def read(self, step: int, name: str) -> bytes:
         return self._folder().read(f"step-{step:08d}/{name}")
 
     def download(self, step: int, to: Path) -> None:
-        def copy() -> None:
-            folder = self._folder()
-            for name in self._names(folder):
+        def copy(folder: Folder) -> None:
+            for name in _names(folder):
                 if name.startswith(f"step-{step:08d}/"):
                     beside = Path(name).name in BESIDE
                     folder.get(name, to / Path(name).name if beside else to / "checkpoints" / name)
 
         self._ask("read", copy)
 
-    def _ask(self, verb: str, call: Callable) -> Any:
-        with explained(f"checkpoint_url {self.name}", verb, kinds=Exception):
-            return with_retries(call, self.name, FIRST_CONTACT)
 
-    def _folder(self) -> Folder:
-        """Connects anew: what has lost its connection (ftp) never gets another."""
-        return Folder(f"{self.url}/checkpoints", skip_instance_cache=True)
-
-    def _names(self, folder: Folder) -> list[str]:
-        """step-N/file; nothing else there is ours, and no name leads out of its folder."""
-        return [name for name in folder.find() if re.fullmatch(r"step-\d{8}(/\w[\w.-]*)+", name)]
+def _names(folder: Folder) -> list[str]:
+    """step-N/file; nothing else there is ours, and no name leads out of its folder."""
+    return [name for name in folder.find() if re.fullmatch(r"step-\d{8}(/\w[\w.-]*)+", name)]
 
 
 def _remove(folder: Folder, there: list[str], place: str) -> None:
@@ -243,21 +239,21 @@ def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None)
     if have >= 0 and _another_run(place, steps, output_dir):
         return None
     for step in reversed([step for step in steps if step > have]):
-        name = f"checkpoints/step-{step:08d}"
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as folder:
-            place.download(step, Path(folder))
-            if problem := find_problem(Path(folder, name)):
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as scratch:
+            place.download(step, Path(scratch))
+            fetched = Path(scratch, "checkpoints", f"step-{step:08d}")
+            if problem := find_problem(fetched):
                 logger.warning("%s: the checkpoint of step %s is damaged (%s)", place.name, step, problem)
                 continue
-            check(Path(folder, name))
-            for beside in BESIDE:
-                if Path(folder, beside).exists():
-                    os.replace(Path(folder, beside), output_dir / beside)
-            (output_dir / "checkpoints").mkdir(exist_ok=True)
-            shutil.rmtree(output_dir / name, ignore_errors=True)  # without a manifest: it did not finish
-            os.replace(Path(folder, name), output_dir / name)
+            check(fetched)
+            for file in filter(Path.is_file, Path(scratch).iterdir()):
+                os.replace(file, output_dir / file.name)
+            checkpoint = output_dir / "checkpoints" / fetched.name
+            checkpoint.parent.mkdir(exist_ok=True)
+            shutil.rmtree(checkpoint, ignore_errors=True)  # without a manifest: it did not finish
+            os.replace(fetched, checkpoint)
         print(f"continues  step {step}, from {place.name}")
-        return output_dir / name
+        return checkpoint
     if steps and have < 0:
         raise ValueError(f"{place.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
     return None

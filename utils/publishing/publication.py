@@ -11,12 +11,11 @@ from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import built_by
-from utils.publishing.export import export_model
-from utils.publishing.milestones import list_milestones, milestone_steps
+from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
-from utils.publishing.places import Hub, open_place
+from utils.publishing.places import Hub, open_place, refuse_another
 from utils.publishing.publisher import Publisher, upload_command
-from utils.state.folders import step_of
+from utils.state.folders import outdate, step_of
 
 
 class Publication:
@@ -29,6 +28,7 @@ class Publication:
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.facts = {}  # model_type, parameters: given when there is a model
         self.launch = {}  # what it is trained on: given at the start
+        self.milestones = set()  # steps whose models are kept for good: likewise
         models = checkpoints = None
         if accelerator.is_main_process and not args.eval_only and not args.show:
             if args.push_to_hub:
@@ -41,14 +41,23 @@ class Publication:
         """Which steps they are. Returns how many models the folder will hold."""
         every = steps.every(args.save_steps)
         saves = [*range(every, steps.last, every), kept_step, steps.last]
-        self.publisher.milestones = milestone_steps(args.milestones, steps.last, saves)
-        ahead = self.publisher.milestones.difference(map(step_of, list_milestones(self.folder)))
-        return 1 + args.keep_best + len(ahead)
+        self.milestones = milestone_steps(args.milestones, steps.last, saves)
+        return 1 + args.keep_best + len(self.milestones - set(map(step_of, list_milestones(self.folder))))
 
     def start(self, step: int, auto: bool) -> None:
-        """On the first process uploading begins; milestones after the step are set aside."""
-        if self.accelerator.is_main_process:
-            self.publisher.start(step, auto)
+        """Uploading begins, on the first process. step: where the run continues; auto: from its newest one.
+        Renames later milestones, names what the Hub has of an earlier run. ValueError: so has a bucket."""
+        if not self.accelerator.is_main_process:
+            return
+        hub = self.publisher.models
+        refuse_another(self.publisher.checkpoints, Path(self.folder), math.inf if auto else step)
+        outdate(list_milestones(self.folder), step)
+        if hub and not step and (tags := hub.milestones()):
+            moved = " (until this run makes it)"
+            names = ", ".join(f"step-{tag}{moved if tag in self.milestones else ''}" for tag in tags)
+            found = f"{hub.repo_id} has revisions of an earlier run: {names}"
+            print(f"hub        {found}; `hf repos tag delete {hub.repo_id} NAME` deletes one", flush=True)
+        self.publisher.start()
 
     def name_optimizers(self, optimizers: list) -> dict:
         """The settings as they are shown, with the optimizers in use if build_optimizer has made none."""
@@ -72,7 +81,7 @@ class Publication:
 
     def save_model(self, model, tokenizer, state: dict, steps) -> str:
         """The same in output_dir, with its card."""
-        settings, models, step = self.settings, self.publisher.models, state["step"]
+        settings, hub, step = self.settings, self.publisher.models, state["step"]
 
         def write_card():
             write_model_card(
@@ -80,11 +89,17 @@ class Publication:
                 dataset=self.dataset, step=step, max_steps=steps.last, tokens=steps.tokens_before(step),
                 seconds=state["seconds"], launch=self.launch, settings=settings, results=state["eval"],
                 example=own_mask((settings["prompts"] or [self.task.prompt])[0], tokenizer),
-                repo_id=models and models.repo_id, base_model=settings["model_name_or_path"],
+                repo_id=hub and hub.repo_id, base_model=settings["model_name_or_path"],
                 branch=state.get("origin"), **self.facts,
             )  # fmt: skip
 
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
+
+    def keep_milestone(self, model, tokenizer, step: int) -> None:
+        """If this step is one. Called on all processes."""
+        if step in self.milestones:
+            keep_milestone(self.accelerator, model, tokenizer, self.folder, step)
+            self.publisher.push_milestones()
 
     def keep_best(self, model, data, state: dict, record: dict) -> None:
         """The model of the lowest loss of the first evaluation set; losses of the same rows are compared."""
@@ -118,10 +133,8 @@ class Publication:
         evaluate = ["python", *sys.argv, "--eval_only", "true", "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
-        commands = {
-            self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate),
-            "publish": upload_command(self.name, folder),
-        }  # fmt: skip
+        commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
+        commands |= {"publish": upload_command(self.name, folder)}
         title = f"{settings['model_type']} on {self.dataset}"
         return summarize(folder, title, results, without_secrets(commands))
 
