@@ -2,11 +2,11 @@
 
 import math
 import shlex
-import sys
 from pathlib import Path
 
 from utils import xla
 from utils.display.progress import duration, summarize
+from utils.flags import command_line
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -25,7 +25,7 @@ class Publication:
     def __init__(self, args, accelerator, task, settings: dict, dataset: str):
         """settings: as they may be shown, without secrets. ValueError where a push could not work."""
         self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
-        self.folder = args.output_dir
+        self.folder, self.command = args.output_dir, command_line(args)
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.facts = {}  # model_type, parameters: given when there is a model
         self.launch = {}  # what it is trained on: given at the start
@@ -115,7 +115,7 @@ class Publication:
         prompt = own_mask(self.task.prompt, tokenizer)
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
         generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
-        evaluate = ["python", *sys.argv, "--eval_only", "true", "--max_eval_samples", "0"]
+        evaluate = [*self.command, "--eval_only", "true", "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {
