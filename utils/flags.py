@@ -52,8 +52,8 @@ ELSEWHERE = {
     "fsdp deepspeed": "the launcher's, accelerate_configs/fsdp.yaml shards a model over devices",
     "cpu no_cuda no_tpu device": "the launcher's, accelerate_configs/cpu.yaml",
     "mixed_precision multi_gpu num_processes num_machines machine_rank": "the launcher's, before the script",
-    "data_dir data_files dataset_file train_dataset train_file": "--dataset_name takes files and folders, too",
-    "eval_dataset validation_file": "--eval_dataset_name takes files and folders, too",
+    "data_dir data_files dataset_file train_dataset train_file": "--dataset_name takes files and folders",
+    "eval_dataset validation_file": "--eval_dataset_name takes files and folders",
     "limit": "--max_train_samples",
     "split": "part of --dataset_name, such as user/name:validation",
     "max_seq_length max_length": "--block_size",
@@ -132,7 +132,7 @@ def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]
 
 
 def command_line(args: Any) -> list[str]:
-    """The command of this run: as it was typed, or with the settings that a notebook or another program gave."""
+    """The command of this run: as typed, or with the settings that a notebook or a program gave."""
     script = inspect.getsourcefile(type(args))
     if os.path.basename(sys.argv[0]) == os.path.basename(script):
         return ["python", *sys.argv]
