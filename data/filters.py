@@ -138,11 +138,16 @@ def _utf8(text: str) -> bytes | None:
         return text.encode()
 
 
-def in_validation(text: str, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: a function of its content and the seed alone, so
-    it is the same wherever, whenever and in whatever order documents are read."""
+def drawn_place(text: str, seed: int) -> float:
+    """A number from 0 to 1 for a document, by its content and the seed alone: the same wherever, whenever and
+    in whatever order documents are read."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def in_validation(text: str, seed: int, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: it does at every larger fraction, too."""
+    return drawn_place(text, seed) < fraction
 
 
 class progress_bar(tqdm):

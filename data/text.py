@@ -7,6 +7,7 @@
 import errno
 import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from data.cache import build_once, cache_folder, locked
 from data.encode import LEAST_CHARACTERS, Encoder, tokenize_documents, tokenizer_fingerprint
 from data.factory import NO_LIMIT, Factory, TokenMaker
-from data.filters import Accounting, SeenHashes, clean_documents, content_hash, in_validation
+from data.filters import Accounting, SeenHashes, clean_documents, content_hash, drawn_place, in_validation
 from data.rows import PackedRows
 from data.shards import MANIFEST, all_files, complete, rows_of
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sampled, train_tokenizer
@@ -173,21 +174,23 @@ def held_out_share(corpus, tokenizer, block_size: int, fraction: float, seed: in
         for document in itertools.islice(clean_documents(corpus, Accounting()), FEW):
             texts.append(text := document[corpus.text_column])
             size, held = size + len(text), held + (tokens(text) if in_validation(text, seed, fraction) else 0)
-            if held >= block_size or size >= least:
+            if held >= block_size or size >= least and len(texts) > 1:
                 break
-        sizes = {text: tokens(text) for text in texts} if held < block_size and len(texts) < FEW else {}
-        while len(sizes) > 1 and share <= 0.25 and held < block_size:
-            share = max(2 * share, 2 / len(sizes))
-            held = sum(size for text, size in sizes.items() if in_validation(text, seed, share))
-            print(f"validation_fraction {fraction} of {len(sizes)} documents fills no row of {block_size} "
-                  f"tokens: holding out {min(share, 1):.2g}", flush=True)
-        more = [content_hash(text.encode()) for text in sizes
+        few = texts if held < block_size and len(texts) < FEW else []
+        held, places = 0, sorted((drawn_place(text, seed), text) for text in few)
+        for number, (place, text) in enumerate(places[: len(few) // 2], 1):
+            share, held = max(share, math.nextafter(place, 1)), held + tokens(text)
+            if held >= block_size:
+                print(f"validation_fraction {fraction} of {len(few)} documents fills no row of {block_size} "
+                      f"tokens: holding out {number} of them", flush=True)
+                break
+        more = [content_hash(text.encode()) for text in few
                 if in_validation(text, seed, share) and not in_validation(text, seed, fraction)]
         (folder / "share.json").write_text(json.dumps([share, more]))
 
     what = corpus.fingerprint, corpus.keywords, tokenizer_fingerprint(tokenizer)
     settings = [*what, block_size, fraction, seed, max_rows]
-    share, more = json.loads((build_once(cache_dir, "share", settings, build) / "share.json").read_text())
+    share, more = json.loads((build_once(cache_dir, "held", settings, build) / "share.json").read_text())
     return share, more
 
 
