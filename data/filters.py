@@ -139,8 +139,7 @@ def _utf8(text: str) -> bytes | None:
 
 
 def drawn_place(text: str, seed: int) -> float:
-    """A number from 0 to 1 for a document, by its content and the seed alone: the same wherever, whenever and
-    in whatever order documents are read."""
+    """A number from 0 to 1, by a document's content and the seed alone, wherever it is read."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little") / 2**64
 

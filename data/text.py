@@ -7,7 +7,6 @@
 import errno
 import itertools
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -179,7 +178,7 @@ def held_out_share(corpus, tokenizer, block_size: int, fraction: float, seed: in
         few = texts if held < block_size and len(texts) < FEW else []
         held, places = 0, sorted((drawn_place(text, seed), text) for text in few)
         for number, (place, text) in enumerate(places[: len(few) // 2], 1):
-            share, held = max(share, math.nextafter(place, 1)), held + tokens(text)
+            share, held = max(share, place + 1e-15), held + tokens(text)  # a fraction just above its place
             if held >= block_size:
                 print(f"validation_fraction {fraction} of {len(few)} documents fills no row of {block_size} "
                       f"tokens: holding out {number} of them", flush=True)

@@ -47,18 +47,14 @@ class _Parser(HfArgumentParser):
 
 # Settings of transformers' scripts and of nanoGPT that look like none of ours: what does that here.
 ELSEWHERE = {
-    "fp16 bf16 bfloat16 dtype torch_dtype": "the launcher's --mixed_precision, or accelerate_configs/*.yaml",
+    "fp16 bf16 dtype torch_dtype": "the launcher's --mixed_precision, or accelerate_configs/*.yaml",
     "torch_compile compile": "the launcher's, dynamo_backend in accelerate_configs/*.yaml",
     "fsdp deepspeed": "the launcher's, accelerate_configs/fsdp.yaml shards a model over devices",
-    "cpu no_cuda no_tpu device": "the launcher's, accelerate_configs/cpu.yaml",
-    "mixed_precision multi_gpu num_processes num_machines machine_rank": "the launcher's, before the script",
+    "cpu no_cuda device multi_gpu num_processes mixed_precision": "the launcher's, before the script",
     "data_dir data_files dataset_file train_dataset train_file": "--dataset_name takes files and folders",
     "eval_dataset validation_file": "--eval_dataset_name takes files and folders",
-    "limit": "--max_train_samples",
-    "split": "part of --dataset_name, such as user/name:validation",
     "max_seq_length max_length": "--block_size",
     "batch_size per_replica_batch_size": "--per_device_train_batch_size",
-    "config_name pretrained_model_config": "--model_type and --config_overrides",
     "n_layer n_head n_embd dropout": "--config_overrides, such as hidden_size=256,num_hidden_layers=6",
     "trust_remote_code": "none, code of a model's repository is never run",
     "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
@@ -68,13 +64,9 @@ ELSEWHERE = {
     "out_dir run_name": "--output_dir, whose name is the run's",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew",
     "do_train do_eval": "none, both are done; --eval_only true only evaluates",
-    "evaluation_strategy eval_strategy eval_interval": "--eval_steps; 0 is once per epoch",
-    "checkpointing_steps save_strategy": "--save_steps; 0 is once per epoch",
+    "evaluation_strategy eval_interval checkpointing_steps": "--eval_steps, --save_steps; 0: once per epoch",
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
-    "export_to_hub": "--push_to_hub true",
-    "line_by_line pad_to_max_length": "none, rows are cut from all documents and are full",
-    "preprocessing_num_workers dataloader_num_workers": "none, all cores prepare, and rows need no workers",
 }
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
@@ -122,7 +114,7 @@ def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]
     lines, before = [], ""
     for word in unknown:
         flag = word.split("=")[0]
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.63)
         if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_").lower()):
             lines.append(f"{word}: no such setting; instead: {there}.")
         elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag
