@@ -6,26 +6,22 @@ import subprocess
 import sys
 
 from tests import forked
-from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from tests.forked import free_port
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 from train_clm import PRESETS, TrainArgs
 from utils.flags import command_line, parse_args
 
-CELL = """
-import socket
-from accelerate import notebook_launcher
-from train_clm import TrainArgs, main
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-notebook_launcher(main, (TrainArgs(**{settings}),), num_processes=2, use_port=str(port))
-print("and the notebook goes on")
-"""
+LINES = (PROJECT / "docs/recipes.md").read_text().rpartition("```py\n")[2].partition("```")[0]
+AFTER = 'print("and the notebook goes on")'
 
 
 def cell(tmp_path, **changes):
-    settings = TINY | {"keywords": [], "dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
+    settings = TINY | {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
                        "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
-    return CELL.format(settings=settings | changes)
+    words, asked = arguments(settings | changes), '"--preset codeparrot --max_train_steps 1000".split()'
+    assert asked in LINES and LINES.endswith("num_processes=2)\n")
+    lines = LINES.replace(asked, repr(words)).replace("processes=2", f"processes=2, use_port='{free_port()}'")
+    return lines + AFTER
 
 
 def test_notebook_launcher_trains_and_returns(tmp_path):
