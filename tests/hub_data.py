@@ -50,7 +50,8 @@ def publish(hub) -> None:
     told = [row | {"content": "import pandas as pd\n" * (i % 3 == 0) + row["content"]}
             for i, row in enumerate(code[:90])]  # fmt: skip
     lines = "".join(json.dumps(row) + "\n" for row in told).encode()
-    hub.put("transformersbook/codeparrot-train", {"file-000000000000.json.gz": gzip.compress(lines)}, "datasets")
+    file = {"file-000000000000.json.gz": gzip.compress(lines)}
+    hub.put("transformersbook/codeparrot-train", file, "datasets")
 
     parts = {"train": english[:50], "validation": english[50:60], "test": english[60:75]}
     configs = {name: {split: f"{name}/{split}-00000-of-00001.parquet" for split in parts}

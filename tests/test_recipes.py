@@ -1,4 +1,4 @@
-"""docs/recipes.md: each table is run from top to bottom, at small sizes, on a server with the Hub's layout."""
+"""docs/recipes.md: each table runs from top to bottom, at small sizes, on a server with the Hub's layout."""
 
 import os
 import re
@@ -96,16 +96,18 @@ def test_a_table_runs_from_top_to_bottom(number, reader):
         if "notebook_launcher" in step:
             continue  # tests/test_notebook.py runs these lines
         done = run(step, *reader)
-        assert done.returncode == 0 and (done.stdout.strip() or step.startswith("git")), f"{step}\n{done.stdout}{done.stderr[-3000:]}"
+        log = f"{step}\n{done.stdout}{done.stderr[-3000:]}"
+        assert done.returncode == 0 and (done.stdout.strip() or step.startswith("git")), log
         for said in [said for start, said in SAID.items() if step.startswith(start)]:
-            assert re.search(said, done.stdout), f"{step}\n{done.stdout}"
+            assert re.search(said, done.stdout), log
 
 
 def test_what_is_not_run_needs_what_is_not_here():
     """And what the tables above name is on the page."""
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     marked = "\n".join(here for there, here in rows if "†" in there)
+    missing = r"(tpu|rocm|single_gpu|multi_gpu|fsdp)\.yaml|--multi_gpu|torchrun|hf auth login"
     for command in re.findall(rf"`({COMMAND}[^`]*)`", marked):
-        assert re.search(r"(tpu|rocm|single_gpu|multi_gpu|fsdp)\.yaml|--multi_gpu|torchrun|hf auth login", command)
+        assert re.search(missing, command), command
     for start in (*MORE, *SAID):
         assert any(step.startswith(start) for section in SECTIONS for step in steps(section)), start

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from utils import xla
 from utils.display.progress import duration, summarize
-from utils.flags import command_line
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -25,7 +24,7 @@ class Publication:
     def __init__(self, args, accelerator, task, settings: dict, dataset: str):
         """settings: as they may be shown, without secrets. ValueError where a push could not work."""
         self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
-        self.folder, self.command = args.output_dir, command_line(args)
+        self.folder = args.output_dir
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.facts = {}  # model_type, parameters: given when there is a model
         self.launch = {}  # what it is trained on: given at the start
@@ -105,7 +104,7 @@ class Publication:
         shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
         self.publisher.push(step, shown)
 
-    def summary(self, state: dict, steps, tokenizer, seconds: float) -> str:
+    def summary(self, state: dict, steps, tokenizer, seconds: float, command: list[str]) -> str:
         """What is printed at the end, and written to summary.json: results, and what to try next."""
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
         results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
@@ -115,7 +114,7 @@ class Publication:
         prompt = own_mask(self.task.prompt, tokenizer)
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
         generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
-        evaluate = [*self.command, "--eval_only", "true", "--max_eval_samples", "0"]
+        evaluate = [*command, "--eval_only", "true", "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {
