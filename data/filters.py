@@ -155,10 +155,15 @@ class Chunk:
         return np.array([self.counts.read, self.last, *self.hashes], np.uint64)
 
 
-def in_validation(text: str, seed: int, fraction: float) -> bool:
-    """Whether a document is for validation: a function of its content and the seed alone."""
+def drawn_place(text: str, seed: int) -> float:
+    """A number from 0 to 1, by a document's content and the seed alone, wherever it is read."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64
+    return int.from_bytes(digest, "little") / 2**64
+
+
+def in_validation(text: str, seed: int, fraction: float) -> bool:
+    """Whether a document belongs to the validation split: it does at every larger fraction, too."""
+    return drawn_place(text, seed) < fraction
 
 
 def show_progress(documents: Iterable, what: str) -> Iterator:

@@ -4,13 +4,15 @@
     prepared.train.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
 """
 
+import itertools
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from data.cache import build_once, cache_folder, locked
+from data.encode import tokenize_documents
 from data.factory import NO_LIMIT, Factory, TokenMaker
-from data.filters import Accounting, clean_documents, in_validation
+from data.filters import Accounting, clean_documents, drawn_place, in_validation
 from data.rows import PackedRows
 from data.shards import damaged_files, finished_manifest, rows_of
 from data.sources.corpus import Corpus
@@ -41,9 +43,10 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
                  cache_dir="cache") -> PreparedRows:
     """The rows of a corpus. One process makes them, others wait; the next run finds them in the cache.
 
-    split: what the documents are for. validation_fraction of them are for validation; of few documents more,
-    until they give a row; None: none. Documents of `evaluated` (corpora) are not trained on. max_rows: the
-    first, and little more is read; 0: all. ValueError where a split gets no row; what was made then goes."""
+    split: what the documents are for. validation_fraction of them are for validation; of few documents as
+    many more as give a row, at most half; None: none. Documents of `evaluated` (corpora) are not trained on.
+    max_rows: the first, and little more is read; 0: all. ValueError where a split gets no row; what was made
+    then goes."""
     others = [other for other in evaluated if other.fingerprint != corpus.fingerprint]
     share, made = validation_fraction or 0.0, []
     while True:
@@ -54,12 +57,14 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
         prepared = PreparedRows(folder, block_size, maker.kind)
         account = Accounting(**prepared.accounting.get(split, {}))
         documents = account.kept + account.validation
-        lacking = 0 < share <= 0.25 and prepared.train and not prepared.splits.get("validation")
-        if not lacking or not 1 < documents < FEW:
+        lacking = share and prepared.train and not prepared.splits.get("validation") and documents < FEW
+        few = itertools.islice(clean_documents(corpus, Accounting()), max(documents, 2) if lacking else 0)
+        texts = [document[corpus.text_column] for document in few]
+        if not (more := _raised(share, texts, maker, block_size, seed)):
             break
-        share = max(2 * share, 2 / documents)
-        print(f"validation_fraction {validation_fraction} of {documents} documents gives no row of "
-              f"{block_size} tokens: holding out {min(share, 1):.2g}", flush=True)
+        share, held = more
+        print(f"validation_fraction {validation_fraction} of {len(texts)} documents gives no row of "
+              f"{block_size} tokens: holding out {held} of them", flush=True)
     for name in [split, *["validation"] * (validation_fraction is not None)]:
         if not prepared.splits.get(name):
             for folder in made:
@@ -67,6 +72,17 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
             told = prepared.accounting, name, corpus, maker.no_row, block_size, validation_fraction
             raise ValueError(_no_row(*told))
     return prepared
+
+
+def _raised(share: float, texts: list[str], maker: TokenMaker, block_size: int, seed: int) -> tuple | None:
+    """(fraction, documents) to hold out instead: as many more as fill a row; None: more than half of all."""
+    held = 0
+    places = sorted((drawn_place(text, seed), text) for text in texts)
+    for number, (place, text) in enumerate(places[: len(texts) // 2], 1):
+        held += sum(len(ids) for ids, _ in tokenize_documents([(text, None)], maker.encoder))
+        if held >= block_size and place >= share:
+            return place + 1e-15, number
+    return None
 
 
 def _complete(factory: Factory, folder: Path) -> bool:

@@ -8,6 +8,7 @@ fineweb-edu has only a split train. The text is Python's own: sources, and docst
 """
 
 import ast
+import gzip
 import io
 import json
 import sysconfig
@@ -35,7 +36,7 @@ TOKENIZERS = {  # name: model_type of its config.json, algorithm, special tokens
 
 
 def publish(hub) -> None:
-    """Data sets and tokenizers of all presets."""
+    """Data sets and tokenizers of all presets, and the data set that the course filters."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
     sources = [file.read_text(encoding="utf-8")[:6000] for file in files]
     english = [found for file in files if len(found := _docstrings(file.read_text(encoding="utf-8"))) > 500]
@@ -45,6 +46,12 @@ def publish(hub) -> None:
     for end, split, rows in (("train", "train", code[:90]), ("valid", "validation", code[90:])):
         put_data(hub, f"huggingface-course/codeparrot-ds-{end}", {"default": {split: splits[split]}},
                  {splits[split]: rows})
+
+    told = [row | {"content": "import pandas as pd\n" * (i % 3 == 0) + row["content"]}
+            for i, row in enumerate(code[:90])]  # fmt: skip
+    lines = "".join(json.dumps(row) + "\n" for row in told).encode()
+    file = {"file-000000000000.json.gz": gzip.compress(lines)}
+    hub.put("transformersbook/codeparrot-train", file, "datasets")
 
     parts = {"train": english[:50], "validation": english[50:60], "test": english[60:75]}
     configs = {name: {split: f"{name}/{split}-00000-of-00001.parquet" for split in parts}

@@ -1,11 +1,14 @@
 """The model card: its metadata as the Hub reads it, its lines for using the model as a newcomer runs them."""
 
+import json
 import re
 
 import pytest
 from huggingface_hub import ModelCard
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    BertConfig,
+    BertForPreTraining,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -27,24 +30,31 @@ CARD = {
 GPT2 = {"pipeline_tag": "text-generation", "model_type": "gpt2", "example": "x"}
 
 
-@pytest.mark.parametrize("pipeline_tag", ["text-generation", "fill-mask"])
-def test_how_to_use_it_runs(tmp_path, pipeline_tag, capsys):
+@pytest.mark.parametrize("kind", ["text-generation", "fill-mask", "sentence pairs"])
+def test_how_to_use_it_runs(tmp_path, kind, capsys):
     words = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "a": 2, "b": 3, "<mask>": 4}, unk_token="b"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad_token": "<pad>", "eos_token": "<s>", "bos_token": "<s>", "mask_token": "<mask>"}
     sizes = {"vocab_size": 5, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-    if pipeline_tag == "text-generation":
+    pairs = kind == "sentence pairs"
+    if kind == "text-generation":
         model, example = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, **sizes)), "a \"b\"\n"
     else:
         sizes |= {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-        model, example = RobertaForMaskedLM(RobertaConfig(**sizes)), "a <mask> b"
+        make = (BertConfig, BertForPreTraining) if pairs else (RobertaConfig, RobertaForMaskedLM)
+        model, example = make[1](make[0](**sizes)), "a <mask> b"
     model.save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
-    card = {**CARD, "model_type": model.config.model_type, "example": example}
-    write_model_card(tmp_path, pipeline_tag=pipeline_tag, **card)
-    lines = re.search(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.S)[1]
-    exec(lines, {})
-    assert ("generated_text" if pipeline_tag == "text-generation" else "token_str") in capsys.readouterr().out
+    card = CARD | {"model_type": model.config.model_type, "example": example}
+    card["settings"] = CARD["settings"] | {"next_sentence": pairs}
+    write_model_card(tmp_path, pipeline_tag=kind if not pairs else "fill-mask", **card)
+    lines = re.findall(r"```python\n(.*?)```", (tmp_path / "README.md").read_text(), re.S)
+    exec(lines[0], {})
+    assert ("generated_text" if kind == "text-generation" else "token_str") in capsys.readouterr().out
+    assert len(lines) == 1 + pairs
+    if pairs:
+        exec(lines[1], {})
+        assert sum(json.loads(capsys.readouterr().out)[0]) == pytest.approx(1)
 
 
 def test_metadata(tmp_path):

@@ -1,29 +1,27 @@
 """The scripts from a notebook: accelerate's notebook_launcher forks processes from a running Python."""
 
+import re
+import shlex
 import subprocess
 import sys
 
 from tests import forked
-from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from tests.forked import free_port
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 from train_clm import PRESETS, TrainArgs
-from utils.flags import parse_args
+from utils.flags import command_line, parse_args
 
-CELL = """
-import socket
-from accelerate import notebook_launcher
-from train_clm import TrainArgs, main
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-notebook_launcher(main, (TrainArgs(**{settings}),), num_processes=2, use_port=str(port))
-print("and the notebook goes on")
-"""
+LINES = (PROJECT / "docs/recipes.md").read_text().rpartition("```py\n")[2].partition("```")[0]
+AFTER = 'print("and the notebook goes on")'
 
 
 def cell(tmp_path, **changes):
-    settings = TINY | {"keywords": [], "dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
+    settings = TINY | {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
                        "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
-    return CELL.format(settings=settings | changes)
+    words, asked = arguments(settings | changes), '"--preset codeparrot --max_train_steps 1000".split()'
+    assert asked in LINES and LINES.endswith("num_processes=2)\n")
+    lines = LINES.replace(asked, repr(words)).replace("processes=2", f"processes=2, use_port='{free_port()}'")
+    return lines + AFTER
 
 
 def test_notebook_launcher_trains_and_returns(tmp_path):
@@ -34,6 +32,9 @@ def test_notebook_launcher_trains_and_returns(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "and the notebook goes on" in done.stdout
     assert metrics(tmp_path / "run")[-1]["step"] == 6
+    _, script, *words = shlex.split(re.search(r"^ +evaluate +(.*)$", done.stdout, re.M)[1])
+    told = parse_args(TrainArgs, PRESETS, words)
+    assert script == "train_clm.py" and told.eval_only and told.output_dir == str(tmp_path / "run")
 
 
 def test_a_mistake_ends_in_its_message(tmp_path):
@@ -45,3 +46,10 @@ def test_a_mistake_ends_in_its_message(tmp_path):
 def test_a_kernels_arguments_are_not_settings(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel-1.json"])
     assert parse_args(TrainArgs, PRESETS) == TrainArgs()
+    given = TrainArgs(keywords=[], eval_dataset_name=["a b", "c"], preflight=False, max_grad_norm=0.5,
+                      tokenizer_name="x", num_warmup_steps=3)  # fmt: skip
+    monkeypatch.chdir(PROJECT)
+    _, script, *words = command_line(given)
+    assert script == "train_clm.py" and parse_args(TrainArgs, PRESETS, words) == given
+    monkeypatch.setattr(sys, "argv", ["/somewhere/train_clm.py", "--preset", "gpt2-124m"])
+    assert command_line(given) == ["python", *sys.argv]

@@ -21,6 +21,7 @@ from utils.flags import parse_args
 PAGES = {page: page.read_text() for page in [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]}
 README, ALL = PAGES[PROJECT / "README.md"], "\n".join(PAGES.values())
 LEFT_OUT = shutil.ignore_patterns(".git", "runs", "cache", "__pycache__", ".venv")
+COMMAND = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|bash|git|hf|pip|pytest|python|torchrun) "
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", ALL, re.S)
 
 
@@ -72,11 +73,12 @@ def test_every_message_it_explains_is_said():
 
 
 def commands() -> list[str]:
-    """The shell lines of the pages: those of their blocks, and what in backticks starts like one."""
-    starts = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|bash|git|hf|pip|pytest|python|torchrun) "
+    """The shell lines of the pages: those of their blocks, and what in backticks starts like one. Those of
+    recipes.md are run by tests/test_recipes.py."""
     lines = [line for kind, code in BLOCKS if kind == "bash" for line in code.strip().splitlines()]
-    text = re.sub(r"```.*?```", "", ALL, flags=re.S)
-    return lines + [found.replace("\n", " ") for found in re.findall(rf"`({starts}[^`]+)`", text)]
+    text = "\n".join(text for page, text in PAGES.items() if page.name != "recipes.md")
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    return lines + [found.replace("\n", " ") for found in re.findall(rf"`({COMMAND}[^`]+)`", text)]
 
 
 # What makes each of them small here; it counts more than what the line itself says.

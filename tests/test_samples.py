@@ -69,6 +69,21 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path):
     assert make(corpus, maker).folder == whole.folder
 
 
+@pytest.mark.parametrize("first", [1, 400])  # texts in the first document, which alone may be the sample
+@pytest.mark.parametrize("documents, rows", [(2, 0), (3, 0), (12, 0), (12, 20)])
+def test_of_few_documents_as_few_as_fill_a_row_are_held_out(folder, first, documents, rows, tmp_path):
+    texts = shard_data.make_texts(900)
+    texts = ["\n".join(texts[:first]), *("\n".join(texts[i : i + 30]) for i in range(400, 820, 30))]
+    shard_data.write_jsonl(tmp_path / "a.jsonl", texts[:documents])
+    maker = TokenMaker(load_tokenizer(folder / "tokenizer"))
+    for seed in range(4):
+        made = prepare_rows(load_corpus(Source(f"{tmp_path}/a.jsonl")), maker, block_size=T, seed=seed,
+                            validation_fraction=1e-6, cache_dir=tmp_path, max_rows=rows)  # fmt: skip
+        account = made.accounting["train"]
+        assert len(made.splits["validation"]) > 0 and account["kept"] > 0
+        assert len(made.train) == rows if rows else account["validation"] == 1
+
+
 def test_a_tokenizer_is_trained_on_the_beginning_alone(folder, tmp_path):
     counted = Counted(load_corpus(Source(f"{folder}/a.jsonl")))
     make = partial(trained_tokenizer, counted.corpus, vocab_size=400, algorithm="bpe", model_type="gpt2",

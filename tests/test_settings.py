@@ -81,6 +81,8 @@ def test_names_of_other_scripts_say_what_does_it_here():
                 assert launcher or hasattr(script.TrainArgs(), flag), flag
             for file in re.findall(r"accelerate_configs/\w+\.yaml", there):
                 assert (PROJECT / file).exists()
+    with pytest.raises(ValueError, match="--EPOCHS: no such setting; instead: --num_train_epochs"):
+        parse_args(Args, PRESETS, ["--EPOCHS", "5"])
     with pytest.raises(ValueError, match="--fp16: .*mixed_precision, or accelerate_configs"):
         parse_args(Args, PRESETS, ["--fp16"])
     with pytest.raises(ValueError, match="(?s)--warmup-steps=5: .*--lost=1: .*stray: "):

@@ -4,6 +4,7 @@ import argparse
 import copy
 import difflib
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -16,17 +17,23 @@ ELSEWHERE = {
     "fp16 bf16 dtype torch_dtype": "the launcher's --mixed_precision, or accelerate_configs/*.yaml",
     "torch_compile compile": "the launcher's, dynamo_backend in accelerate_configs/*.yaml",
     "fsdp deepspeed": "the launcher's, accelerate_configs/fsdp.yaml shards a model over devices",
-    "no_cuda device": "the launcher's, accelerate_configs/cpu.yaml",
-    "data_dir data_files train_file": "--dataset_name takes files and folders, too",
-    "validation_file": "--eval_dataset_name takes files and folders, too",
+    "cpu no_cuda device multi_gpu num_processes mixed_precision": "the launcher's, before the script",
+    "data_dir data_files dataset_file train_dataset train_file": "--dataset_name takes files and folders",
+    "eval_dataset validation_file": "--eval_dataset_name takes files and folders",
     "max_seq_length max_length": "--block_size",
+    "batch_size per_replica_batch_size": "--per_device_train_batch_size",
     "n_layer n_head n_embd dropout": "--config_overrides, such as hidden_size=256,num_hidden_layers=6",
     "trust_remote_code": "none, code of a model's repository is never run",
     "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
     "lr": "--learning_rate",
+    "optim": "--optimizer_type",
     "warmup_ratio warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
     "out_dir run_name": "--output_dir, whose name is the run's",
+    "overwrite_output_dir": "--resume_from_checkpoint none begins anew",
     "do_train do_eval": "none, both are done; --eval_only true only evaluates",
+    "evaluation_strategy eval_interval checkpointing_steps": "--eval_steps, --save_steps; 0: once per epoch",
+    "logging_first_step": "none, --logging_steps 1 logs every step",
+    "with_tracking": "--report_to tensorboard,trackio,wandb",
 }
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
@@ -105,13 +112,25 @@ def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]
     lines, before = [], ""
     for word in unknown:
         flag = word.split("=")[0]
-        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.5)
-        if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_")):
+        near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.63)
+        if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_").lower()):
             lines.append(f"{word}: no such setting; instead: {there}.")
         elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag
             lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
         before = word if word.startswith("-") else before
     return lines
+
+
+def command_line(args: Any) -> list[str]:
+    """The command of this run: as typed, or with the settings that a notebook or a program gave."""
+    script = inspect.getsourcefile(type(args))
+    if os.path.basename(sys.argv[0]) == os.path.basename(script):
+        return ["python", *sys.argv]
+    words, default = ["python", os.path.relpath(script)], type(args)()
+    for name, value in vars(args).items():
+        if value != getattr(default, name):
+            words += [f"--{name}", *(map(str, as_list(value) or ["none"]))]
+    return words
 
 
 def as_list(value: Any) -> Any:

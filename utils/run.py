@@ -17,7 +17,7 @@ from utils.display.doctor import announce, check_launch, launch_facts, report
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
 from utils.entry import NEVER_FREED
-from utils.flags import as_list
+from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import stable_steps
@@ -238,7 +238,7 @@ class Run:
             accelerator.print(f"Stopped at step {self.step} of {last} and saved; run it again to resume.")
             raise SystemExit(exit_status(stopped_by))
         if accelerator.is_main_process:
-            seconds = self.report.throughput.seconds
-            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, seconds))
+            told = self.report.throughput.seconds, command_line(self.args)
+            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, *told))
         if not arrived:
             raise SystemExit(1)

@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import sys
 from pathlib import Path
 
 from utils import xla
@@ -120,7 +119,7 @@ class Publication:
         shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
         self.publisher.push(step, shown)
 
-    def summary(self, state: dict, steps, tokenizer, seconds: float) -> str:
+    def summary(self, state: dict, steps, tokenizer, seconds: float, command: list[str]) -> str:
         """What is printed at the end, and written to summary.json: results, and what to try next."""
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
         results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
@@ -130,7 +129,7 @@ class Publication:
         prompt = own_mask(self.task.prompt, tokenizer)
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
         generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
-        evaluate = ["python", *sys.argv, "--eval_only", "true", "--max_eval_samples", "0"]
+        evaluate = [*command, "--eval_only", "true", "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
