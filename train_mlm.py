@@ -211,8 +211,7 @@ def main(args: TrainArgs | None = None) -> None:
         log_with=check_trackers(args.report_to) or None,
         project_dir=args.output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(
-            gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False
-        )],
+            gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
     )
     run = Run(args, accelerator, MASKED)
 

@@ -11,7 +11,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from utils.devices import local_processes
@@ -44,13 +44,14 @@ def hidden_matrices(model) -> set:
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """[n, r, c] with r <= c: singular values between 0.5 and 1.5, about; singular vectors stay."""
+    """[n, r, c]: singular values between 0.5 and 1.5, about; singular vectors stay."""
     a, b, c = COEFFICIENTS
-    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    stands = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if stands else matrices) / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    return x.mT if stands else x
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -59,7 +60,7 @@ class MuonAdamW(torch.optim.AdamW):
     Where `found_inf` is 1 nothing changes, as in fused AdamW: an update is skipped without asking the device.
     Processes, whose gradients must be equal, share Muon's iteration out (utils/learning/shares.py)."""
 
-    found_inf = machine = None  # machine: its processes, where there are several machines
+    found_inf = machine = None  # machine: the group of its processes
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -93,10 +94,10 @@ class MuonAdamW(torch.optim.AdamW):
             torch._foreach_lerp_(gradients, buffers, momentum)
             return stack.to(PRECISION.get(stack.device.type, torch.float32))
 
-        updates = map(_iterate, map(ahead, alike))
+        updates = map(orthogonalize, stacks := map(ahead, alike))
         if alike and (processes := self._processes(alike[0][0])):
-            shapes = tuple((len(weights), *weights[0].shape) for weights in alike)
-            updates = share(_iterate, map(ahead, alike), shapes, processes, isinstance(alike[0][0], DTensor))
+            shapes = [(len(weights), *weights[0].shape) for weights in alike]
+            updates = share(orthogonalize, stacks, shapes, processes, isinstance(alike[0][0], DTensor))
         for weights, update in zip(alike, updates, strict=True):
             parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape))
             torch._foreach_mul_(parts, left)
@@ -108,43 +109,32 @@ class MuonAdamW(torch.optim.AdamW):
         return self.state[weight]["momentum_buffer"]
 
     def _processes(self, weight):
-        """Those that share the iteration, or None: all that hold rows of a sharded matrix; of whole matrices
-        those of one machine, as another machine has iterated a matrix before its update would arrive."""
+        """Those that share the iteration, or None: of sharded matrices all that hold rows, of others those of
+        one machine. Sending an update to other machines takes about as long as iterating it there."""
         if isinstance(weight, DTensor):
-            [dim] = [i for i, placement in enumerate(weight.placements) if placement.is_shard(0)]
-            return weight.device_mesh.get_group(dim)
+            return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
         local = local_processes()
         if local == 1 or weight.device.type == "xla" or not dist.is_initialized():
             return None
-        if local == dist.get_world_size():
-            return dist.group.WORLD
         if self.machine is None:
-            first = dist.get_rank() - int(os.environ["LOCAL_RANK"])
-            self.machine = dist.new_group(range(first, first + local), use_local_synchronization=True)
+            first, alone = dist.get_rank() - int(os.environ["LOCAL_RANK"]), local == dist.get_world_size()
+            own = range(first, first + local)
+            self.machine = dist.group.WORLD if alone else dist.new_group(own, use_local_synchronization=True)
         return self.machine
 
 
 def _of_one_shape(weights) -> list[list]:
-    """Not too many in a list, as there will be copies of all its tensors."""
-    shapes = {}
+    """Not too many in a list: there will be copies of the tensors of one."""
+    shapes, lists = {}, []
     for weight in weights:
         shapes.setdefault(weight.shape, []).append(weight)
-    return [alike[i : i + n] for alike in shapes.values() for n in [_at_once(alike[0])]
-            for i in range(0, len(alike), n)]  # fmt: skip
-
-
-def _at_once(matrix) -> int:
-    size = matrix.numel() // (matrix.device_mesh.size() if isinstance(matrix, DTensor) else 1)
-    return max(1, AT_ONCE * (1 if matrix.device.type == "cpu" else 8) // max(size, 1))
+    for alike in shapes.values():
+        here = alike[0].numel() // (alike[0].device_mesh.size() if isinstance(alike[0], DTensor) else 1)
+        n = max(1, (AT_ONCE if alike[0].device.type == "cpu" else 8 * AT_ONCE) // max(1, here))
+        lists += [alike[i : i + n] for i in range(0, len(alike), n)]
+    return lists
 
 
 def _local(tensor):
     """Of a sharded matrix the rows that this process holds: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _iterate(stack):
-    """[n, r, c] -> their updates."""
-    stands = stack.shape[1] > stack.shape[2]
-    stack = orthogonalize(stack.mT if stands else stack)
-    return stack.mT if stands else stack
