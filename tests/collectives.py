@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 4 tests/collectives.py OUTPUT train_clm --max_train_steps 4
 
 makes the run of `python train_clm.py --max_train_steps 4` and leaves OUTPUT/0.json to 3.json, the records of
-each process; with FSDP as in tests/fsdp_on_cpu.py.
+each process; with FSDP as in tests/fsdp_on_cpu.py. `counted_run` forks such a run.
 """
 
 import contextlib
@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests import forked  # noqa: I001
+from tests.runs import arguments, fsdp_environment
 
 
 class Collectives(TorchDispatchMode):
@@ -61,6 +64,16 @@ class Collectives(TorchDispatchMode):
         self.open[-1][f"{name} {kind}"] = calls + 1, size + sum(tensor.nbytes for tensor in tensors)
 
 
+def counted_run(folder, script, flags, processes, sharded=False, timeout=300) -> list[list]:
+    """The records of each process."""
+    folder.mkdir()
+    words = [folder, script, *arguments(flags)]
+    env = fsdp_environment(processes) if sharded else None
+    done = forked.run("tests/collectives.py", words, processes, timeout=timeout, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+
+
 def watch(counted, owner, name, phase):
     """From now on a call of this function or method is a phase, unless made within such a call."""
     call, within = getattr(owner, name), []
@@ -78,21 +91,30 @@ def watch(counted, owner, name, phase):
     setattr(owner, name, watched)
 
 
-def watch_steps(counted, run_class):
-    """A phase from seed_step, but that of an evaluation, to the end of next_step."""
-    seed_step, next_step = run_class.seed_step, run_class.next_step
+def watch_steps(counted, run_class, data_class):
+    """Phases: what a step needs before it begins, and from seed_step (not an evaluation's) to next_step."""
+    seed_step, next_step, batches = run_class.seed_step, run_class.next_step, data_class.batches
 
     def begins(self):
         if len(counted.open) == 2:  # within "all" alone
             self.counted_step = counted.phase("step")
             self.counted_step.__enter__()
-        seed_step(self)
+        with counted.phase("seeding"):
+            seed_step(self)
 
     def ends(self):
         next_step(self)
         self.counted_step.__exit__(None, None, None)
 
-    run_class.seed_step, run_class.next_step = begins, ends
+    def taken(self, *args):
+        rows, batch = batches(self, *args), True
+        while batch:
+            with counted.phase("rows"):
+                batch = next(rows, None)
+            if batch:
+                yield batch
+
+    run_class.seed_step, run_class.next_step, data_class.batches = begins, ends, taken
 
 
 def main():
@@ -103,13 +125,14 @@ def main():
 
         PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     import data.open
+    from data.batches import Data
     from utils import resume
     from utils.learning.optim import Means
     from utils.run import Run
     from utils.state.checkpoint import Checkpoints
 
     counted = Collectives()
-    watch_steps(counted, Run)
+    watch_steps(counted, Run, Data)
     for owner, name, phase in [
         (data.open, "open_sources", "open"), (data.open, "prepare", "prepare"), (Run, "start", "start"),
         (resume, "lock_output_dir", "lock"), (Checkpoints, "load", "load"), (Run, "evaluate", "evaluation"),
@@ -118,7 +141,7 @@ def main():
         watch(counted, owner, name, phase)
     with counted.phase("all"), counted:
         importlib.import_module(script).main()
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(counted.records))
+    (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(counted.records))
 
 
 if __name__ == "__main__":

@@ -112,9 +112,9 @@ def test_ddp_and_fsdp_send_what_theory_says_and_fsdp_divides_what_it_shards():
 
 
 def test_it_foretells_what_others_have_measured():
-    """torchtitan's llama 3.1 of 8 B parameters under FSDP, compiled, two rows of 8,192 tokens on each H100, at
-    39 % of its peak: tokens per second and GPU (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3).
-    """
+    """torchtitan's llama 3.1 of 8 B parameters under FSDP, compiled, two rows of 8,192 tokens on each H100,
+    of whose peak 39 % are used: tokens per second of each. Tables 1 and 3 of its
+    benchmarks/llama3_h100_202412_torchtitan.md."""
     config = AutoConfig.for_model(
         "llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
         intermediate_size=14336, vocab_size=128256,

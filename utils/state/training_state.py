@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from utils.state.files import read_shards
 
-BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes, which matters on XLA
+BYTES = 1 << 15  # on XLA processes exchange bytes in multiples of so many: a shape is a graph
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 CHUNK = 1 << 20  # elements of a tensor that are summed at once
 # What belongs to the device in an optimizer group stays as this run has it.
@@ -237,7 +237,7 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
     if accelerator.num_processes == 1:
         return [mine]
     sizes = accelerator.gather(torch.tensor([len(mine)], device=accelerator.device)).tolist()
-    room = -(-max(sizes) // BYTES) * BYTES
+    room = -(-max(sizes) // BYTES) * BYTES if accelerator.device.type == "xla" else max(1, *sizes)
     padded = torch.frombuffer(bytearray(mine.ljust(room, b"\0")), dtype=torch.uint8)
     rows = accelerator.gather(padded.to(accelerator.device)).cpu().view(-1, room)
     return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]
