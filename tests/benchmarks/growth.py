@@ -58,7 +58,8 @@ def measured(folder: Path, processes: int, args) -> dict[str, str]:
     shutil.copytree(output, again)
     same = counted_run(folder / f"same-{processes}", "train_clm", flags, processes, args.fsdp, 900)
     half = flags | {"output_dir": again, "gradient_accumulation_steps": 2 * rows // processes}
-    fewer = counted_run(folder / f"half-{processes}", "train_clm", half, processes // 2, args.fsdp, 900)
+    sharded = args.fsdp and processes > 2  # else by one process, whole
+    fewer = counted_run(folder / f"half-{processes}", "train_clm", half, processes // 2, sharded, 900)
     cells["load by as many"], cells["load by half as many"] = cell(same, "load"), cell(fewer, "load")
     return cells | {"all of the run": cell(first, "all", messages=False)}
 
