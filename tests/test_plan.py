@@ -1,6 +1,8 @@
 """The cost model against what processes really take."""
 
 import json
+import re
+import shlex
 import sys
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import forked
+from tests.runs import PROJECT
 from utils.display.plan import describe, estimate, sending, step_seconds
 
 MEASURE = """
@@ -151,6 +154,18 @@ def test_the_table_gives_time_at_a_rate():
     rows = {line[:18].strip(): line[18:].split()[0] for line in table.splitlines()}
     assert rows["tokens per second"] == "1,000" and rows["hours"] == "1.0"
     assert rows["seconds per update"] == "0.128"
+
+
+PAGE = (PROJECT / "docs/scaling.md").read_text()
+COMMANDS = re.findall(r"```bash\npython -m utils\.display\.plan (.+)\n```\n\n((?:\|.+\n)+)", PAGE)
+SLOW = [pytest.param(*command, marks=pytest.mark.slow) for command in COMMANDS[1:]]
+
+
+@pytest.mark.parametrize("words, table", [COMMANDS[0], *SLOW])
+def test_the_tables_of_the_page_are_those_that_its_commands_make(words, table):
+    assert len(COMMANDS) == 3
+    done = forked.run("utils.display.plan", shlex.split(words))
+    assert done.returncode == 0 and done.stdout == table, done.stderr
 
 
 def test_the_command_plans_a_run_on_devices_that_are_not_here():
