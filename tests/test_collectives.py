@@ -60,14 +60,15 @@ def test_a_step_sends_each_gradient_and_each_update_once(runs, kind, processes):
         expected |= {
             "_allgather_base_ float32": [MICRO_BATCHES * (2 * len(blocks) + 1), 4 * gathered],
             "_reduce_scatter_base_ float32": [len(blocks) + 1, 4 * (sum(blocks) + rest)],
-            "all_reduce float32": [1, 4 * tensors],  # the norm's parts
         }
     found = [phases["step"][2:] for phases in runs[kind, processes]]
     if kind == "fsdp":  # who has more of the matrices gets more bytes
         swaps = [step.pop(swapped) for steps in found for step in steps]
+        norms = [step.pop("all_reduce float32") for steps in found for step in steps]
+        assert all(norm in ([1, 4 * tensors], [2, 8]) for norm in norms)  # a part of each; in torch 2.9 two sums
         assert {calls for calls, _ in swaps} == {2 * shapes}
         assert sum(size for _, size in swaps) == 2 * 2 * updates  # there and back, in two steps
-    assert all(step == expected for steps in found for step in steps)
+    assert found == [[expected] * 2] * processes
 
 
 @pytest.mark.parametrize("kind, processes", RUNS)

@@ -105,7 +105,8 @@ def test_two_machines_train_like_one_process(machines, workspace):
     for a, b in zip(metrics(one["output_dir"]), metrics(flags["output_dir"]), strict=True):
         assert a.keys() == b.keys()
         for key in a:
-            rel = 1e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
+            # A small difference of large numbers; the gradient at weights that Muon has rounded to bfloat16.
+            rel = 1e-4 if "stderr" in key or key == "grad_norm" else 1e-5
             assert a[key] == pytest.approx(b[key], rel=rel), (a, b)
     assert (workspace / "two" / "model.safetensors").exists()
 
