@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 from data.masking import MaskTokens
 from data.open import Recipe, open_sources, prepare
@@ -210,6 +210,8 @@ def main(args: TrainArgs | None = None) -> None:
         mixed_precision=launcher_precision(),
         log_with=check_trackers(args.report_to) or None,
         project_dir=args.output_dir,
+        kwargs_handlers=[DistributedDataParallelKwargs(
+            gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
     )
     run = Run(args, accelerator, MASKED)
 

@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +15,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from tests import forked
-from tests.runs import PROJECT, environment
+from tests.runs import PROJECT, environment, kill_family
 
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 TARGETS = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
@@ -85,13 +88,14 @@ def test_two_cpu_processes_under_multi_gpu_yaml_form_one_group(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_slurm_script_starts_one_group_and_its_signal_reaches_the_scripts_alone(tmp_path):
-    """srun and scontrol are stand-ins that put both nodes on this machine; no Slurm has run it."""
+def test_under_slurm_all_nodes_are_one_group_and_end_before_the_time_limit(tmp_path):
+    """srun and scontrol are stand-ins that put both nodes on this machine; no Slurm has run it. The signal is
+    the batch script's alone, and comes to each process once."""
     tools = {
-        "srun": 'shift\nfor i in 0 1; do SLURM_NODEID=$i "$@" & pids="$pids $!"; done\n'
-        "for pid in $pids; do wait $pid || failed=1; done; exit $failed\n",
+        "srun": "shift 2\nfor i in 0 1; do \"$@\" & pids=\"$pids $!\"; done\ntrap 'kill $pids' TERM\n"
+        "for pid in $pids $pids; do wait $pid; status=$?; done; exit $status\n",
         "scontrol": "echo 127.0.0.1; echo 127.0.0.2\n",
-        "accelerate": f'exec {sys.executable} -m accelerate.commands.accelerate_cli "$@"\n',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"\n',
     }
     for name, text in tools.items():
         (tmp_path / name).write_text("#!/bin/bash\n" + text)
@@ -99,20 +103,34 @@ def test_the_slurm_script_starts_one_group_and_its_signal_reaches_the_scripts_al
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys, time\nfrom accelerate import Accelerator\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: stops.append(1))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stops.append(1))\n"
         "stops, a = [], Accelerator()\na.wait_for_everyone()\n"
-        "for process in (os.getppid(), os.getpid()): os.kill(process, signal.SIGUSR1)\n"
+        "if a.is_main_process: print('begun', flush=True)\n"
+        "while not stops: time.sleep(0.1)\n"
         "time.sleep(1)\na.wait_for_everyone()\n"
         "line = ['stops', stops, a.process_index, a.num_processes, a.mixed_precision, sys.argv[1:]]\n"
         "os.write(1, (' '.join(map(str, line)) + '\\n').encode())  # one write: lines do not mix\n"
         "a.end_training()\n"
+        "sys.exit(143)\n"
     )
     node = {"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": str(os.getpid())}
     env = os.environ | node | {"SLURM_JOB_NODELIST": "node[1-2]", "ACCELERATE_USE_CPU": "true"}
-    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["bash", "accelerate_configs/slurm.sh", str(script), "--seed", "7"]
-    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if "stops" in line) == [
-        f"stops [1] {rank} 2 bf16 ['--seed', '7']" for rank in (0, 1)
+    log = tmp_path / "log"
+    with open(log, "w") as out:
+        job = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=out, stderr=out)
+    try:
+        until = time.monotonic() + 120
+        while "begun" not in log.read_text():
+            assert time.monotonic() < until and job.poll() is None, log.read_text()
+            time.sleep(0.1)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(120) != 0  # it has not finished
+    finally:
+        if job.poll() is None:
+            kill_family(job.pid)
+    words = ["--seed", "7", "--gradient_accumulation_steps", "1"]
+    assert sorted(line for line in log.read_text().splitlines() if "stops" in line) == [
+        f"stops [1] {rank} 2 bf16 {words}" for rank in (0, 1)
     ]

@@ -9,13 +9,11 @@ import sys
 
 import pytest
 import torch
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests import forked
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, environment, fsdp_environment, metrics, write_corpus
 from utils.learning.model import model_problems
 
 
@@ -39,8 +37,7 @@ def launched(flags):
 
 def sharded(flags, *words):
     """The same, forked."""
-    args = launch_command_parser().parse_args([*CONFIG, *words, SCRIPT])
-    env = prepare_multi_gpu_env(_validate_launch_command(args)[0]) | environment(2)
+    env = fsdp_environment(2, *words)
     assert env["ACCELERATE_USE_FSDP"] == "true"
     return forked.run(SCRIPT, ["train_clm", *arguments(flags)], 2, env=env)
 

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
+from tests import forked
 from tests.forked import finish, start_all
 from tests.launches import launches
-from tests.runs import PROJECT, TINY, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
 from utils.learning import muon
 from utils.learning.muon import MuonAdamW, hidden_matrices, orthogonalize
 from utils.learning.optim import build_optimizer
@@ -144,6 +145,29 @@ def test_a_killed_run_ends_with_the_same_bits_and_two_processes_with_the_same_lo
     for one, two in zip(straight, both, strict=True):
         for name in {"loss/train", "loss/eval"} & one.keys():
             assert one[name] == pytest.approx(two[name], rel=1e-5)
+
+
+FLOAT32 = """
+import sys
+import torch
+from utils.learning import muon
+muon.PRECISION["cpu"] = torch.float32
+import train_clm
+train_clm.main()
+"""
+
+
+def test_four_processes_that_share_the_iteration_have_the_losses_of_one(flags, tmp_path):
+    """Of 30 steps, with the iteration in float32."""
+    losses = []
+    for processes in (1, 4):
+        folder = tmp_path / str(processes)
+        changes = {"max_train_steps": 30, "save_steps": 30, "eval_steps": 30, "output_dir": folder}
+        words = arguments(flags | changes | {"per_device_train_batch_size": 8 // processes})
+        done = forked.run_code(FLOAT32, words, processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append([line["loss/train"] for line in metrics(folder) if "loss/train" in line])
+    assert len(losses[0]) == 30 and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_stable_run_is_extended_and_decayed_more_than_once(flags, tmp_path):

@@ -1,13 +1,19 @@
 #!/bin/bash
 # 1 to 4 machines of 8 GPUs that come and go, with torchrun alone: the same line on each of them,
 #   HOST=node1 bash accelerate_configs/clusters/elastic.sh train_clm.py --preset gpt2-124m --checkpoint_url s3://bucket/run
-# node1 is the one that stays. All mount the folder that output_dir is in; the bucket outlives that, too.
+# node1 is the one that stays: the others meet there, and end when it does. All mount the folder that output_dir
+# is in; the bucket outlives that, too.
 # A machine more or less: all processes start again from the newest checkpoint. Rows per step stay those of
-# PROCESSES with one micro-batch each, so their number must divide it: 1, 2 or 4 machines.
+# PROCESSES with one micro-batch each. A number of processes that does not divide PROCESSES waits for another
+# one, so let all divide it: 32 is for 1, 2 and 4 machines, 96 for 3, too.
 export PROCESSES=${PROCESSES:-32}
 export ACCELERATE_MIXED_PRECISION=${ACCELERATE_MIXED_PRECISION:-bf16}
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # or workers may be told the addresses of dead ones (torch 2.13)
 
-torchrun --nnodes="${NODES:-1:4}" --nproc_per_node="${GPUS:-8}" --max-restarts=100 \
+exec torchrun --nnodes="${NODES:-1:4}" --nproc_per_node="${GPUS:-8}" --max-restarts="${RESTARTS:-100}" \
     --rdzv-backend=c10d --rdzv-endpoint="$HOST:${PORT:-29400}" --rdzv-id=pretrain \
-    --no-python bash -c 'exec python "$@" --gradient_accumulation_steps $((PROCESSES / WORLD_SIZE))' launch "$@"
+    --rdzv-conf="${RENDEZVOUS:-last_call_timeout=30}" \
+    --no-python bash -c 'if ((PROCESSES % WORLD_SIZE)); then
+        echo "PROCESSES: $PROCESSES is no multiple of $WORLD_SIZE, waiting for machines to come or go" >&2
+        sleep 600; exit 1  # after that all meet again
+    fi; exec python "$@" --gradient_accumulation_steps $((PROCESSES / WORLD_SIZE))' launch "$@"

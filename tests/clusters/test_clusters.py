@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -72,11 +73,12 @@ def command(kind, flags) -> str:
     return f"bash accelerate_configs/clusters/elastic.sh train_clm.py --preset gpt2-124m {words}"
 
 
-def start(kind, flags, log, port):
+def start(kind, flags, log, port, **more):
     """The launchers: two of elastic.sh, as on two machines of one GPU, of the others one."""
     env = environment(2, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     env |= {"ACCELERATE_MIXED_PRECISION": "no", "SKYPILOT_NUM_GPUS_PER_NODE": "2", "BUCKET": "s3://bucket/x"}
     env |= {"HOST": "127.0.0.1", "PORT": str(port), "NODES": "1:2", "GPUS": "1", "PROCESSES": "2"}
+    env |= {"RENDEZVOUS": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"} | more
     if kind == "kubeflow":  # as its controller sets them
         env |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
         env |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
@@ -145,6 +147,22 @@ def test_one_machine_less_and_the_other_goes_on_with_twice_the_micro_batches(fol
     steps = [line["step"] for line in metrics(folder / "less") if "loss/train" in line]
     assert steps == list(range(1, 601))
     assert json.loads((folder / "less/args.json").read_text())["settings"]["gradient_accumulation_steps"] == 2
+
+
+@pytest.mark.slow
+def test_a_number_of_processes_that_does_not_divide_the_rows_waits_for_another(tmp_path):
+    """Rather than train with other rows per step, or be refused and started again a hundred times."""
+    log, port = tmp_path / "log", 29500 + os.getpid() % 1000
+    launchers = start("elastic", flags_of(tmp_path, "run"), log, port, PROCESSES="3")
+    try:
+        wait_for(lambda: "PROCESSES: 3 is no multiple of 2" in log.read_text(), launchers, log)
+        launchers[0].send_signal(signal.SIGTERM)  # it is torchrun itself that waits
+        assert launchers[0].wait(60) != 0
+        assert not (tmp_path / "run").exists()
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                kill(launcher)
 
 
 def listens(launcher, port):

@@ -1,10 +1,16 @@
-"""What a training run will need, before it is started: memory per device, FLOPs, communication, time.
+"""What a training run will need, before it is started: memory per device, what is sent, time.
 
     python -m utils.display.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
-        --devices 8 --device_name "NVIDIA H100" --precision bf16 --mfu 0.4 --tokens 10e9
+        --devices 8 --device_name "NVIDIA H100" --mfu 0.4 --tokens 10e9
+
+With several numbers of devices a table of DDP and FSDP, AdamW and Muon, whose rows per step are those of the
+first number. Formulas, their sources and what they leave out: docs/scaling.md.
 """
 
 import argparse
+import math
+from functools import partial
+from itertools import product
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,114 +22,150 @@ from utils.display.throughput import flops_per_token, peak_flops
 from utils.learning.configuration import MODEL_CLASSES
 from utils.learning.fused_head import chunk_rows
 from utils.learning.model import use_one_kernel_gelu
+from utils.learning.muon import hidden_matrices
+from utils.learning.shares import iteration_flops
+
+MACHINE, LINK = 8, 347e9  # H100s; bytes per second of a ring, on NVLink or through 8 network adapters
+RING, TREE = (1.9e-6, 4e-6), (1.25e-6, 8.5e-6)  # seconds of a hop within a machine, and to another
+LAYER, BUCKET = 2.9e-3, 100 * 2**20  # seconds of the host to enqueue a layer; bytes that DDP sends at once
 
 
-def run_without_data(config, rows: int, block_size: int, kind: str, bf16: bool):
-    """(model, its last hidden states [B, T, D], bytes of each tensor that autograd keeps for backward)"""
-    kept = {}
+def measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted) -> dict:
+    """What a micro-batch takes: the bytes that autograd keeps of a forward pass on tensors without data
+    (compiled, it keeps less), and the head's. Off the CPU attention is fused and dropout has no masks."""
+    values, kept = config.to_dict(), {}
+    if device_type != "cpu":
+        off = {name: 0.0 for name, share in values.items() if "drop" in name and isinstance(share, float)}
+        config = type(config)(**values | off)
 
     def keep(tensor):
         kept[tensor.untyped_storage()._cdata] = tensor  # the tensor too: its address must not be used again
         return tensor
 
     with FakeTensorMode(), no_init_weights():
-        model = MODEL_CLASSES[kind].from_config(config).train()
+        gathered = torch.bfloat16 if bf16 and fsdp else torch.float32  # of float32 autocast keeps a copy
+        model = MODEL_CLASSES[kind].from_config(config, dtype=gathered).train()
         model.tie_weights()
         use_one_kernel_gelu(model)
-        weights = {p.untyped_storage()._cdata for p in model.parameters()}
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             hidden = model.base_model(input_ids=torch.zeros(rows, block_size, dtype=torch.long))[0]
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
     sizes = [tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weights]
-    return model, hidden, sizes
-
-
-def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False,
-             accumulation: int = 1, devices: int = 1, sharding: str = "ddp", device_type: str = "cpu",
-             predicted: float = 1.0) -> dict[str, float]:  # fmt: skip
-    """Bytes per device, FLOPs per token and bytes sent per update, for float32 weights and AdamW.
-
-    kind: as in learning/model.py; sharding: "ddp" or "fsdp" (all of it); predicted: the share of positions
-    that pass the head (masked LM).
-
-    The model's forward pass runs on tensors without data: activations are what autograd keeps for that very
-    architecture (a compiled model keeps less). Off the CPU, attention is taken to be fused and dropout masks,
-    one byte per element there, are left out. Raises RuntimeError for a model that looks into its data."""
-    if device_type != "cpu":
-        values = config.to_dict()
-        off = {name: 0.0 for name, share in values.items() if "drop" in name and isinstance(share, float)}
-        config = type(config)(**values | off)
-    model, hidden, sizes = run_without_data(config, rows, block_size, kind, bf16)
-    parameters, head = sum(p.numel() for p in model.parameters()), model.get_output_embeddings().weight
-    activations, positions = sum(sizes), rows * block_size * predicted
+    head, positions = model.get_output_embeddings().weight, rows * block_size * predicted
     half = 2 if bf16 else 0  # bytes of a second copy in bfloat16
     loss = min(chunk_rows(device_type, len(head)), positions) * len(head) * (4 + half)  # a chunk's logits
     loss += head.numel() * (4 + 2 * half)  # the head's gradient is made in the forward pass
     loss += positions * head.shape[1] * (2 * hidden.element_size() + half)  # the head's input, its gradient
+    activations = sum(sizes)
     if device_type == "cpu":
         # glibc's heap holds on to freed blocks below 32 MiB, sometimes more and sometimes less
         activations += 0.3 * sum(size for size in sizes if size < 2**25)
         loss += head.numel() * half  # oneDNN's own arrangement of the weight
-    shards, copies = devices if sharding == "fsdp" else 1, 0
-    if devices > 1:  # DDP: buckets beside the gradients; FSDP: weights and gradients of a gathered unit
-        layers = [child for m in model.modules() if isinstance(m, torch.nn.ModuleList) for child in m]
-        units = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        copies = 4 * parameters if sharding == "ddp" else 2 * max(units + [head.numel()]) * (half or 4)
-    gradients = 4 * parameters / shards
-    forward_peak = activations + loss + (gradients if accumulation > 1 else 0)
-    tied = head is model.get_input_embeddings().weight
-    backward_peak = gradients + (8 * head.numel() if tied else 0)  # the lookups' gradient and the sum
-    sent = (devices - 1) / devices * parameters
-    # ring all-reduce: reduce and gather; FSDP: gather forward and backward, reduce, for each micro-batch
-    sent *= 2 * 4 if sharding == "ddp" else 3 * (half or 4) * accumulation
+    blocks = [child for m in model.modules() if isinstance(m, torch.nn.ModuleList) for child in m]
     return {
-        "parameters": parameters, "weights": 4 * parameters / shards, "gradients": gradients,
-        "optimizer": 8 * parameters / shards, "activations": activations, "loss": loss, "copies": copies,
-        "peak": 12 * parameters / shards + copies + max(forward_peak, backward_peak),
-        "flops_per_token": flops_per_token(model, block_size, predicted), "sent_per_update": sent,
-        "tokens_per_update": rows * block_size * accumulation * devices,
+        "parameters": sum(p.numel() for p in model.parameters()), "activations": activations, "loss": loss,
+        "blocks": [sum(p.numel() for p in block.parameters()) for block in blocks], "head": head.numel(),
+        "tied": head is model.get_input_embeddings().weight, "matrices": hidden_matrices(model),
+        "flops_per_token": flops_per_token(model, block_size, predicted),
     }  # fmt: skip
 
 
-def describe(plan: dict, flops_per_second: float | None = None, tokens: float = 0) -> str:
-    """The estimate as a table. flops_per_second: of all devices as used, peak times utilisation."""
-    parts = ("weights", "gradients", "optimizer", "activations", "loss", "copies")
-    lines = [
-        f"parameters         {plan['parameters'] / 1e6:10,.1f} M",
-        *(f"{part:<18} {plan[part] / 2**20:10,.0f} MiB" for part in parts),
-        # the peak is less than the sum: gradients grow while activations go
-        f"peak per device    {plan['peak'] / 2**20:10,.0f} MiB  (libraries come on top)",
-        f"FLOPs per token    {plan['flops_per_token'] / 1e6:10,.0f} M",
-        f"tokens per update  {plan['tokens_per_update']:10,}",
-        f"sent per update    {plan['sent_per_update'] / 2**20:10,.0f} MiB  by each device",
-    ]
-    if flops_per_second:
-        rate = flops_per_second / plan["flops_per_token"]
-        lines.append(f"tokens per second  {rate:10,.0f}")
-        lines.append(f"seconds per update {plan['tokens_per_update'] / rate:10,.3f}")
-        if tokens:
-            hours = tokens / rate / 3600
-            lines.append(f"hours              {hours:10,.1f}  for {readable(tokens / 1e9)} B tokens")
-    return "\n".join(lines)
+def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False,
+             accumulation: int = 1, devices: int = 1, sharding: str = "ddp", device_type: str = "cpu",
+             predicted: float = 1.0, optimizer: str = "adamw") -> dict:  # fmt: skip
+    """Bytes per device, FLOPs per token and bytes sent per update, for float32 weights.
+
+    kind: as in learning/model.py; sharding: "ddp" or "fsdp" (all of it); predicted: the share of positions
+    that pass the head (masked LM); optimizer: "adamw" or "muon". Raises RuntimeError for a model that looks
+    into its data."""
+    fsdp, ddp, several = sharding == "fsdp", sharding == "ddp" and devices > 1, accumulation > 1
+    found = measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted)
+    flops = [iteration_flops(*weight.shape) for weight in found["matrices"] if optimizer == "muon"]
+    moved = sum(weight.numel() for weight in found["matrices"] if flops)
+    parameters, blocks, wire, shards = found["parameters"], found["blocks"], 2 if bf16 else 4, devices**fsdp
+    root, weights = parameters - sum(blocks), 4 * parameters / shards
+    copies, sent = weights if ddp and several else 0, 8 * parameters  # beside the buckets; by a ring, twice
+    if fsdp:  # two blocks are gathered, and one's gradients; a block twice in a micro-batch, the rest once
+        copies = wire * (2 * root + 3 * max(blocks, default=0) + parameters * several)
+        sent = wire * (accumulation * (2 * parameters - root) + parameters)
+    sharing = devices if fsdp else min(devices, MACHINE)  # Muon's iteration
+    sent = sent * (1 - 1 / devices) + wire * moved * (1 - 1 / sharing) * (2 / devices if fsdp else 1)
+    forward = found["activations"] + found["loss"] + (weights if ddp or several and not fsdp else 0)
+    backward = weights + 8 * found["head"] * found["tied"]  # the lookups' gradient and the sum
+    update = weights + 3 * wire * moved / shards  # matrices, updates to send and received ones
+    state = 2 * weights - 4 * moved / shards
+    return found | {
+        "weights": weights, "gradients": weights, "optimizer": state, "copies": copies, "sharing": sharing,
+        "peak": weights + state + copies + max(forward, backward, update), "sent_per_update": sent,
+        "tokens_per_update": rows * block_size * accumulation * devices, "wire": wire, "root": root,
+        "devices": devices, "accumulation": accumulation, "fsdp": fsdp, "moved": moved,
+        "iteration": max([sum(flops) / sharing, *flops]),  # FLOPs of who has most
+    }  # fmt: skip
 
 
-if __name__ == "__main__":
-    show = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
-    parser.add_argument("--model_type", default="gpt2")
-    parser.add_argument("--model_name_or_path", help="instead: a folder with config.json or a Hub id")
-    parser.add_argument("--config_overrides", default="", help="n_layer=4,n_embd=256,vocab_size=8192")
-    parser.add_argument("--kind", default="causal", choices=list(MODEL_CLASSES))
-    parser.add_argument("--predicted", type=float, default=1.0, help="share of positions (masked LM)")
-    parser.add_argument("--block_size", type=int, default=1024)
-    parser.add_argument("--per_device_train_batch_size", type=int, default=8)
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "no"])
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--sharding", default="ddp", choices=["ddp", "fsdp"])
-    parser.add_argument("--device_name", default="cpu", help="NVIDIA H100, TPU v4, ...: for its peak")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the bf16 peak that is used")
-    parser.add_argument("--tokens", type=float, default=0, help="of the whole run, for its hours")
+def step_seconds(plan: dict, rate: float) -> float:
+    """Of an update, at `rate` FLOP/s of a device. DDP sends beside the last backward pass, but for the last
+    bucket, which has the embeddings; FSDP gathers a block beside another's work; nothing is beside Muon."""
+    devices, accumulation, wire, moved = (plan[key] for key in ("devices", "accumulation", "wire", "moved"))
+    one = plan["tokens_per_update"] / devices / accumulation * plan["flops_per_token"] / rate
+    forward, backward = (part / 3 * max(one, LAYER * len(plan["blocks"])) for part in (1, 2))
+    if plan["fsdp"]:
+        gather = sum(sending(wire * block, devices) for block in plan["blocks"])
+        seconds = accumulation * (max(forward, gather) + max(backward, gather))
+        seconds += max(backward, 2 * gather) - max(backward, gather)  # gradients go with the last
+        seconds += (accumulation + 1) * sending(wire * plan["root"], devices)
+        moved *= 2 * (MACHINE if devices > MACHINE else 1) / devices  # there and back, by the machine's link
+    else:
+        buckets = math.ceil(4 * plan["parameters"] / BUCKET)
+        bucket = 4 * plan["parameters"] / buckets
+        last = sending(max(bucket, 4 * plan["head"]), devices, reduce=True)
+        waits = max(last, buckets * sending(bucket, devices, reduce=True) - backward)
+        seconds = accumulation * (forward + backward) + waits
+    return seconds + plan["iteration"] / rate + (sending(wire * moved, plan["sharing"]) if moved else 0)
+
+
+def sending(size: float, devices: int, reduce: bool = False) -> float:
+    """Seconds to gather `size` bytes on each device or to scatter their sum, by a ring; a tree reduces."""
+    machines = math.ceil(devices / MACHINE)
+    hops = (devices - machines) * RING[0] + (machines - 1) * RING[1]
+    if reduce:
+        hops = 2 * (min(devices, MACHINE) - 1) * TREE[0] + 2 * math.log2(machines) * TREE[1]
+    return hops + (1 + reduce) * (1 - 1 / devices) * size / LINK
+
+
+def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
+    """The estimate as a table. seconds: of an update; tokens: of the whole run."""
+    lines = [("parameters", plan["parameters"] / 1e6, ".1f", "M")]
+    parts = ["weights", "gradients", "optimizer", "activations", "loss", "copies"]
+    lines += [(part, plan[part] / 2**20, ".0f", "MiB") for part in parts]
+    # the peak is less than the sum: gradients grow while activations go
+    lines += [("peak per device", plan["peak"] / 2**20, ".0f", "MiB  (libraries come on top)"),
+              ("FLOPs per token", plan["flops_per_token"] / 1e6, ".0f", "M"),
+              ("tokens per update", plan["tokens_per_update"], "", ""),
+              ("sent per update", plan["sent_per_update"] / 2**20, ".0f", "MiB  by each device")]  # fmt: skip
+    if seconds:
+        rate, run = plan["tokens_per_update"] / seconds, f"for {readable(tokens / 1e9)} B tokens"
+        lines += [("tokens per second", rate, ".0f", ""), ("seconds per update", seconds, ".3f", "")]
+        lines += [("hours", tokens / rate / 3600, ".1f", f" {run}")] if tokens else []
+    return "\n".join(f"{name:<18} {value:10,{digits}} {unit}".rstrip() for name, value, digits, unit in lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    for name, default, told in [
+        ("model_type", "gpt2", ""), ("config_overrides", "", "n_layer=4,n_embd=256,vocab_size=8192"),
+        ("model_name_or_path", "", "instead: a folder with config.json or a Hub id"),
+        ("kind", [*MODEL_CLASSES], ""), ("predicted", 1.0, "share of positions (masked LM)"),
+        ("per_device_train_batch_size", 8, ""), ("gradient_accumulation_steps", 1, ""),
+        ("block_size", 1024, ""), ("precision", ["bf16", "no"], ""), ("sharding", ["ddp", "fsdp"], ""),
+        ("optimizer_type", ["adamw", "muon"], ""), ("tokens", 0.0, "of the whole run, for its hours"),
+        ("device_name", "cpu", "NVIDIA H100, TPU v4, ...: for its peak"),
+        ("mfu", 0.4, "share of the bf16 peak that computing uses"),
+    ]:  # fmt: skip
+        choices, first = (default, default[0]) if isinstance(default, list) else (None, default)
+        parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=told)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1])
     args = parser.parse_args()
     try:
         made = AutoConfig.from_pretrained if args.model_name_or_path else AutoConfig.for_model
@@ -132,15 +174,31 @@ if __name__ == "__main__":
             config.update_from_string(args.config_overrides)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
-    plan = estimate(
-        config, args.per_device_train_batch_size, args.block_size, kind=args.kind,
-        bf16=args.precision == "bf16", accumulation=args.gradient_accumulation_steps,
-        devices=args.devices, sharding=args.sharding, predicted=args.predicted,
-        device_type="cpu" if args.device_name == "cpu" else "cuda",
-    )  # fmt: skip
-    peak = peak_flops(args.device_name)
-    hint = ': --device_name "NVIDIA H100" for a GPU, which attends in less memory'
-    hint = hint if args.device_name == "cpu" else ""
-    rows = f"{args.per_device_train_batch_size} rows of {args.block_size:,} tokens"
-    print(f"{rows}, {args.precision}, on one {args.device_name}{hint}")
-    print(describe(plan, peak and peak * args.mfu * args.devices, args.tokens))
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    cpu, rate = args.device_name == "cpu", (peak_flops(args.device_name) or 0) * args.mfu
+    plan_of = partial(estimate, config, block_size=args.block_size, kind=args.kind, predicted=args.predicted,
+                      bf16=args.precision == "bf16", device_type="cpu" if cpu else "cuda")  # fmt: skip
+    if len(args.devices) == 1:
+        hint = ': --device_name "NVIDIA H100" for a GPU, which attends in less memory' if cpu else ""
+        print(f"{rows} rows of {args.block_size:,} tokens, {args.precision}, on one {args.device_name}{hint}")
+        how = dict(devices=args.devices[0], sharding=args.sharding, optimizer=args.optimizer_type)
+        plan = plan_of(rows, accumulation=accumulation, **how)
+        return print(describe(plan, rate and step_seconds(plan, rate), args.tokens))
+    if not rate:
+        parser.exit(2, f"--device_name {args.device_name}: no peak is known, and no time follows from it\n")
+    head = "| devices | | rows x micro-batches | AdamW: GiB | tokens/s | | Muon: GiB | tokens/s | |"
+    print(f"{head}\n{'|---' * 9}|")
+    step_rows = rows * accumulation * args.devices[0]
+    for number, sharding in product([n for n in args.devices if step_rows % n == 0], ("ddp", "fsdp")):
+        own = max(n for n in range(1, rows + 1) if step_rows // number % n == 0)
+        how = dict(accumulation=step_rows // number // own, devices=number, sharding=sharding)
+        print(f"| {number:,} | {sharding.upper()} | {own} x {how['accumulation']} |", end="")
+        for plan in (plan_of(own, optimizer=name, **how) for name in ("adamw", "muon")):
+            speed = plan["tokens_per_update"] / step_seconds(plan, rate)
+            used = speed * plan["flops_per_token"] / rate / number
+            print(f" {plan['peak'] / 2**30:.0f} | {speed:,.0f} | {used:.0%} |", end="")
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,11 +6,16 @@ for LLM Training", 2025, arXiv 2502.16982), so that learning rates and weight de
 """
 
 import math
+import os
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
+
+from utils.devices import local_processes
+from utils.learning.shares import share
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, Jordan et al.
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
@@ -39,22 +44,23 @@ def hidden_matrices(model) -> set:
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """[n, r, c] with r <= c: singular values between 0.5 and 1.5, about; singular vectors stay."""
+    """[n, r, c]: singular values between 0.5 and 1.5, about; singular vectors stay."""
     a, b, c = COEFFICIENTS
-    x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    stands = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if stands else matrices) / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+    return x.mT if stands else x
 
 
 class MuonAdamW(torch.optim.AdamW):
     """AdamW, but Muon for the groups that have a `momentum`: matrices, those of one shape together.
 
     Where `found_inf` is 1 nothing changes, as in fused AdamW: an update is skipped without asking the device.
-    """
+    Processes, whose gradients must be equal, share Muon's iteration out (utils/learning/shares.py)."""
 
-    found_inf = None
+    found_inf = machine = None  # machine: the group of its processes
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -69,60 +75,66 @@ class MuonAdamW(torch.optim.AdamW):
     def __setstate__(self, state):
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every state for its `step`
 
-    def _of_one_shape(self, parameters):
-        shapes = {}
-        for weight in parameters:
-            if weight.grad is not None:
-                shapes.setdefault(weight.shape, []).append(weight)
-        for weights in shapes.values():
-            n = max(1, AT_ONCE // weights[0].numel())
-            n = n if weights[0].device.type == "cpu" else 8 * n
-            yield from (weights[i : i + n] for i in range(0, len(weights), n))
-
     def _muon(self, group):
-        """One call for all matrices of a shape: on a GPU each call costs the host some microseconds."""
+        """A few calls for all matrices of a shape: on a GPU each call costs the host some microseconds."""
         rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
         keep = 1.0 if skip is None else 1 - skip  # 0-d, 0: nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
-        nothing = None if skip is None else skip > 0
-        for weights in self._of_one_shape(group["params"]):
+        alike = _of_one_shape([weight for weight in group["params"] if weight.grad is not None])
+
+        def ahead(weights):
+            """The momenta of these, updated, and Nesterov's look ahead: [n, r, c], or the rows held here."""
             buffers = [_local(self._buffer(weight)) for weight in weights]
-            ahead = torch.stack([_local(weight.grad) for weight in weights])  # [n, r, c]
-            if nothing is not None:
-                ahead.masked_fill_(nothing, 0)  # 0 x nan is nan
-            gradients = ahead.unbind()  # views
+            stack = torch.stack([_local(weight.grad) for weight in weights])
+            if skip is not None:
+                stack.masked_fill_(skip > 0, 0)  # 0 x nan is nan
+            gradients = stack.unbind()  # views
             torch._foreach_mul_(buffers, held)
             torch._foreach_add_(buffers, gradients, alpha=1 - momentum)
-            torch._foreach_lerp_(gradients, buffers, momentum)  # Nesterov's
-            updates = _orthogonal(ahead, weights[0]) * keep
+            torch._foreach_lerp_(gradients, buffers, momentum)
+            return stack.to(PRECISION.get(stack.device.type, torch.float32))
+
+        updates = map(orthogonalize, stacks := map(ahead, alike))
+        if alike and (processes := self._processes(alike[0][0])):
+            shapes = [(len(weights), *weights[0].shape) for weights in alike]
+            updates = share(orthogonalize, stacks, shapes, processes, isinstance(alike[0][0], DTensor))
+        for weights, update in zip(alike, updates, strict=True):
             parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape))
             torch._foreach_mul_(parts, left)
-            torch._foreach_add_(parts, updates.unbind(), alpha=-rate * size)
+            torch._foreach_add_(parts, (update.to(parts[0].dtype) * keep).unbind(), alpha=-rate * size)
 
     def _buffer(self, weight):
         if not self.state[weight]:
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
         return self.state[weight]["momentum_buffer"]
 
+    def _processes(self, weight):
+        """Those that share the iteration, or None: of sharded matrices all that hold rows, of others those of
+        one machine. Sending an update to other machines takes about as long as iterating it there."""
+        if isinstance(weight, DTensor):
+            return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
+        local = local_processes()
+        if local == 1 or weight.device.type == "xla" or not dist.is_initialized():
+            return None
+        if self.machine is None:
+            first, alone = dist.get_rank() - int(os.environ["LOCAL_RANK"]), local == dist.get_world_size()
+            own = range(first, first + local)
+            self.machine = dist.group.WORLD if alone else dist.new_group(own, use_local_synchronization=True)
+        return self.machine
+
+
+def _of_one_shape(weights) -> list[list]:
+    """Not too many in a list: there will be copies of the tensors of one."""
+    shapes, lists = {}, []
+    for weight in weights:
+        shapes.setdefault(weight.shape, []).append(weight)
+    for alike in shapes.values():
+        here = alike[0].numel() // (alike[0].device_mesh.size() if isinstance(alike[0], DTensor) else 1)
+        n = max(1, (AT_ONCE if alike[0].device.type == "cpu" else 8 * AT_ONCE) // max(1, here))
+        lists += [alike[i : i + n] for i in range(0, len(alike), n)]
+    return lists
+
 
 def _local(tensor):
-    """Of a sharded matrix the part that this process holds: the same memory."""
+    """Of a sharded matrix the rows that this process holds: the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _orthogonal(stack, like):
-    """stack [n, r, c] of matrices like this one, or of this process's parts of them -> their updates."""
-    sharded, dtype = isinstance(like, DTensor), stack.dtype
-    if sharded:  # the iteration needs whole matrices
-        layout = dict(shape=like.shape, stride=like.stride())
-        whole = [DTensor.from_local(part, like.device_mesh, like.placements, **layout) for part in stack]
-        stack = torch.stack([part.full_tensor() for part in whole])
-    stack = stack.to(PRECISION.get(stack.device.type, torch.float32))
-    stands = like.shape[0] > like.shape[1]
-    stack = orthogonalize(stack.mT if stands else stack).to(dtype)
-    stack = stack.mT if stands else stack
-    if not sharded:
-        return stack
-    mesh, placements = like.device_mesh, like.placements
-    parts = [distribute_tensor(whole, mesh, placements, src_data_rank=None) for whole in stack]
-    return torch.stack([part.to_local() for part in parts])

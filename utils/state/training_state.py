@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from utils.state.files import DoesNotFit, read_tensors, tensor_specs
 
-BYTES = 1 << 15  # processes exchange bytes in multiples of so many: few shapes, which matters on XLA
+BYTES = 1 << 15  # on XLA processes exchange bytes in multiples of so many: a shape is a graph
 # What belongs to the device in an optimizer group stays as this run has it.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
 ANOTHER = "keep it under another name to begin it anew"
@@ -197,7 +197,7 @@ def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
     if accelerator.num_processes == 1:
         return [mine]
     sizes = accelerator.gather(torch.tensor([len(mine)], device=accelerator.device)).tolist()
-    room = -(-max(sizes) // BYTES) * BYTES
+    room = -(-max(sizes) // BYTES) * BYTES if accelerator.device.type == "xla" else max(1, *sizes)
     padded = torch.frombuffer(bytearray(mine.ljust(room, b"\0")), dtype=torch.uint8)
     rows = accelerator.gather(padded.to(accelerator.device)).cpu().view(-1, room)
     return [bytes(row[:size].numpy()) for row, size in zip(rows, sizes, strict=True)]

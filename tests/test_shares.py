@@ -1,0 +1,104 @@
+"""Muon's iteration, shared out over processes: the updates of one process, each iterated once, sent once."""
+
+import json
+import operator
+
+import pytest
+
+from tests import forked
+from utils.learning.shares import share_out
+
+# Each process has an optimizer that shares and one that does all of it, and gives both the same gradients.
+# Weights begin at 0 and do not decay: they are sums of updates. It says how far they are apart, relative to a
+# matrix's largest; how many matrices this process iterated in the last step; and what it was sent then.
+PROCESS = """
+import json, os, sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from tests.collectives import Collectives
+from utils.learning import muon
+
+folder, layout, dtype, local = Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]), int(sys.argv[4])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+os.environ |= {"LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": str(rank % local)}
+dist.init_process_group("gloo")
+muon.PRECISION["cpu"] = dtype
+iterated, iterate = [], muon.orthogonalize
+muon.orthogonalize = lambda stack: (iterated.append(len(stack)), iterate(stack))[1]
+
+def cut(tensor):
+    if layout == "whole":
+        return tensor
+    grid, cuts = ((size,), [Shard(0)]) if layout == "rows" else ((2, size // 2), [Replicate(), Shard(0)])
+    return distribute_tensor(tensor, init_device_mesh("cpu", grid), cuts)
+
+shapes = [(8, 24), (8, 8), (24, 8), (8, 24), (5, 7), (1, 6), (24, 8), (8, 24)]
+def optimizer_of(weights):
+    return muon.MuonAdamW([{"params": weights, "momentum": 0.95, "lr": 0.01, "weight_decay": 0.0}], lr=0.01)
+
+shared = [torch.nn.Parameter(cut(torch.zeros(shape))) for shape in shapes]
+alone = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+ours, reference = optimizer_of(shared), optimizer_of(alone)
+reference._processes = lambda weight: None
+torch.manual_seed(1)
+for step in range(5):
+    bad = torch.tensor(float(step == 3))
+    ours.found_inf = reference.found_inf = bad
+    for a, b in zip(shared, alone):
+        b.grad = torch.randn_like(b) * (torch.nan if bad else 1)
+        a.grad = cut(b.grad.clone())
+    before = [b.detach().clone() for b in alone]
+    reference.step()
+    iterated.clear()
+    with Collectives() as counted:
+        ours.step()
+    assert not bad or all(map(torch.equal, before, alone))
+whole = [a.full_tensor() if isinstance(a, DTensor) else a for a in shared]
+buffers = [ours.state[a]["momentum_buffer"] for a in shared]
+assert all(buffer.shape == a.shape and type(buffer) is type(a.data) for buffer, a in zip(buffers, shared))
+apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(whole, alone))
+found = {"apart": apart, "iterated": sum(iterated), "sent": counted.open[0]}
+(folder / f"{rank}.json").write_text(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+SHAPES, ELEMENTS = 5, 3 * 192 + 2 * 192 + 64 + 35 + 6
+
+
+@pytest.mark.parametrize("processes, layout, local, dtype", [
+    (2, "whole", 2, "float32"), (4, "whole", 4, "bfloat16"), (4, "whole", 2, "float32"),
+    (2, "rows", 2, "bfloat16"), (4, "rows", 4, "float32"), (4, "replicas", 4, "float32"),
+])  # fmt: skip
+def test_the_updates_are_those_of_one_process(tmp_path, processes, layout, local, dtype):
+    """whole: as DDP has them, on machines of `local` processes; rows: as FSDP cuts them; replicas: two of
+    those. A step in which the gradient is not finite changes nothing. Every update is sent once."""
+    done = forked.run_code(PROCESS, [tmp_path, layout, dtype, local], processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
+    assert max(each["apart"] for each in found) < 1e-6
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    copies = processes // local if layout == "whole" else 2 if layout == "replicas" else 1
+    assert sum(each["iterated"] for each in found) == 8 * copies  # each matrix once, in each of its copies
+    for each in found:
+        [(name, (calls, each["bytes"]))] = each["sent"].items()
+        assert name == f"alltoall_base_ {dtype}" and calls == SHAPES * (1 if layout == "whole" else 2)
+    total = sum(each["bytes"] for each in found)
+    if layout == "whole":
+        assert [each["bytes"] for each in found] == [ELEMENTS * size] * processes
+    else:  # rows to who iterates, updates back
+        assert total == 2 * ELEMENTS * size * copies
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 8])
+def test_each_process_has_as_much_to_do(processes):
+    """Of GPT-2's 48 matrices in 12 layers."""
+    shapes = ((12, 768, 2304), (12, 768, 768), (12, 768, 3072), (12, 3072, 768))
+    counts = share_out(shapes, processes)
+    assert [sum(count) for count in counts] == [12] * 4
+    cost = [4 * min(r, c) ** 2 * max(r, c) + 2 * min(r, c) ** 3 for _, r, c in shapes]  # of three products
+    work = [sum(map(operator.mul, of_one, cost)) for of_one in zip(*counts, strict=True)]
+    assert max(work) < 1.1 * sum(work) / processes
