@@ -245,7 +245,7 @@ class StreamedRows:
         self.close()
         if first < self.begun.first:
             self.begun = Mark()
-        name = self.cache_dir / f"stream-{_launch(self.processes)}-{self.fingerprint}-{next(NUMBERS)}"
+        name = self.cache_dir / f"stream-{_ring_name(self.process, self.processes)}-{self.fingerprint}"
         self.folder, self.released = Path(f"{name}.tmp"), False
         if self.process:
             return
@@ -292,6 +292,17 @@ def _end(producer: subprocess.Popen, folder: Path, lock: FileLock) -> None:
     Path(lock.lock_file).unlink(missing_ok=True)
 
 
-def _launch(processes: int) -> str:
-    """The same for all processes of a launch on this machine, and for no others."""
-    return f"{socket.gethostname()}-{os.getpid() if processes == 1 else os.getppid()}"
+def _ring_name(process: int, processes: int) -> str:
+    """The same in all processes of this machine, and new: a killed run may have left its ring, even one that
+    the same parent has launched (torchrun, a notebook)."""
+    number, name = next(NUMBERS), f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
+    if processes == 1:
+        return name
+    from torch import distributed as dist  # not at the top: the producer imports this file
+
+    if not dist.is_initialized():  # XLA
+        return f"{socket.gethostname()}-{os.getppid()}-{number}"
+    store, key = dist.distributed_c10d._get_default_store(), f"stream {socket.gethostname()} {number}"
+    if process == 0:
+        store.set(key, name)
+    return store.get(key).decode()  # waits for process 0

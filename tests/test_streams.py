@@ -102,10 +102,9 @@ def test_a_stream_has_the_rows_of_a_preparation(made, keep_duplicates, tmp_path)
 
 def test_two_processes_share_one_producer_and_see_together_what_one_sees(made, monkeypatch):
     alone = Reader(made, sources(made)["text"], 1).read(0, 400)
-    monkeypatch.setattr("data.streams._launch", lambda processes: "both")
+    monkeypatch.setattr("data.streams._ring_name", lambda *machine: "both")
     both, found = [], []
     for process in range(2):
-        monkeypatch.setattr("data.streams.NUMBERS", itertools.count())
         both.append(Reader(made, sources(made)["text"], 1, machine=(process, 2)))
         both[-1].rows._start(0)
     for process, reader in enumerate(both):
