@@ -54,8 +54,8 @@ LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 KEYTOKENS = ["plt", "pd", "sk", "fit", "predict", "plot", "import", "numpy", "pandas", "array", "self"]
 
 # In names that most types share; name?: where the type has it. Other sizes keep their proportion to these.
-SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=4"
-SMALL += ",resid_pdrop?=0,embd_pdrop?=0,attn_pdrop?=0"
+SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=2,intermediate_size?=344"
+SMALL += ",tie_word_embeddings?=true,resid_pdrop?=0,embd_pdrop?=0,attn_pdrop?=0"
 
 
 @dataclass
@@ -81,7 +81,7 @@ class TrainArgs:
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
-    model_type: str = "gpt2"  # any causal model of transformers, from scratch
+    model_type: str = "qwen3"  # any causal model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration; yours replace all of these
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
     attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
@@ -91,7 +91,7 @@ class TrainArgs:
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
-    learning_rate: float = 1e-2  # peak, of AdamW; with adamw on all rather 2e-3
+    learning_rate: float = 2e-2  # peak, of AdamW; with adamw on all rather 2e-3
     muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
@@ -100,7 +100,7 @@ class TrainArgs:
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 4000  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 3800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
@@ -136,10 +136,15 @@ class TrainArgs:
 
 PRESETS = {
     "laptop": {},  # the defaults: minutes on two cores, no network
+    "gpt2": dict(  # the same with GPT-2's layers and learned positions
+        model_type="gpt2", learning_rate=1e-2, max_train_steps=4000, output_dir="runs/gpt2",
+        config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+    ),
     "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 of 124 M for data science code
         dataset_name="huggingface-course/codeparrot-ds-train", keywords=[],
         eval_dataset_name=["huggingface-course/codeparrot-ds-valid"], max_eval_samples=0,
         tokenizer_name="huggingface-course/code-search-net-tokenizer",
+        model_type="gpt2",
         config_overrides="max_position_embeddings=1024",  # GPT-2's; rows of 128 train the first 128
         keytokens=["plt", "pd", "sk", "fit", "predict"], lr_scheduler_type="linear",
         per_device_train_batch_size=32, gradient_accumulation_steps=8,
@@ -150,6 +155,7 @@ PRESETS = {
     "gpt2-124m": dict(  # llm.c's GPT-2 of 124 M, on web text, 0.5 M tokens per step on one device
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
+        model_type="gpt2",
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257, to 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
         learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,

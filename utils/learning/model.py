@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.autograd.function import BackwardCFunction
 from transformers.utils import is_flash_attn_2_available
 
 from utils.devices import device_type, memory_of
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, meta_model, one_line, read_config
 from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
+from utils.learning.one_kernel import use_few_kernels_rms_norm, use_one_kernel_gelu
 from utils.learning.overrides import setting
 
 # What attention is computed by, and what a transformers model says where it can
@@ -71,8 +71,9 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32, trust_remote_code=False)
     if kind == "causal":
         _set_generation(model, block_size)
-    use_one_kernel_gelu(model)
     freeze_unused(model, kind, block_size)
+    use_one_kernel_gelu(model)
+    use_few_kernels_rms_norm(model)
     if attn in ONLY_ON:  # not on the CPU, where the model still is
         model.set_attn_implementation(attn)
     return model
@@ -153,16 +154,6 @@ def freeze_unused(model, kind, block_size):
     for parameter in unreached(few) and unreached(block_size):
         parameter.requires_grad_(False)
     model.train(training)
-
-
-def use_one_kernel_gelu(model):
-    """Replace GELUs written out in eight operations, which keep several copies of the widest activation for
-    backward, by torch's kernel of the same formula. The configuration, and so what is saved, stays as it is.
-    """
-    written_out = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module).__name__ in written_out:
-            model.set_submodule(name, nn.GELU(approximate="tanh"))
 
 
 def fastest_attention(kind, config, block_size, device=None):
