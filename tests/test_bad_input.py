@@ -32,7 +32,7 @@ CLM | --num_train_epochs 0 --max_train_steps 0          | both are 0, set one of
 CLM | --max_train_steps -5                              | max_train_steps: must be 0 (off) or greater
 CLM | --max_train_steps 1e3                             | invalid int value: '1e3'
 CLM | --adam_beta2 1                                    | adam_beta2: must be less than 1
-CLM | --milestones 0                                    | milestones: 0: give log, or steps from 1 to 4000, or none
+CLM | --milestones 0                                    | milestones: 0: give log, or steps from 1 to 3800, or none
 CLM | --milestones many                                 | milestones: many: give log
 MLM | --milestones log 100                              | milestones: log 100: give log
 CLM | --max_train_steps 12 --num_warmup_steps 0 --milestones 4 13 | milestones: 4 13: give log, or steps from 1 to 12
@@ -56,7 +56,7 @@ MLM | --prompts ''                                      | prompts: holds a blank
 CLM | --dataset_name '' --model_type ' '                | dataset_name, model_type: holds a blank text
 CLM | --eval_dataset_name ../corpus.jsonl ''            | eval_dataset_name: holds a blank text
 CLM | --max_train_steps 10000000000000000000000         | max_train_steps: must be less than 9,223,372
-CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, codeparrot
+CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, gpt2, codeparrot
 CLM | --eval_only true                                  | eval_only: no model in output_dir
 CLM | --data_dir ../empty                               | --data_dir: no such setting; instead: --dataset_name takes files and folders
 MLM | --lr 1                                            | --lr: no such setting; instead: --learning_rate.
@@ -93,20 +93,20 @@ CLM | --model_type gpt22                                | model_type, 'gpt22': u
 CLM | --optimizer_type sgd                             | 'sgd' is unknown, give adamw or muon
 MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay_steps: 9999 and warm-up are more
 CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
-CLM | --config_overrides n_layers=2                     | 'n_layers': gpt2 has no such setting; near: n_layer
+CLM | --model_type gpt2 --config_overrides n_layers=2 | 'n_layers': gpt2 has no such setting; near: n_layer
 CLM | --model_name_or_path ../old --tokenizer_name ../old | not with model_name_or_path, add --config_overrides "", which
-CLM | --config_overrides n_layer                        | not of the form name=value
+CLM | --model_type gpt2 --config_overrides n_layer | not of the form name=value
 CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
 CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2': && beside the others
-CLM | --config_overrides hidden_size=1048576,n_head=16  | model: && billion parameters take && GiB, and there are
-CLM | --config_overrides '{"n_positions": [2]}'         | config_overrides: TypeError
+CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
+CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}'         | config_overrides: TypeError
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
-CLM | --config_overrides n_layer=two                    | 'two' is no int
-CLM | --config_overrides n_layer=0                      | 'n_layer=0': a model without layers
-CLM | --config_overrides n_layer=-1                     | a model without layers
+CLM | --model_type gpt2 --config_overrides n_layer=two | 'two' is no int
+CLM | --model_type gpt2 --config_overrides n_layer=0 | 'n_layer=0': a model without layers
+CLM | --model_type gpt2 --config_overrides n_layer=-1 | a model without layers
 MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
-CLM | --config_overrides n_head=5,n_embd=192            | config_overrides, 'n_head=5': && beside the others 12 would do
-CLM | --config_overrides n_positions=64                 | block_size, 128: needs n_positions of at least 128
+CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5': && beside the others 12 would do
+CLM | --model_type gpt2 --config_overrides n_positions=64                 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
 CLM | --model_name_or_path ../no                        | set tokenizer_name too
 # the Hub

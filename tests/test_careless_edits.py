@@ -67,7 +67,7 @@ OWN = NOISE.replace(" GENERATOR", ", generator=noise")
 CASES = {
     "add twice": ({ADD: ADD + ADD}, 1, "add was called 4 times in a step of 2 micro-batches: call it"),
     "noise": ({CLIP: NOISE.replace(" GENERATOR", "") + CLIP}, 2, "different weights: draw .* run.generator"),
-    "frozen": ({CLIP: ONCE + CLIP}, 2, "requires_grad of lm.transformer.wte.weight changed in the loop"),
+    "frozen": ({CLIP: ONCE + CLIP}, 2, "requires_grad of lm.model.embed_tokens.weight changed in the loop"),
     "grad is None": ({WARMUP: SIGN.replace("SKIP", "pass") + WARMUP}, 1,
                      "update: fails where the gradient is not finite .*grad is None"),
     "generator": ({CLIP: OWN + CLIP, START: "    noise = torch.Generator()\n" + START}, 1,
@@ -115,7 +115,7 @@ def test_the_script_as_it_is_warns_of_nothing(optimizer, processes, corpus, tmp_
 def test_weights_that_are_not_finite_replace_no_good_ones(corpus, tmp_path):
     edits = {JUDGE: SAM + JUDGE}
     status, log = launch(corpus, tmp_path, edits, preflight=False)
-    assert status == 1 and "weights are not finite at step 6 (model.lm.transformer.wte.weight)" in log, log
+    assert status == 1 and "weights are not finite at step 6 (model.lm.model.embed_tokens.weight)" in log, log
     assert "The last good checkpoint is" in log and "step-00000003" in log
     run = tmp_path / "run"
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]

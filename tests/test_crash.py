@@ -100,7 +100,7 @@ def run_with_interruptions(script, flags, processes, interruptions):
 
 
 SHAPES = {  # with dropout, as the models come: random numbers have to go on as well
-    "train_clm.py": "n_layer=2,n_embd=32,n_head=2",
+    "train_clm.py": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2",
     "train_mlm.py": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
 }
 

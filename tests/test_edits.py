@@ -104,7 +104,7 @@ def check_outlier_updates(runs):
             else:
                 norms = [*norms[1:], line["grad_norm"]]
     assert [line["step"] for line in lines if line.get("event") == "skipped_update"] == expected
-    assert 0 < len(expected) <= STEPS - 5
+    assert 0 < len(expected) < STEPS - 3
 
 
 def check_early_stopping(runs):
@@ -135,21 +135,21 @@ def check_second_optimizer(runs):
     adafactor, adamw = ({path.rpartition("/")[0] for path in saved(runs.whole, STEPS, name)}
                    for name in ("adafactor", "optimizer"))  # fmt: skip
     early, late = (saved(runs.whole, step, "model") for step in (SAVE_STEPS, STEPS))
-    assert adafactor == {"lm.transformer.wte.weight"}
+    assert adafactor == {"lm.model.embed_tokens.weight"}
     assert adamw == late.keys() - adafactor
     assert not any(torch.equal(early[name], late[name]) for name in late)
     assert state(runs.whole)["keep"]["adafactor"]["groups"][0]["lr"] == 0  # at the end of the cosine
 
 
 def check_layer_wise_learning_rates(runs):
-    """Of GPT-2's two blocks, the norm above and the embeddings below; each weight once."""
+    """Of two blocks, the norm above and the embeddings below; each weight once."""
     groups = state(runs.whole)["keep"]["optimizer"]["groups"]
     rates = {name: group["initial_lr"] for group in groups for name in group["params"]}
     assert rates.keys() == saved(runs.whole, STEPS, "model").keys()
     assert sum(len(group["params"]) for group in groups) == len(rates)
-    depths = {"ln_f": 0, "h.1": 1, "h.0": 2, "wte": 3, "wpe": 3}
+    depths = {"norm": 0, "layers.1": 1, "layers.0": 2, "embed_tokens": 3}
     for part, depth in depths.items():
-        found = {rate for name, rate in rates.items() if name.startswith(f"lm.transformer.{part}.")}
+        found = {rate for name, rate in rates.items() if name.startswith(f"lm.model.{part}.")}
         assert found == {2e-3 * 0.5**depth}, part
     logged = [[line.get("learning_rate") for line in metrics(folder)] for folder in (runs.whole, runs.plain)]
     assert logged[0] == logged[1]  # the top's
@@ -157,11 +157,11 @@ def check_layer_wise_learning_rates(runs):
 
 def check_frozen_embeddings(runs):
     """Until step 10 not a bit changes, decay included; then they learn. The others learn from the start."""
-    tokens, positions = ([saved(runs.whole, step, "model")[name] for step in (5, 10, 15)]
-                         for name in ("lm.transformer.wte.weight", "lm.transformer.wpe.weight"))  # fmt: skip
+    names = "lm.model.embed_tokens.weight", "lm.model.layers.0.self_attn.q_proj.weight"
+    tokens, others = ([saved(runs.whole, step, "model")[name] for step in (5, 10, 15)] for name in names)
     assert torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
-    assert not torch.equal(positions[0], positions[1])
-    assert tokens[0].std() == pytest.approx(0.02, rel=0.05)  # as GPT-2 begins
+    assert not torch.equal(others[0], others[1])
+    assert tokens[0].std() == pytest.approx(0.02, rel=0.05)  # as it begins
 
 
 def check_evaluation_is_comparable(runs):
@@ -430,7 +430,7 @@ def test_forgotten_gradients_are_named(preflight, workspace, tmp_path):
     process.join(120)
     message = (tmp_path / "log").read_text()
     assert process.exitcode == 2, message
-    assert "update leaves gradients of lm.transformer.wte.weight, which" in message, message
+    assert "update leaves gradients of lm.model.embed_tokens.weight, which" in message, message
 
 
 def test_an_optimizer_without_a_guard_and_weights_that_two_move_are_named(workspace, tmp_path):

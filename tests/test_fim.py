@@ -282,7 +282,7 @@ def test_a_small_model_learns_to_fill_a_middle(tmp_path):
     shard_data.write_jsonl(tmp_path / "texts.jsonl", [*dict.fromkeys(texts)])
     flags = {
         **TINY, "dataset_name": tmp_path / "texts.jsonl", "vocab_size": 300, "block_size": T,
-        "config_overrides": "n_layer=2,n_embd=64,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+        "config_overrides": "num_hidden_layers=2,hidden_size=64,num_attention_heads=4",
         "per_device_train_batch_size": 24, "learning_rate": 1e-2, "muon_learning_rate": 5e-3,
         "max_train_steps": 400, "num_warmup_steps": 15, "logging_steps": 100, "eval_steps": 400,
         "save_steps": 400, "keytokens": "none", "prompts": "none", "cache_dir": tmp_path / "cache",

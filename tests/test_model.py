@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from utils.learning.model import build_model, model_problems, use_one_kernel_gelu
+from utils.learning.one_kernel import _FewKernels
 
 GPT2 = "n_layer=2,n_embd=32,n_head=2"
 BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
@@ -105,6 +106,29 @@ def test_the_one_kernel_gelu_computes_and_saves_the_same(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config.activation_function == "gelu_new"
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "olmo2", "gemma3_text"])
+def test_few_kernels_for_rms_norm_compute_and_save_the_same(model_type, tmp_path):
+    """Gemma's formula is another one: it is left alone."""
+    torch.manual_seed(0)
+    shape = BERT + ",num_key_value_heads=2,head_dim?=8"
+    model = build_model("causal", model_type, shape, None, 16, tokenizer()).eval()
+    few = [module for module in model.modules() if isinstance(module, _FewKernels)]
+    assert bool(few) == (model_type != "gemma3_text")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ids = torch.randint(56, (2, 8))
+    for lm in (model, theirs):
+        lm(ids, labels=ids).loss.backward()
+    torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=1e-6, atol=1e-6)
+    for (name, ours), own in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, own.grad, rtol=1e-5, atol=1e-6, msg=name)
+    with torch.autocast("cpu", torch.bfloat16):  # other types take transformers' own
+        torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=1e-2, atol=1e-2)
 
 
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):

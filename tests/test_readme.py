@@ -84,7 +84,7 @@ def commands() -> list[str]:
 # What makes each of them small here; it counts more than what the line itself says.
 TINY_RUN = arguments({**TINY, "preflight": True, "dataset_name": "corpus.jsonl"})
 TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --rounds 1".split()
-TINY_LEARNING = [*TINY_RUN, "--config_overrides", "n_layer=1,n_embd=32,n_head=2", "--max_train_steps", "4"]
+TINY_LEARNING = [*TINY_RUN, "--config_overrides", "num_hidden_layers=1,hidden_size=32,num_attention_heads=2", "--max_train_steps", "4"]
 PIPELINE = "python -c 'from transformers import pipeline; print"
 BENCHMARK = "python -m tests.benchmarks."
 SMALL = {

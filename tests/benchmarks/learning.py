@@ -26,9 +26,9 @@ from utils.display.metrics import read_metrics
 
 # The defaults until Muon was one, every setting that matters written out.
 BEFORE = {
-    "clm": "--optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.036 --lr_scheduler_type cosine "
-    "--min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 2800 --block_size 128 "
-    "--per_device_train_batch_size 8 --vocab_size 4096 "
+    "clm": "--model_type gpt2 --optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.036 "
+    "--lr_scheduler_type cosine --min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 2800 "
+    "--block_size 128 --per_device_train_batch_size 8 --vocab_size 4096 "
     "--config_overrides n_layer=4,n_embd=192,n_head=6,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
     "mlm": "--optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.0334 --lr_scheduler_type cosine "
     "--min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 6000 --mlm_probability 0.15",
@@ -38,6 +38,7 @@ CONTENDERS = {
     "clm": {
         "before": BEFORE["clm"],
         "muon, 60 % of the steps": f"{BEFORE['clm']} {MUON} --max_train_steps 1680",
+        "gpt2": "--preset gpt2",
         "default": "",
         "trainer": BEFORE["clm"],
     },
