@@ -51,7 +51,6 @@ PROMPTS = [
     "from sklearn.ensemble import RandomForestRegressor\n\n# fit a random forest with 300 trees to X, y\n",
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
-KEYTOKENS = ["plt", "pd", "sk", "fit", "predict", "plot", "import", "numpy", "pandas", "array", "self"]
 
 # In names that most types share; name?: where the type has it. Other sizes keep their proportion to these.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=2,intermediate_size?=344"
@@ -91,19 +90,19 @@ class TrainArgs:
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
-    learning_rate: float = 2e-2  # peak, of AdamW; with adamw on all rather 2e-3
+    learning_rate: float = 4e-2  # peak, of AdamW; with adamw on all rather 2e-3
     muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
-    num_warmup_steps: float = 0.036  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 3800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
-    keytokens: list[str] = field(default_factory=KEYTOKENS.copy)  # rows with these weigh more; none: off
+    keytokens: list[str] = field(default_factory=list)  # rows with these weigh more; none: off
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
 
@@ -203,7 +202,7 @@ def main(args: TrainArgs | None = None) -> None:
     steps = Steps(args, accelerator, data.length)
     ids, not_single = keytoken_ids(data.tokenizer, args.keytokens)
     keytokens = keytoken_table(ids, id_count(data.tokenizer), accelerator.device)  # [V], 1 at key tokens
-    if not_single and args.keytokens != KEYTOKENS:
+    if not_single:
         names = ", ".join(map(repr, not_single))
         accelerator.print(f"keytokens: ignored, because the tokenizer splits them: {names}")
     if args.show:

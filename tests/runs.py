@@ -15,7 +15,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 # A model and a batch that take milliseconds; dropout off and rates low, so that processes can be compared.
 TINY = {
     "vocab_size": 512, "block_size": 32, "keywords": ["none"], "validation_fraction": 0.1,
-    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2",
+    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,tie_word_embeddings=true",
     "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "max_eval_samples": 50,
     "learning_rate": 2e-3, "muon_learning_rate": 2e-3, "max_train_steps": 6, "num_warmup_steps": 2,
     "logging_steps": 1, "eval_steps": 3, "save_steps": 3, "prompts": ["none"], "preflight": False,

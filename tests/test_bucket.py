@@ -263,7 +263,7 @@ def check_kills(ftp, tmp_path, kills):
     """Each kill is followed by a run in a fresh, empty folder; what the bucket shows is always complete."""
     flags = TINY | {
         "dataset_name": write_corpus(tmp_path / "corpus.jsonl", 30), "cache_dir": tmp_path / "cache",
-        "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2", "max_train_steps": 40 + 30 * kills,
+        "max_train_steps": 40 + 30 * kills,
         "save_steps": 5, "eval_steps": 30, "prompts": ["none"],
     }  # fmt: skip
     moments, log, begun = random.Random(0), tmp_path / "log", []

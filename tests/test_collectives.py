@@ -20,6 +20,7 @@ def runs(tmp_path_factory):
     """{(kind, processes): of each process {phase: [collectives of each time]}}"""
     folder = tmp_path_factory.mktemp("collectives")
     settings = TINY | {
+        "model_type": "gpt2", "config_overrides": "n_layer=2,n_embd=32,n_head=2",
         "dataset_name": write_corpus(folder / "corpus.jsonl"), "cache_dir": folder / "cache", "save_steps": 4,
         "per_device_train_batch_size": 1, "gradient_accumulation_steps": MICRO_BATCHES, "max_train_steps": 4,
         "eval_steps": 4, "logging_steps": 4, "per_device_eval_batch_size": 64,

@@ -8,7 +8,7 @@ from utils.learning.model import model_problems
 
 MASKED = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
 SCRIPTS = {
-    "train_clm.py": {"config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,attention_dropout=0.1"},
+    "train_clm.py": {"config_overrides": TINY["config_overrides"] + ",attention_dropout=0.1"},
     "train_mlm.py": {"config_overrides": MASKED + ",mlp_dropout=0.1", "prompts": ["none"]},
 }
 

@@ -15,7 +15,7 @@ from tests.runs import PROJECT, TINY, metrics, write_corpus
 
 # Too high a rate: the loss falls, and rises again.
 RISING = {"keep_best": True, "optimizer_type": "adamw", "lr_scheduler_type": "constant",
-          "learning_rate": 0.5, "num_warmup_steps": 0, "max_grad_norm": 0, "max_train_steps": 8,
+          "learning_rate": 2.0, "num_warmup_steps": 0, "max_grad_norm": 0, "max_train_steps": 8,
           "eval_steps": 1, "save_steps": 4, "max_eval_samples": 0, "keytokens": "none",
           "eval_at_start": False}  # fmt: skip
 

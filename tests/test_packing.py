@@ -243,7 +243,8 @@ def test_ids_with_gaps_are_kept_and_weighed(tmp_path):
     done = forked.run("train_clm.py", TINY | {
         "dataset_name": tmp_path / "a.jsonl", "tokenizer_name": tmp_path / "tokenizer", "keytokens": ["plt"],
         "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_train_steps": 1,
-        "num_warmup_steps": 0, "prompts": "none", "config_overrides": "num_hidden_layers=1,hidden_size=8,num_attention_heads=1",
+        "num_warmup_steps": 0, "prompts": "none",
+        "config_overrides": "num_hidden_layers=1,hidden_size=8,num_attention_heads=1",
     })  # fmt: skip
     assert done.returncode == 0, done.stderr
     [rows] = (tmp_path / "cache").glob("rows-*/train-*.npy")

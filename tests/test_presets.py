@@ -9,12 +9,13 @@ from transformers import AutoConfig
 
 import train_clm
 import train_mlm
+from data.tokenizer import train_tokenizer
 from tests import forked
 from tests.hub_data import publish, put_data
 from tests.hub_server import HubServer
 from tests.runs import metrics
 from utils.flags import parse_args
-from utils.learning.configuration import MODEL_CLASSES
+from utils.learning.configuration import MODEL_CLASSES, configure, meta_model
 from utils.learning.overrides import parse_overrides
 
 # What each source says, in our names; sizes are those of the models that they make.
@@ -106,9 +107,24 @@ def test_one_setting_may_be_given_alone(script, line, tmp_path):
 
 
 def test_the_default_warmup_is_a_share_of_all_steps():
-    for script, steps in ((train_clm, 144), (train_mlm, 200)):
+    for script, steps in ((train_clm, 152), (train_mlm, 200)):
         args = script.TrainArgs()
         assert int(args.num_warmup_steps * args.max_train_steps) == steps
+
+
+def test_the_gpt2_preset_is_the_default_with_another_shape():
+    default, gpt2 = (vars(parse_args(train_clm.TrainArgs, train_clm.PRESETS, line))
+                     for line in ([], ["--preset", "gpt2"]))  # fmt: skip
+    differs = {name for name in default if default[name] != gpt2[name]}
+    assert differs == {"preset", "output_dir", "model_type", "config_overrides", "learning_rate",
+                       "max_train_steps"}  # fmt: skip
+    assert train_clm.check_args(train_clm.TrainArgs(**gpt2)) == []
+    tokenizer = train_tokenizer(["import os"], "bpe", 4096, "gpt2")
+    sizes = []
+    for args in (default, gpt2):
+        chosen = args["model_type"], args["config_overrides"], None, 128, tokenizer
+        sizes.append(meta_model("causal", configure("causal", *chosen)[0]).num_parameters())
+    assert abs(sizes[0] - sizes[1]) < 5e4
 
 
 # ---- Each preset on a Hub with what it names
@@ -158,7 +174,7 @@ def test_it_starts_on_the_hub_and_evaluates_on_what_it_names(preset, hub, tmp_pa
 
 
 def test_no_preset_is_left_out():
-    assert {"laptop", *ON_THE_HUB} == {*train_clm.PRESETS, *train_mlm.PRESETS}
+    assert {"laptop", "gpt2", *ON_THE_HUB} == {*train_clm.PRESETS, *train_mlm.PRESETS}
 
 
 WIKITEXT = "Salesforce/wikitext"

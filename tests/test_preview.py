@@ -13,9 +13,9 @@ from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, write_corpus
 from tests.test_edits import FOLDER, apply
 from tests.test_train_mlm import KINDS, SHAPE, write_english
-from train_clm import KEYTOKENS
 
 ROWS = 10  # of the first two steps of eight
+KEYTOKENS = ["import", "self", "plot"]
 CASES = {  # edit, script, settings
     "causal": ("metric-per-layer", "train_clm.py", {}),  # which changes nothing that is fed
     "stream": ("metric-per-layer", "train_clm.py", {"streaming": True}),
@@ -43,7 +43,7 @@ def workspace(tmp_path_factory):
 
 
 def settings(workspace, script, **changes):
-    own = {"dataset_name": workspace / "corpus.jsonl"}
+    own = {"dataset_name": workspace / "corpus.jsonl", "keytokens": KEYTOKENS}
     if script == "train_mlm.py":
         own = {"dataset_name": workspace / "english.jsonl", "config_overrides": SHAPE, "prompts": "none",
                **KINDS["mlm"]}  # fmt: skip

@@ -79,7 +79,8 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
     overrides = TINY["config_overrides"] + f",_name_or_path=s3://{S3_ID}:{S3_KEY}@bucket/model"
     overrides += f",summary_type=https://host/model?sig={QUERY},summary_activation={OVERRIDE}"
     flags = TINY | {
-        "config_overrides": overrides, "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "tiny",
+        "model_type": "gpt2", "config_overrides": overrides, "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "tiny",
         "push_to_hub": True, "checkpoint_url": "hf://ada/tiny",
     }  # fmt: skip
 

@@ -1,6 +1,8 @@
 """Parts of transformers' models that are written out in many operations, computed in few. Formula, names of
 weights and configuration stay the same, and so does what is saved."""
 
+import inspect
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -20,12 +22,13 @@ def use_few_kernels_rms_norm(model):
     """On a CPU, compute RMS norms by _RMSNorm, if a trial shows that they have its formula. Elsewhere
     torch.compile fuses them."""
     for module in model.modules():
-        weights, eps = list(module.parameters()), getattr(module, "variance_epsilon", None)
-        if "RMSNorm" not in type(module).__name__ or eps is None or len(weights) != 1 or weights[0].ndim != 1:
-            continue
-        x = torch.linspace(-1, 2, 2 * len(weights[0])).view(2, -1)
-        if torch.allclose(module(x), _RMSNorm.apply(x, weights[0], eps), rtol=1e-6, atol=1e-6):
-            module.__class__ = type(type(module).__name__, (_FewKernels, type(module)), {})
+        kind, shapes = type(module), [weight.shape for weight in module.parameters()]
+        takes = [*inspect.signature(kind.forward).parameters]  # gated ones take more
+        if "RMSNorm" in kind.__name__ and hasattr(module, "variance_epsilon") and len(takes) == 2:
+            x = torch.linspace(-1, 2, 2 * shapes[0].numel()).view(2, -1)
+            ours = _RMSNorm.apply(x, module.weight, module.variance_epsilon)
+            if torch.allclose(module(x), ours, rtol=1e-6, atol=1e-6):
+                module.__class__ = type(kind.__name__, (_FewKernels, kind), {})
 
 
 class _FewKernels:
