@@ -147,7 +147,7 @@ def trained_tokenizer(*corpora: Corpus, shares=(1.0,), vocab_size: int, algorith
         for corpus, share in used:
             texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
         tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type, fim=fim)
-        with explained(f"cache_dir: {cache_dir}", "written", Exception):  # tokenizers raises no other
+        with explained(f"cache_dir: {cache_dir}", "written", Exception):  # tokenizers raises bare Exceptions
             tokenizer.save_pretrained(folder)
 
     return load_tokenizer(build_once(cache_dir, "tokenizer", settings, build))
