@@ -218,7 +218,7 @@ class Factory:
                 for other in self.evaluated:
                     for _ in clean_documents(other, Accounting(), evaluated):
                         pass
-            for unit in range(corpus.units):
+            for unit in range(len(corpus.readers)):
                 for key, chunk in self.chunks(split, unit, seen):
                     if self.left > 0:
                         self._make(key, chunk, evaluated, seen)

@@ -50,11 +50,11 @@ class ForeignRows:
     ones included, or None for .bin files, which can be cut anywhere. ValueError: one line per bad file."""
 
     def __init__(self, name: str, cache_dir: str):
-        bare, _, asked = name.partition("?dtype=")
-        if asked and asked not in DTYPES:
+        path, _, dtype = name.partition("?dtype=")
+        if dtype and dtype not in DTYPES:
             raise ValueError(f"dataset_name {name}: dtype is one of {', '.join(DTYPES)}")
-        self.name, self.dtype = name, DTYPES.get(asked)
-        splits = files.split_files(bare, SUFFIXES)
+        self.name, self.dtype = name, DTYPES.get(dtype)
+        splits = files.split_files(path, SUFFIXES)
         urls = sum(splits.values(), [])
         if len({files.suffix(url) for url in urls}) > 1:
             raise ValueError(f"dataset_name {name!r}: .bin and .tfrecord files; select one kind by a glob")
@@ -124,14 +124,14 @@ def _account(urls, dtype: str | None, into: Path, problems: list[str]) -> dict:
     return account | {"block_size": arrays[0].shape[1]}
 
 
-def _flat_ids(path: str, asked: str | None) -> np.memmap:
+def _flat_ids(path: str, named_dtype: str | None) -> np.memmap:
     """The ids of a .bin."""
     if "://" in path:
         raise ValueError("cannot be mapped from there; copy it to a disk of this machine")
     size, head = os.path.getsize(path), np.fromfile(path, "<i4", 256)
-    version, dtype = HEADERS.get(int(head[0]) if len(head) else 0, (None, asked or "<u2"))
+    version, dtype = HEADERS.get(int(head[0]) if len(head) else 0, (None, named_dtype or "<u2"))
     if version is None:
-        _check_headerless(head, asked)
+        _check_headerless(head, named_dtype)
     offset = 1024 if version else 0
     tokens, rest = divmod(size - offset, np.dtype(dtype).itemsize)
     if rest or tokens <= 0 or version and tokens != head[2]:
@@ -142,16 +142,16 @@ def _flat_ids(path: str, asked: str | None) -> np.memmap:
     return np.memmap(path, dtype, "r", offset)
 
 
-def _check_headerless(head: np.ndarray, asked: str | None) -> None:
-    """ValueError where the first bytes, int32 [up to 256], are not token ids. asked: their type as named."""
+def _check_headerless(head: np.ndarray, named_dtype: str | None) -> None:
+    """ValueError where the first bytes, int32 [up to 256], are not token ids of the named type."""
     start, long = head.tobytes(), len(head) > 32
     text = len(start) > 64 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
     if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *files.PACKED)):
         raise ValueError("text, an array or a compressed file under this name, not token ids")
     if len(head) == 256 and not head[4:].any():  # no tokens begin with so many zeros
         raise ValueError(f"a header with magic {head[0]}; supported are {', '.join(map(str, HEADERS))}")
-    int64 = long and asked in (None, "<u4") and not head[1::2].any()
-    if int64 or long and asked is None and ((head >= 0) & (head < 1 << 20)).all():  # unlikely for uint16
+    int64 = long and named_dtype in (None, "<u4") and not head[1::2].any()
+    if int64 or long and named_dtype is None and ((head >= 0) & (head < 1 << 20)).all():  # rare in uint16
         likely = "int64" if int64 else "uint32"
         raise ValueError(f"ids look like {likely}: add ?dtype={likely} to the name, or ?dtype=uint16")
 

@@ -38,7 +38,7 @@ class MaskTokens:
         names = ("mask_token", "cls_token", "sep_token", "pad_token")
         if missing := [name for name in names if getattr(tokenizer, name) is None]:
             raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}, which "
-                             "masked LM needs; choose a BERT or RoBERTa tokenizer, or let the script train it")
+                             "masked LM needs; choose a BERT or RoBERTa tokenizer, or give none to train one")
         self.mlm_probability, self.seed = mlm_probability, seed % 2**63
         self.most = most if callable(mlm_probability) else mlm_probability
         if self.most is None or not 0 < self.most < 1:

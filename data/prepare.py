@@ -188,7 +188,7 @@ def read_hashes(factory: Factory, part: int, parts: int) -> bytes:
     """The file HASHES: Chunk.facts of each chunk of the part."""
     facts, data = {}, io.BytesIO()
     for split, corpus in factory.corpora.items():
-        units = corpus.units
+        units = len(corpus.readers)
         for unit in range(part, units, parts) if units >= parts else range(units):
             for key, chunk in factory.chunks(split, unit, SeenHashes()):
                 chunk.skip_rest()

@@ -129,8 +129,9 @@ def open_shards(url: str, split: str, block_size: int, *, cache_dir: str, max_ro
 
     if folder.local:
         where = Path(folder.root)
-        there = [str(where / entry["file"]) for entry in wanted if (where / entry["file"]).exists()]
-        build_once(cache_dir, "verified", [files.states(there), wanted], copy)
+        paths = [where / entry["file"] for entry in wanted]
+        states = files.states([str(path) for path in paths if path.exists()])
+        build_once(cache_dir, "verified", [states, wanted], copy)
     else:
         where = build_once(cache_dir, "shards", wanted, copy)
     return rows_of(where, manifest, split, wanted, block_size, max_rows)

@@ -66,16 +66,14 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
         texts = [document[corpus.text_column] for document in few]
         if not (raised := _raised(share, texts, maker, block_size, seed)):
             break
-        share, held = raised
+        share, number = raised
         print(f"validation_fraction {validation_fraction} of {len(texts)} documents gives no row of "
-              f"{block_size} tokens: holding out {held} of them", flush=True)
+              f"{block_size} tokens: holding out {number} of them", flush=True)
     for name in [split, *["validation"] * (validation_fraction is not None)]:
         if not prepared.splits.get(name):
             for folder in new_folders:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise ValueError(
-                _no_row(prepared.accounting, name, corpus, maker, block_size, validation_fraction)
-            )
+            raise ValueError(_no_row(prepared, name, corpus, maker, block_size, validation_fraction))
     return prepared
 
 
@@ -95,18 +93,18 @@ def _is_whole(folder: Folder) -> bool:
 
 def _raised(share: float, texts: list[str], maker: TokenMaker, block_size: int, seed: int) -> tuple | None:
     """The (fraction, number of documents) to hold out so that they fill a row; None: that takes over half."""
-    held = 0
+    tokens = 0
     places = sorted((drawn_place(text, seed), text) for text in texts)
     for number, (place, text) in enumerate(places[: len(texts) // 2], 1):
-        held += sum(len(ids) for ids, _ in tokenize_documents([(text, None)], maker.encoder))
-        if held >= block_size and place >= share:
+        tokens += sum(len(ids) for ids, _ in tokenize_documents([(text, None)], maker.encoder))
+        if tokens >= block_size and place >= share:
             return place + 1e-15, number
     return None
 
 
-def _no_row(accounts: dict, split: str, corpus: Corpus, maker: TokenMaker, block_size: int, fraction) -> str:
+def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_size: int, fraction) -> str:
     """Why a split has no row, and the remedy. fraction: the validation_fraction."""
-    account, train = (Accounting(**accounts.get(name, {})) for name in (split, "train"))
+    account, train = (Accounting(**prepared.accounting.get(name, {})) for name in (split, "train"))
     documents = f"the {split} split of {corpus.name} has {account.kept:,} documents"
     remedy = "lower block_size or take more text"
     if corpus.keywords and not train.kept + train.validation + train.evaluated + account.kept:

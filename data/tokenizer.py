@@ -171,15 +171,15 @@ def _wordpiece(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
 def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
     """A fair sample of at most max_bytes from a stream of any length. Each text draws a number from (text,
     seed); the texts with the smallest numbers stay."""
-    held, size = [], 0  # a heap, largest number first
+    sample, size = [], 0  # a heap, largest number first
     for text in texts:
         data = text.encode("utf-8", "replace")
         draw = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
-        heapq.heappush(held, (-int.from_bytes(draw, "big"), len(data), text))
+        heapq.heappush(sample, (-int.from_bytes(draw, "big"), len(data), text))
         size += len(data)
-        while len(held) > 1 and size > max_bytes:
-            size -= heapq.heappop(held)[1]
-    return [text for _, _, text in sorted(held, reverse=True)]
+        while len(sample) > 1 and size > max_bytes:
+            size -= heapq.heappop(sample)[1]
+    return [text for _, _, text in sorted(sample, reverse=True)]
 
 
 def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple[list[str], Accounting]:

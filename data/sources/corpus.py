@@ -24,7 +24,7 @@ from utils.io.urls import explained
 
 PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
 WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
-Unit = Callable[[], Iterable[dict]]  # gives rows; units can be read independently
+Unit = Callable[[], Iterable[dict]]  # gives the rows of a part of the source, usually a file
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Corpus:
     source: Source
     text_column: str
     fingerprint: str  # changes when the documents may have changed; part of cache keys
-    readers: list[Unit]  # in this order
+    readers: list[Unit]  # in order; each can be read alone, on another machine
 
     @property
     def name(self) -> str:
@@ -62,11 +62,6 @@ class Corpus:
     @property
     def keywords(self) -> list[str]:
         return sorted(set(self.source.keywords))
-
-    @property
-    def units(self) -> int:
-        """How many parts can be read independently, on several machines: usually files."""
-        return len(self.readers)
 
     def documents(self, start: int = 0, unit: int | None = None) -> Iterator[dict]:
         """The columns of each document, of all units or one, from number `start` on; earlier ones are read
@@ -83,11 +78,11 @@ def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterato
 
 def load_corpus(source: Source) -> Corpus:
     """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
-    name, split, asked = source.dataset_name, source.split, source.text_column
+    name, split, text_column = source.dataset_name, source.split, source.text_column
     if not has_split(source, split):
         raise ValueError(f"dataset_name {name!r} has no split {split!r}; name another data set or split")
     fingerprint, units = _open(source)
-    columns, text, wanted = {}, None, [asked] if asked else ["content", "text"]
+    columns, text, wanted = {}, None, [text_column] if text_column else ["content", "text"]
     with explained(f"dataset_name {name!r}", "read", (OSError,)):
         for row in _rows(units, 0, 100):
             columns.update(dict.fromkeys(row))
@@ -98,7 +93,7 @@ def load_corpus(source: Source) -> Corpus:
     if not columns:
         raise ValueError(f"dataset_name {name!r} holds no readable documents; name a source that has some")
     if column is None:
-        has = f"no column {asked!r}" if asked else "neither a column content nor text"
+        has = f"no column {text_column!r}" if text_column else "neither a column content nor text"
         raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
     if [*columns] == ["text"] and isinstance(text, str) and files.TITLE.match(text):
         units = [partial(files.articles, partial(_rows, units))]

@@ -109,19 +109,19 @@ def split_files(name: str, suffixes=SUFFIXES, say: bool = False) -> dict[str, li
         print(f"{without_secrets(name)}: {len(known):,} files are read, others are not: {counts}", flush=True)
     # The name of a single folder of text names no split: it may be called test for other reasons.
     by_folder = len({os.path.dirname(path) for path in known}) > 1 or suffixes != SUFFIXES
-    own = {path: _splits_of(path.rsplit("/", 2)[: -2 - by_folder : -1]) for path in known}
-    splits = {split: [path for path in known if split in own[path]] for split in SPLIT_WORDS}
-    astray = [os.path.basename(path) for path in known if len(own[path]) != 1]
+    splits_of = {path: _splits_in(path.rsplit("/", 2)[: -2 - by_folder : -1]) for path in known}
+    splits = {split: [path for path in known if split in splits_of[path]] for split in SPLIT_WORDS}
+    unclear = [os.path.basename(path) for path in known if len(splits_of[path]) != 1]
     if len(known) == 1 or not splits["train"]:
         splits = {"train": known}
-    elif astray:
-        more = f" and {len(astray) - 9} more" if len(astray) > 9 else ""
-        raise ValueError(f"dataset_name {name!r}: {', '.join(astray[:9])}{more}: in no split or in two, but "
+    elif unclear:
+        more = f" and {len(unclear) - 9} more" if len(unclear) > 9 else ""
+        raise ValueError(f"dataset_name {name!r}: {', '.join(unclear[:9])}{more}: in no split or in two, but "
                          "other names hold the word train; rename, or select the wanted files by a glob")
     return {split: [*map(files.unstrip_protocol, paths)] for split, paths in splits.items() if paths}
 
 
-def _splits_of(names: list[str]) -> list[str]:
+def _splits_in(names: list[str]) -> list[str]:
     """The splits in the first of these names that has words of splits."""
     for name in names:
         words = set(re.split(r"[^a-z]+", name.lower()))
