@@ -32,7 +32,7 @@ class Kind:
     """source: the data set's name and how to read it; recipe: the settings (data/open.py)."""
 
     corpus: Corpus | None = None  # of a kind that is text
-    whole = False  # rows bring their special tokens
+    row_tokens: int | None = None  # of rows that are whole: special tokens inside, of one length
     tokenizer_name: str | None = None  # of the tokenizer that comes with the data
 
     def __init__(self, source: Source, recipe):
@@ -113,6 +113,7 @@ class Text(Kind):
 class Made(Kind):
     """Rows that were made before."""
 
+    pairs = False  # rows are sentence pairs
     splits: Collection[str] = ()  # those with at least one row
     split = ""  # to evaluate on; "": validation, or train where there is none
 
@@ -125,12 +126,17 @@ class Made(Kind):
         return own
 
     def problems(self, tokenizer) -> list[str]:
-        lines = []
-        if self.recipe.fim_rate:
+        lines, recipe, size = [], self.recipe, self.row_tokens
+        if recipe.fim_rate:
             lines.append("fim_rate: prepared tokens cannot be cut; leave it out here, and give it to "
                          "`python -m data.prepare`.")
-        if self.recipe.next_sentence:
+        if recipe.next_sentence and not self.pairs:
             lines.append("next_sentence: token files have no sentences; name text or saved sentence pairs.")
+        if size and recipe.block_size != size:
+            lines.append(f"block_size: {recipe.block_size}, but rows of {self.name} have {size} tokens: "
+                         f"set --block_size {size}.")
+        if tokenizer is None and not recipe.tokenizer_name and not self.tokenizer_name:
+            lines.append(f"tokenizer_name: {self.name} has none; name the one that made it (often gpt2).")
         return lines
 
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:
@@ -177,18 +183,13 @@ class TokenFiles(Made):
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
         self.files = ForeignRows(self.name, recipe.cache_dir)
-        self.splits, self.whole = self.files.accounts, self.files.block_size is not None
+        self.splits, self.row_tokens = self.files.accounts, self.files.block_size
 
     def problems(self, tokenizer) -> list[str]:
-        lines, recipe, size = super().problems(tokenizer), self.recipe, self.files.block_size
-        if tokenizer is None and not recipe.tokenizer_name:
-            lines.append(f"tokenizer_name: {self.name} has none; name the one that made it (often gpt2).")
+        lines = super().problems(tokenizer)
         if self.split and self.split not in self.splits:
             lines.append(f"{self.name} has no rows for {self.split}: set eval_dataset_name.")
-        if size and recipe.block_size != size:
-            lines.append(f"block_size: {recipe.block_size}, but records of {self.name} have {size} tokens: "
-                         f"set --block_size {size}.")
-        return lines + self.files.problems(size or recipe.row_size, tokenizer)
+        return lines + self.files.problems(self.row_tokens or self.recipe.row_size, tokenizer)
 
     def rows(self, split: str, most: int = 0):
         return self.files.rows(split, self.recipe.row_size, most)
@@ -197,19 +198,18 @@ class TokenFiles(Made):
 class Pairs(Made):
     """Sentence pairs that another program has saved."""
 
+    pairs = True
+
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
         self.splits = load_pairs(self.name)
-        self.size = len(self.splits["train"][0]["input_ids"])
+        self.row_tokens = len(self.splits["train"][0]["input_ids"])
 
     def validation(self) -> "Made | None":
         return super().validation() if "validation" in self.splits else None
 
     def problems(self, tokenizer) -> list[str]:
-        lines, recipe, size = [], self.recipe, self.size
-        if recipe.block_size != size:
-            lines.append(f"block_size: {recipe.block_size}, but pairs of {self.name} have {size} tokens: "
-                         f"set --block_size {size}.")
+        lines, recipe = super().problems(tokenizer), self.recipe
         largest = max(map(max, self.splits["train"][:1000]["input_ids"]))
         if tokenizer is not None and largest >= (known := id_count(tokenizer)):
             lines.append(f"tokenizer_name: {self.name} has ids up to {largest} or more, but the tokenizer "
@@ -217,15 +217,13 @@ class Pairs(Made):
         if not recipe.next_sentence:
             lines.append(f"dataset_name: {self.name} holds sentence pairs: use train_mlm.py with "
                          "--next_sentence true.")
-        if not recipe.tokenizer_name:
-            lines.append(f"tokenizer_name: {self.name} has none; name the one that made it.")
         if not recipe.eval_dataset_name and "validation" not in self.splits:
             lines.append(f"eval_dataset_name: {self.name} has no split validation; name a data set.")
         return lines
 
     def rows(self, split: str, most: int = 0):
         recipe = self.recipe
-        return saved_rows(self.splits[split], self.size, recipe.pack_pairs, recipe.cache_dir)
+        return saved_rows(self.splits[split], self.row_tokens, recipe.pack_pairs, recipe.cache_dir)
 
 
 KINDS = {Shards: read_manifest, TokenFiles: is_foreign, Pairs: holds_pairs}  # kind: does it claim this name?

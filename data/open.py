@@ -129,7 +129,7 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
                         f"{recipe.dataset_name[0]}:train[:{most}].")
     for kind in (*train.values(), *evals.values()):
         problems += [line for line in kind.problems(tokenizer) if line not in problems]
-    if recipe.special and len({kind.whole for kind in train.values()}) > 1:
+    if recipe.special and len({bool(kind.row_tokens) for kind in train.values()}) > 1:
         problems.append("mixture: records have special tokens inside, other rows get them added: mix records "
                         "only with records.")
     return Sources(recipe, train, evals, tokenizer)

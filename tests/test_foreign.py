@@ -215,7 +215,7 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     (line,) = problems_of(folder, write_records(tmp_path / "beyond.tfrecord", rows))
     assert "up to 400, but the tokenizer has only 400" in line
     (line,) = problems_of(folder, RECORDS, special=2, block_size=T + 2)
-    assert line == f"block_size: {T + 2}, but records of {RECORDS} have {T} tokens: set --block_size {T}."
+    assert line == f"block_size: {T + 2}, but rows of {RECORDS} have {T} tokens: set --block_size {T}."
     (line,) = problems_of(folder, write_records(tmp_path / "two.tfrecord", [[1] * T, [1] * 9]))
     assert "two.tfrecord: record 2: 9 tokens, but those before it have 32" in line
     masks = [[1] * T, [1] * 9 + [0] * (T - 9)]
