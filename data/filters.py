@@ -133,8 +133,8 @@ def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) 
 
 
 class Chunk:
-    """The documents of one chunk: (document, hash of its text, bytes) each. Where it ends depends only on its
-    own text, before duplicates of other chunks are left out, so every machine cuts alike."""
+    """The documents of one chunk: (document, hash of its text, bytes) each. Where it ends depends on its own
+    text alone, before duplicates are left out, so every machine cuts the same chunks."""
 
     def __init__(self, documents: Iterator[dict], corpus, most: int):
         self.documents, self.corpus, self.most = documents, corpus, most

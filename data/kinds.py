@@ -32,7 +32,7 @@ class Kind:
     """source: the data set's name and how to read it; recipe: the settings (data/open.py)."""
 
     corpus: Corpus | None = None  # of a kind that is text
-    row_tokens: int | None = None  # of rows that are whole: special tokens inside, of one length
+    row_tokens: int | None = None  # where rows cannot be cut anew and bring their special tokens
     tokenizer_name: str | None = None  # of the tokenizer that comes with the data
 
     def __init__(self, source: Source, recipe):
