@@ -1,10 +1,9 @@
-"""Batches on the device: of training, those of step start, start + 1, ..., and of the evaluation sets.
+"""Batches on the device, for the training steps from `start` on and for the evaluation sets.
 
     for micro_batches in data.batches(steps, start): ...
     for batch in data.evaluation(name): ...
 
-B rows of a batch, T tokens of a row. A batch says of each row its number, its position in training, its epoch
-and its data set.
+B rows per batch, T tokens per row. A batch names each row's number, position in training, epoch and data set.
 """
 
 import functools
@@ -15,37 +14,38 @@ from torch.utils.data import DataLoader
 
 from data.encode import tokenizer_fingerprint
 from data.mixture import MixedOrder, MixedRows
-from data.order import evaluation_order, evaluation_rows, keep_batch
+from data.order import evaluation_order, evaluation_rows
 from data.rows import PackedRows
 
 
 class Data:
     """The rows of a run and the batches of its steps.
 
-    length: training rows, of a mixture until the first of its data sets begins to repeat; None where only the
-    end of a stream would tell. evals: name -> rows, the name of a single one is "". collate: batch -> batch,
-    as masking; set it before the first batch. evaluation_collate: None: the same."""
+    length: training rows, in a mixture those before the first data set repeats; None for streamed text, whose
+    end is unknown. evals: name -> rows; a single set is named "". collate: a function batch -> batch, such as
+    masking; set it before the first batch. evaluation_collate: the same for evaluation; None: collate."""
 
     def __init__(self, recipe, accelerator, tokenizer, train: MixedRows, evals: dict[str, PackedRows]):
         self.recipe, self.accelerator, self.tokenizer = recipe, accelerator, tokenizer
-        self.train, self.evals, self.collate, self.evaluation_collate = train, evals, keep_batch, None
+        self.train, self.evals = train, evals
+        self.collate, self.evaluation_collate = lambda batch: batch, None
         self.length: int | None = train.n_rows
         self.evaluations = {}
-        # Asked now: encoding with padding or truncation changes a tokenizer's state.
+        # Computed now: encoding with padding or truncation changes a tokenizer's state.
         self.tokenizer_fingerprint = tokenizer and tokenizer_fingerprint(tokenizer)
 
     @functools.cached_property
     def fingerprints(self) -> dict:
-        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content of what it names."""
+        """{"tokenizer", "train", "eval": {name: ...}}: each changes with the content that it stands for."""
         evals = {name: rows.fingerprint for name, rows in self.evals.items()}
         return {"tokenizer": self.tokenizer_fingerprint, "train": self.train.fingerprint, "eval": evals}
 
     def batches(self, steps, start: int) -> Iterator[list[dict]]:
-        """The micro-batches of each step from `start` to steps.last - 1, on the device.
+        """The micro-batches of each step from `start` to steps.last - 1, on the device. Ends early, before
+        the first step that would lack rows.
 
-        steps: micro_batches(step), on each process; rows_before(step), over all processes; last. A batch is
-        {"input_ids": int64 [B, T], "position", "epoch", "row", "source": int64 [B], ...}. Ends before a step
-        that would be incomplete: count the steps."""
+        steps: micro_batches(step), per process; rows_before(step), of all processes; last. A batch:
+        {"input_ids": int64 [B, T], "position", "epoch", "row", "source": int64 [B], ...}."""
         loader = iter(self.loader(steps.rows_before(start), steps.rows_before(steps.last)))
         for step in range(start, steps.last):
             micro_batches = list(itertools.islice(loader, steps.micro_batches(step)))
@@ -55,16 +55,16 @@ class Data:
             self.train.release()
 
     def loader(self, start: int, stop: int):
-        """Batches of positions start to stop - 1; batch i goes to process i % processes."""
+        """Batches of the positions start to stop - 1; batch i goes to process i % processes."""
         order = MixedOrder(self.train, start, stop)
         return self._loader(self.train, self.recipe.per_device_train_batch_size, self.collate, order)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Passes over each data set of a mixture before a position, of streamed text whole ones; else {}."""
+        """Passes over each data set of a mixture before a position, whole ones for streamed text; else {}."""
         return self.train.epochs(position) if len(self.train.sources) > 1 else {}
 
     def evaluation(self, name: str = ""):
-        """The rows of an evaluation set that `evaluation_rows` chooses, then -1 up to whole batches."""
+        """Batches of the rows that `evaluation_rows` chooses, padded with row -1 to whole batches."""
         if name not in self.evaluations:
             rows, batch_size = self.evals[name], self.recipe.per_device_eval_batch_size
             drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
@@ -74,16 +74,16 @@ class Data:
         return self.evaluations[name]
 
     def state_dict(self, position: int) -> dict | None:
-        """What resumes streams at `position` (rows consumed so far by all processes together); else None."""
+        """What resumes streams after `position` rows of all processes together; None without streams."""
         return self.train.state_dict(position)
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Raises ValueError when a stream is not the one that the state comes from."""
+        """ValueError: the state comes from another stream."""
         self.train.load_state_dict(state)
 
     def _loader(self, rows, batch_size: int, collate, order):
-        # To a GPU batches are copied from pinned memory, while it computes. From other memory each copy would
-        # make the host wait for all that the GPU has been given to do.
+        # From pinned memory a GPU copies batches while it computes. From other memory each copy would make
+        # the host wait until the GPU has done all its work.
         pinned = self.accelerator.device.type not in ("cpu", "mps", "xla")
         loader = DataLoader(rows, batch_size, collate_fn=collate, pin_memory=pinned, sampler=order)
         self.accelerator.dataloader_config.non_blocking = pinned

@@ -1,14 +1,14 @@
 """Text to token files, chunk by chunk: for the cache of a run, for `python -m data.prepare` and its parts.
 
-A chunk is consecutive documents of a source. Its tokens depend on its documents, on the settings, and on the
-documents before it: a duplicate of those is left out. Each chunk becomes one file,
+A chunk is some consecutive documents of a source. Its tokens depend on them, on the settings, and on
+the documents before it, whose duplicates are left out. Each chunk becomes one file:
 
     train-00000-00007.npy           chunk 7 of unit 0 (a file of the source, or several) of the split train
-    progress/train-00000-00007.npz  until all is done: its account, its hashes, its tokens for other splits
+    progress/train-00000-00007.npz  its record, until all is done: counts, hashes, tokens for other splits
 
-and at the end the tokens for other splits become validation-00000.npy, ..., and manifest.json is written.
-What was killed resumes at its chunk: documents before it are read again, and never tokenized again. A file
-that is lost or damaged is made again from its chunk.
+At the end the tokens for other splits become validation-00000.npy, ..., and manifest.json is written.
+A killed preparation resumes at its chunk: earlier documents are read again, but never tokenized again.
+A lost or damaged file is made again from its chunk.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from data.shards import FORMAT, MANIFEST, PROGRESS, damaged_files, finished_mani
 from data.sources.corpus import Corpus
 from utils.io.urls import Folder
 
-SPLITS = ("test", "validation", "fim", "train")  # in this order: what is evaluated on is known first
+SPLITS = ("test", "validation", "fim", "train")  # evaluation first: its documents are not trained on
 SHARD_MB = 64.0
-TEXT_PER_BYTE = 2.2  # bytes of text that give a byte of tokens, about: how much text a chunk takes
+TEXT_PER_BYTE = 2.2  # bytes of text per byte of tokens, roughly: it decides how much text a chunk takes
 NO_LIMIT = float("inf")
 
 Key = tuple[str, int, int]  # split, unit, chunk
@@ -50,17 +50,17 @@ def named(key: Key) -> str:
 
 
 def key_of(name: str) -> Key | None:
-    """The chunk of this name, or of the record of this name; None of other names."""
-    found = re.fullmatch(r"([a-z]+)-(\d+)-(\d+)(?:\.npz)?", name)
-    return found and (found[1], int(found[2]), int(found[3]))
+    """The key of a chunk, or of its record, by its name; None for other names."""
+    match = re.fullmatch(r"([a-z]+)-(\d+)-(\d+)(?:\.npz)?", name)
+    return match and (match[1], int(match[2]), int(match[3]))
 
 
 class TokenMaker:
-    """Documents to their tokens, with EOS. fim (FillInMiddle): of training documents; those for validation
-    come plain, and once more, all cut, in the split "fim"."""
+    """Turns documents into tokens, with EOS. fim (FillInMiddle) cuts training documents. Validation documents
+    stay plain; a second copy of them, all cut, becomes the split "fim"."""
 
-    kind, width = PackedRows, 1  # what reads the files; tokens that are not parted: one, or a row
-    cache, no_row = "rows", ""  # name in the cache; what is told of text that gives no row
+    kind, width = PackedRows, 1  # the class that reads the files; files hold multiples of so many tokens
+    cache, no_row = "rows", ""  # prefix in the cache; what to tell the user when text gives no row
 
     def __init__(self, tokenizer, fim=None):
         self.tokenizer, self.encoder, self.fim = tokenizer, Encoder.of(tokenizer), fim
@@ -69,7 +69,7 @@ class TokenMaker:
         self.settings |= {"fim_seed": fim.seed} if fim else {}
 
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
-        """(text, split) of the documents of a chunk -> (split, token ids), again and again."""
+        """(text, split) of the documents of a chunk -> (split, token ids), several times per split."""
 
         def cut() -> Iterator[tuple]:
             for text, split in documents:
@@ -80,11 +80,11 @@ class TokenMaker:
         for ids, split in tokenize_documents(cut(), self.encoder, self.fim):
             yield split, ids
 
-    def account(self, made: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
-        """Adds the tokens of a chunk to the accounts of its splits."""
-        if "fim" in made:
+    def account(self, tokens: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
+        """Adds the tokens of a chunk to the counts of their splits."""
+        if "fim" in tokens:
             counts["fim"] = replace(counts["validation"])
-        for split, ids in made.items():
+        for split, ids in tokens.items():
             counts[split].tokens = len(ids)
 
 
@@ -95,18 +95,18 @@ class Factory:
     folder: Folder
     corpora: dict[str, Corpus]  # by split, in the order of SPLITS
     make: TokenMaker
-    held_out: tuple[int, float] = (0, 0.0)  # seed, fraction of the training documents that are for validation
-    evaluated: Iterable[Corpus] = ()  # whose documents are not trained on
-    most: float = NO_LIMIT  # tokens, after which the only corpus ends
+    held_out: tuple[int, float] = (0, 0.0)  # seed, and the fraction of training documents for validation
+    evaluated: Iterable[Corpus] = ()  # their documents are not trained on
+    most: float = NO_LIMIT  # stop after so many tokens; for a single corpus
     shard_mb: float = SHARD_MB
     elsewhere: dict[Key, np.ndarray] = field(default_factory=dict)  # Chunk.facts of what other parts make
-    lines: dict[Key, dict] = field(default_factory=dict)  # of the manifest: one for each chunk that is done
-    again: set[str] | None = None  # to mend: files of chunks, and splits; None: everything is made
-    left: float = NO_LIMIT  # tokens that may still be made
+    lines: dict[Key, dict] = field(default_factory=dict)  # finished chunks, as in the manifest
+    again: set[str] | None = None  # files of chunks, and splits, to make again; None: make everything
+    left: float = NO_LIMIT  # tokens still to be made
 
     @property
     def settings(self) -> dict:
-        """What shapes the files, by the names of the flags. The number of parts does not."""
+        """What shapes the files, by the names of the flags. The number of parts is not among them."""
         *_, corpus = self.corpora.values()
         seed, fraction = self.held_out
         settings = {
@@ -124,10 +124,10 @@ class Factory:
     # ---- The folder
 
     def complete(self) -> dict:
-        """The manifest of the folder, which is made, resumed, or mended where files are lost or damaged."""
+        """Makes the folder, resumes it, or mends lost and damaged files. Returns its manifest."""
         if (manifest := finished_manifest(self.folder)) is None:
-            if there := self.resume():
-                print(f"{self.folder.url}: resumes after {there:,} chunks", file=sys.stderr, flush=True)
+            if finished := self.resume():
+                print(f"{self.folder.url}: resumes after {finished:,} chunks", file=sys.stderr, flush=True)
             self.run()
             return self.finish()
         if damaged := damaged_files(self.folder, manifest):
@@ -137,14 +137,13 @@ class Factory:
 
     def resume(self) -> int:
         """Takes over the chunks that are done. Returns their number."""
-        for key in map(key_of, self.folder.names(PROGRESS)):
+        for key in filter(None, map(key_of, self.folder.names(PROGRESS))):
             with contextlib.suppress(FileNotFoundError):
-                if key:
-                    self.lines[key] = json.loads(str(self._record(key)["line"]))
+                self.lines[key] = json.loads(str(self._record(key)["line"]))
         return len(self.lines)
 
     def _record(self, key: Key) -> dict[str, np.ndarray]:
-        """FileNotFoundError: there is none, or half of one, as not every file system writes whole files."""
+        """FileNotFoundError where there is none, or half of one: some file systems write no whole files."""
         try:
             with np.load(io.BytesIO(self.folder.read(f"{PROGRESS}/{named(key)}.npz"))) as record:
                 return dict(record)
@@ -152,7 +151,7 @@ class Factory:
             raise FileNotFoundError(named(key)) from error
 
     def finish(self) -> dict:
-        """Writes what chunks have made for other splits, the tokenizer, and the manifest."""
+        """Writes the tokens that chunks made for other splits, the tokenizer, and the manifest."""
         files, accounts, chunks = defaultdict(list), defaultdict(Accounting), []
         for key in sorted(self.lines, key=lambda key: (SPLITS.index(key[0]), key)):
             line = dict(self.lines[key])
@@ -161,24 +160,26 @@ class Factory:
             if file := line.pop("file", None):
                 files[key[0]].append(file | {"chunk": key})
             chunks.append({"chunk": key} | line)
-        made = {split: files[split] + self._write_rest(split)
-                for split in reversed(SPLITS) if split in accounts}  # fmt: skip
+        splits = [split for split in reversed(SPLITS) if split in accounts]
         with tempfile.TemporaryDirectory() as temporary:
             for file in sorted(self.make.tokenizer.save_pretrained(temporary)):
                 self.folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
-        manifest = json.dumps({
+        manifest = {
             "format": FORMAT, "dtype": str(self.make.dtype), "tokenizer": self.make.settings["tokenizer"],
-            "settings": self.settings,
-            "splits": {split: {"tokens": sum(file["tokens"] for file in files), "files": files}
-                       for split, files in made.items() if files},
-            "accounting": {split: asdict(accounts[split]) for split in made}, "chunks": chunks,
-        }, indent=1)  # fmt: skip
-        self.folder.write(MANIFEST, manifest.encode())
+            "settings": self.settings, "splits": {},
+            "accounting": {split: asdict(accounts[split]) for split in splits}, "chunks": chunks,
+        }  # fmt: skip
+        for split in splits:
+            if entries := files[split] + self._write_rest(split):
+                tokens = sum(entry["tokens"] for entry in entries)
+                manifest["splits"][split] = {"tokens": tokens, "files": entries}
+        content = json.dumps(manifest, indent=1)
+        self.folder.write(MANIFEST, content.encode())
         self.folder.remove(PROGRESS)
-        return json.loads(manifest)
+        return json.loads(content)
 
     def _write_rest(self, split: str) -> list[dict]:
-        """What chunks of other splits have made for this one, as files of a shard's size."""
+        """Writes the tokens that chunks of other splits made for this one, in files of a shard's size."""
         width = self.make.width
         full = max(1, int(self.shard_mb * 1e6) // self.make.dtype.itemsize // width) * width
         files, waiting = [], np.empty(0, self.make.dtype)
@@ -191,25 +192,25 @@ class Factory:
         return files
 
     def _mend(self, manifest: dict, damaged: list[str]) -> None:
-        """Makes files again. All documents are read, as other chunks say what is a duplicate; only what is
-        wanted is tokenized. ValueError where the source has other documents now."""
+        """Makes files again. All documents are read, to find duplicates, but only those of the damaged files
+        are tokenized. ValueError where the source has other documents now."""
         self.lines = {tuple(line["chunk"]): line for line in manifest["chunks"]}
         entries = [(split, file) for split, entry in manifest["splits"].items() for file in entry["files"]]
-        self.again = {file["file"] if "chunk" in file else split
-                      for split, file in entries if file["file"] in damaged}  # fmt: skip
+        damaged_entries = [(split, file) for split, file in entries if file["file"] in damaged]
+        self.again = {file["file"] if "chunk" in file else split for split, file in damaged_entries}
         self.run()
-        with contextlib.suppress(FileNotFoundError):  # of a chunk that the source no longer has
+        with contextlib.suppress(FileNotFoundError):  # a chunk that the source no longer has
             for split in self.again.intersection(SPLITS):
                 self._write_rest(split)
         self.folder.remove(PROGRESS)
-        if left := damaged_files(self.folder, manifest):
-            raise ValueError(f"{self.folder.url}: {', '.join(left)} cannot be made again, as the source has "
-                             "other documents now. Delete the folder to prepare all of it.")
+        if lost := damaged_files(self.folder, manifest):
+            raise ValueError(f"{self.folder.url}: {', '.join(lost)} cannot be made again, because the source "
+                             "has other documents now. Delete the folder to prepare all of it again.")
 
     # ---- Chunks
 
     def run(self) -> None:
-        """Makes every chunk that is not there."""
+        """Makes every chunk that is missing."""
         evaluated, seen, self.left = (), SeenHashes(), self.most
         for split, corpus in self.corpora.items():
             if split == "train":
@@ -217,7 +218,7 @@ class Factory:
                 for other in self.evaluated:
                     for _ in clean_documents(other, Accounting(), evaluated):
                         pass
-            for unit in range(corpus.units):
+            for unit in range(len(corpus.readers)):
                 for key, chunk in self.chunks(split, unit, seen):
                     if self.left > 0:
                         self._make(key, chunk, evaluated, seen)
@@ -225,8 +226,8 @@ class Factory:
                         return
 
     def chunks(self, split: str, unit: int, seen: SeenHashes) -> Iterator[tuple[Key, Chunk]]:
-        """The chunks of a unit that are to be made, to be read one after the other; what is left of one is
-        passed over. `seen` gets the hashes of the other chunks."""
+        """The missing chunks of a unit, to be read one after the other; documents that the caller leaves
+        unread are skipped. `seen` gets the hashes of the chunks that are not missing."""
         corpus, skipped, size = self.corpora[split], 0, int(self.shard_mb * 1e6 * TEXT_PER_BYTE)
         documents = filters.show_progress(corpus.documents(unit=unit), f"preparing {corpus.name}, {split}")
         for number in itertools.count():
@@ -238,8 +239,7 @@ class Factory:
             if facts is None:
                 chunk = Chunk(itertools.islice(documents, skipped, None), corpus, size)
                 yield key, chunk
-                for _ in chunk:
-                    pass
+                chunk.skip_rest()
                 skipped, last = 0, chunk.last
             else:
                 read, last, *hashes = facts.tolist()
@@ -251,30 +251,30 @@ class Factory:
     def _make(self, key: Key, chunk: Chunk, evaluated, seen) -> None:
         """Writes the file of a chunk and its record; with `most` little more than is left to make."""
         counts, started = {key[0]: chunk.counts}, time.monotonic()
-        tokens = defaultdict(partial(array, self.make.dtype.char))  # of each split
+        written = defaultdict(partial(array, self.make.dtype.char))  # token ids of each split
         documents = self._judged(key, chunk, counts, evaluated, seen)
 
-        def until_full() -> Iterator[tuple[str, str]]:  # what was read is tokenized: it is accounted for
-            while len(tokens[key[0]]) < self.left and (document := next(documents, None)):
+        def until_full() -> Iterator[tuple[str, str]]:  # a document that was read is counted: tokenize it
+            while len(written[key[0]]) < self.left and (document := next(documents, None)):
                 yield document
 
         for split, ids in self.make(until_full(), key):
-            tokens[split].frombytes(ids.tobytes())
+            written[split].frombytes(ids.tobytes())
         if not chunk.counts.read:
             return
-        made = {split: np.frombuffer(ids, self.make.dtype) for split, ids in tokens.items()}
-        self.make.account(made, counts)
+        tokens = {split: np.frombuffer(ids, self.make.dtype) for split, ids in written.items()}
+        self.make.account(tokens, counts)
         chunk.counts.seconds = round(time.monotonic() - started, 3)
         line = {"last": chunk.last, "accounts": {split: asdict(account) for split, account in counts.items()}}
-        if len(own := made.pop(key[0])):
+        if len(own := tokens.pop(key[0])):
             line["file"] = write_tokens(self.folder, f"{named(key)}.npy", own)
         line, record = self.lines.setdefault(key, line), io.BytesIO()
         self.left -= line["accounts"][key[0]]["tokens"]
-        np.savez(record, line=json.dumps(line), facts=chunk.facts, **made)
+        np.savez(record, line=json.dumps(line), facts=chunk.facts, **tokens)
         self.folder.write(f"{PROGRESS}/{named(key)}.npz", record.getvalue())
 
     def _judged(self, key: Key, chunk: Chunk, counts, evaluated, seen) -> Iterator[tuple[str, str]]:
-        """(text, split) of the documents of a chunk that are wanted; counts: {split: Accounting}, filled."""
+        """(text, split) of the wanted documents of a chunk, counted in counts {split: Accounting}."""
         corpus, (seed, fraction) = self.corpora[key[0]], self.held_out
         for document, number, size in chunk:
             if is_wanted(number, size, chunk.counts, seen, evaluated, corpus.source.keep_duplicates):

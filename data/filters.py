@@ -1,4 +1,4 @@
-"""Which documents are trained on (keywords, exact duplicates, validation split), and the count of all."""
+"""Decides which documents are trained on (keywords, exact duplicates, validation split), and counts all."""
 
 import hashlib
 import sys
@@ -15,19 +15,19 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 @dataclass
 class Accounting:
     """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
-    kept (kept holds the duplicates where they are kept); tokens: one EOS per document included."""
+    kept; where duplicates are kept, they count as kept, too."""
 
     read: int = 0  # documents
     unreadable: int = 0  # not text: None, not a string, not UTF-8
     empty: int = 0  # nothing but white space
     filtered: int = 0  # without any of the keywords
     duplicate: int = 0  # same text as an earlier document, whether kept or not
-    evaluated: int = 0  # same text as a document of the evaluation data, which is evaluated on instead
+    evaluated: int = 0  # same text as a document of the evaluation data
     validation: int = 0  # held out of this split: counted in the validation split's own account
     kept: int = 0
     bytes: int = 0  # UTF-8, of the kept documents
-    tokens: int = 0
-    tokens_dropped: int = 0  # of sentence pairs: cut off
+    tokens: int = 0  # with one EOS per document
+    tokens_dropped: int = 0  # cut off from sentence pairs
     seconds: float = 0.0
 
     def hold_out(self, account: "Accounting", size: int) -> None:
@@ -50,7 +50,7 @@ class Accounting:
 
 
 class SeenHashes:
-    """A set of 64-bit numbers in 11 to 21 bytes each, where a Python set takes about 80 (open addressing).
+    """A set of 64-bit numbers by open addressing, in 11 to 21 bytes each; a Python set takes about 80.
 
     At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
 
@@ -58,7 +58,7 @@ class SeenHashes:
         self.slots, self.count = array("Q", bytes(8 << 12)), 0
 
     def add(self, number: int) -> bool:
-        """False where it was there already."""
+        """Returns False where it was there already."""
         if self.count * 4 > len(self.slots) * 3:
             old, self.slots, self.count = self.slots, array("Q", bytes(16 * len(self.slots))), 0
             self.update(filter(None, old))
@@ -77,7 +77,7 @@ class SeenHashes:
         return self.slots[self._slot(number)] != 0
 
     def _slot(self, number: int) -> int:
-        """Where the number is, or is to be put."""
+        """Where the number is, or belongs."""
         slot = number % len(self.slots)
         while self.slots[slot] not in (0, number or 1):
             slot = (slot + 1) % len(self.slots)
@@ -85,8 +85,8 @@ class SeenHashes:
 
 
 def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple[dict, int, int]]:
-    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold one of the keywords, if
-    there are any. All are counted."""
+    """(document, hash of its text, UTF-8 bytes) of the rows that are text and hold a keyword, where there are
+    keywords. All rows are counted. ValueError where the text column is missing."""
     keywords, column = corpus.keywords, corpus.text_column
     for document in rows:
         counts.read += 1
@@ -111,8 +111,8 @@ def readable(rows: Iterable[dict], corpus, counts: Accounting) -> Iterator[tuple
 
 
 def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_duplicates: bool) -> bool:
-    """Whether a document of this hash and size is to be trained on: not evaluated on, and not seen before,
-    unless duplicates are kept. Counted; `seen` has it from now on."""
+    """Whether to train on a document with this hash and size: not if it is evaluated on, nor if it was seen
+    before, unless duplicates are kept. Counts it and adds it to `seen`."""
     if number in evaluated:
         counts.evaluated += 1
         return False
@@ -125,7 +125,7 @@ def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated, keep_
 
 
 def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) -> Iterator[dict]:
-    """The documents of a Corpus to train on, in order. seen: hashes of those before them."""
+    """The documents of a Corpus to train on, in order. seen: hashes of earlier documents."""
     seen = SeenHashes() if seen is None else seen
     for document, number, size in readable(corpus.documents(), corpus, counts):
         if is_wanted(number, size, counts, seen, (), corpus.source.keep_duplicates):
@@ -133,8 +133,8 @@ def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) 
 
 
 class Chunk:
-    """The documents of one chunk: (document, hash of its text, bytes) each. It ends by the bytes of its text,
-    before anything is left out for what other chunks hold, so that it ends alike wherever it is made."""
+    """The documents of one chunk: (document, hash of its text, bytes) each. Where it ends depends on its own
+    text alone, before duplicates are left out, so every machine cuts the same chunks."""
 
     def __init__(self, documents: Iterator[dict], corpus, most: int):
         self.documents, self.corpus, self.most = documents, corpus, most
@@ -143,32 +143,37 @@ class Chunk:
     def __iter__(self) -> Iterator[tuple[dict, int, int]]:
         documents = readable(self.documents, self.corpus, self.counts)
         while self.size < self.most and not self.last:
-            if found := next(documents, None):
-                self.hashes.append(found[1])
-                self.size += found[2]
-                yield found
-            self.last = found is None
+            if document := next(documents, None):
+                self.hashes.append(document[1])
+                self.size += document[2]
+                yield document
+            self.last = document is None
+
+    def skip_rest(self) -> None:
+        for _ in self:
+            pass
 
     @property
     def facts(self) -> np.ndarray:
-        """How many documents are read, whether they are the unit's last, and the hashes of their texts."""
+        """The number of documents read, whether they are the unit's last, and the hashes of their texts."""
         return np.array([self.counts.read, self.last, *self.hashes], np.uint64)
 
 
 def drawn_place(text: str, seed: int) -> float:
-    """A number from 0 to 1, by a document's content and the seed alone, wherever it is read."""
+    """A number from 0 to 1, a function of (text, seed) alone."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little") / 2**64
 
 
 def in_validation(text: str, seed: int, fraction: float) -> bool:
-    """Whether a document belongs to the validation split: it does at every larger fraction, too."""
+    """Whether a document belongs to the validation split. It then does at every larger fraction, too."""
     return drawn_place(text, seed) < fraction
 
 
 def show_progress(documents: Iterable, what: str) -> Iterator:
-    """The same documents, while stderr shows how many there are: a bar, or lines in a file."""
-    shown = {"leave": False} if sys.stderr.isatty() else {
-        "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
-        "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+    """The same documents, counted on stderr: by a bar, or by lines where stderr is not a terminal."""
+    shown = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
+             "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+    if sys.stderr.isatty():
+        shown = {"leave": False}
     yield from tqdm(documents, what, unit=" documents", **shown)

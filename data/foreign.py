@@ -1,12 +1,13 @@
 """Token files of other projects, trained on as they are: nothing is tokenized again, no pickle is opened.
 
-    *.bin       nanoGPT: uint16 ids and nothing else; of others: name?dtype=uint32. llm.c, modded-nanogpt:
-                256 int32 (magic, version, number of tokens), then ids. Little-endian, on a local disk
-    *.tfrecord  of transformers' Keras TPU example: Examples with int64 lists input_ids and attention_mask
+    *.bin       nanoGPT: uint16 ids and nothing else; other types are named, as in train.bin?dtype=uint32.
+                llm.c, modded-nanogpt: 256 int32 (magic, version, number of tokens), then the ids.
+                Little-endian, on a local disk.
+    *.tfrecord  transformers' Keras TPU example: Examples with int64 lists input_ids and attention_mask.
 
-The ids of all .bin files follow each other, and are cut into rows. Records are rows already, special tokens
-inside, and are copied to an array in the cache. Each file is read from end to end once, for damage and the
-largest id, as long as its size and time stay the same.
+The ids of all .bin files are joined and cut into rows. Records are rows already, with their special tokens;
+they are copied to an array in the cache. Each file is read through once, for damage and its largest id, and
+again only if its size or time changes.
 """
 
 import json
@@ -34,34 +35,35 @@ VARINT = rb"[\x80-\xff]*[\x00-\x7f]"  # 7 bits of a number in each byte, the low
 
 
 def is_foreign(name: str) -> bool:
-    """Whether it names such files: one, or a folder or glob that holds some and no text."""
+    """Whether the name is such a file, or a folder or glob with some of them and no text."""
     name = name.partition("?dtype=")[0]
     if os.path.splitext(name)[1] in SUFFIXES:
         return True
     if files.suffix(name) in files.SUFFIXES or not files.is_files(name):
         return False
-    found = {files.suffix(path) for path in files.list_files(name)[1]}
-    return not found.isdisjoint(SUFFIXES) and found.isdisjoint(files.SUFFIXES)
+    suffixes = {files.suffix(path) for path in files.list_files(name)[1]}
+    return not suffixes.isdisjoint(SUFFIXES) and suffixes.isdisjoint(files.SUFFIXES)
 
 
 class ForeignRows:
-    """The files of a data set, opened; accounts: {split: what they hold}. block_size: tokens of a record,
-    special ones inside; None of .bin files, which can be cut anywhere. ValueError: a line per bad file."""
+    """The files of a data set. accounts: {split: what its files hold}; block_size: tokens per record, special
+    ones included, or None for .bin files, which can be cut anywhere. ValueError: one line per bad file."""
 
     def __init__(self, name: str, cache_dir: str):
-        bare, _, asked = name.partition("?dtype=")
-        if asked and asked not in DTYPES:
+        path, _, dtype = name.partition("?dtype=")
+        if dtype and dtype not in DTYPES:
             raise ValueError(f"dataset_name {name}: dtype is one of {', '.join(DTYPES)}")
-        self.name, self.dtype = name, DTYPES.get(asked)
-        splits = files.split_files(bare, SUFFIXES)
+        self.name, self.dtype = name, DTYPES.get(dtype)
+        splits = files.split_files(path, SUFFIXES)
         urls = sum(splits.values(), [])
         if len({files.suffix(url) for url in urls}) > 1:
-            raise ValueError(f"dataset_name {name!r}: .bin and .tfrecord files; name one kind by a glob")
+            raise ValueError(f"dataset_name {name!r}: .bin and .tfrecord files; select one kind by a glob")
 
         def build(folder: Path) -> None:
-            problems = []
-            accounts = {split: _account(tqdm(urls, desc=f"reading {name}, {split}", disable=None), self.dtype,
-                                        folder / f"{split}.npy", problems) for split, urls in splits.items()}
+            problems, accounts = [], {}
+            for split, urls in splits.items():
+                urls = tqdm(urls, desc=f"reading {name}, {split}", disable=None)
+                accounts[split] = _account(urls, self.dtype, folder / f"{split}.npy", problems)
             if problems:
                 raise ValueError("\n".join(problems))
             (folder / "accounts.json").write_text(json.dumps(accounts, indent=1))
@@ -70,23 +72,19 @@ class ForeignRows:
         self.accounts = json.loads((self.folder / "accounts.json").read_text())
         self.block_size = self.accounts["train"].get("block_size")
 
-    def problems(self, block_size: int, special: int, tokenizer) -> list[str]:
-        """What does not fit, a line each. special: tokens that are added to a row that is no record."""
-        lines, size = [], self.block_size or block_size - special
-        known = id_count(tokenizer) if tokenizer is not None else None
-        if self.block_size and block_size != self.block_size:
-            lines.append(f"block_size: {block_size}, but records of {self.name} have {self.block_size} "
-                         f"tokens: set --block_size {self.block_size}.")
+    def problems(self, block_size: int, tokenizer) -> list[str]:
+        """What does not fit rows of this size or the tokenizer, one line each."""
+        lines, known = [], id_count(tokenizer) if tokenizer is not None else None
         for split, account in self.accounts.items():
-            if account["tokens"] < size:
-                lines.append(f"block_size: {self.name}, {split}, has not the {size} tokens of a row.")
+            if account["tokens"] < block_size:
+                lines.append(f"block_size: {self.name}, {split}, has less than a row, {block_size} tokens.")
             if known and account["largest"] >= known:
-                lines.append(f"tokenizer_name: ids of {self.name}, {split}, go up to {account['largest']}, "
-                             f"the tokenizer knows {known}: name the one that made them.")
+                lines.append(f"tokenizer_name: {self.name}, {split}, has ids up to {account['largest']}, but "
+                             f"the tokenizer has only {known}: name the one that made it.")
             headerless = any(not offset for _, offset, *_ in account.get("files", ()))
             if headerless and not self.dtype and known and known > 1 << 16:
-                lines.append(f"dataset_name: {self.name} does not tell whether ids have 2 bytes or 4, and "
-                             "the tokenizer has more than 65,536: add ?dtype=uint16 or ?dtype=uint32 to it.")
+                lines.append(f"dataset_name: {self.name} does not say whether its ids have 2 or 4 bytes, and "
+                             "the tokenizer has over 65,536: add ?dtype=uint16 or ?dtype=uint32 to the name.")
         return lines
 
     def rows(self, split: str, block_size: int, max_rows: int = 0) -> PackedRows:
@@ -101,7 +99,7 @@ class ForeignRows:
 
 
 def _account(urls, dtype: str | None, into: Path, problems: list[str]) -> dict:
-    """What these files hold; records are written to `into`. A line of `problems` for each bad file."""
+    """What these files hold. Writes records to `into`; appends a line to `problems` for each bad file."""
     arrays, largest, digest = [], 0, xxhash.xxh3_128()  # [n] of a .bin, [n, T] of records
     for path in (url.removeprefix("file://") for url in urls):
         try:
@@ -115,8 +113,8 @@ def _account(urls, dtype: str | None, into: Path, problems: list[str]) -> dict:
             continue
         ids = arrays[-1].reshape(-1)
         for start in range(0, len(ids), AT_ONCE):
-            digest.update(some := np.ascontiguousarray(ids[start : start + AT_ONCE]))
-            largest = max(largest, int(some.max()))
+            digest.update(part := np.ascontiguousarray(ids[start : start + AT_ONCE]))
+            largest = max(largest, int(part.max()))
     if problems:
         return {}
     account = {"tokens": sum(ids.size for ids in arrays), "largest": largest, "xxh3": digest.hexdigest()}
@@ -126,40 +124,40 @@ def _account(urls, dtype: str | None, into: Path, problems: list[str]) -> dict:
     return account | {"block_size": arrays[0].shape[1]}
 
 
-def _flat_ids(path: str, asked: str | None) -> np.memmap:
+def _flat_ids(path: str, named_dtype: str | None) -> np.memmap:
     """The ids of a .bin."""
     if "://" in path:
-        raise ValueError("cannot be mapped from there, copy it to a disk of this machine")
+        raise ValueError("cannot be mapped from there; copy it to a disk of this machine")
     size, head = os.path.getsize(path), np.fromfile(path, "<i4", 256)
-    version, dtype = HEADERS.get(int(head[0]) if len(head) else 0, (None, asked or "<u2"))
+    version, dtype = HEADERS.get(int(head[0]) if len(head) else 0, (None, named_dtype or "<u2"))
     if version is None:
-        _check_headerless(head, asked)
+        _check_headerless(head, named_dtype)
     offset = 1024 if version else 0
     tokens, rest = divmod(size - offset, np.dtype(dtype).itemsize)
     if rest or tokens <= 0 or version and tokens != head[2]:
-        told = f", the header tells of {head[2]:,} tokens" if version and len(head) > 2 else ""
-        raise ValueError(f"truncated: {size:,} bytes{told}")
+        expected = f", but its header says {head[2]:,} tokens" if version and len(head) > 2 else ""
+        raise ValueError(f"truncated: {size:,} bytes{expected}")
     if version not in (None, head[1]):
-        raise ValueError(f"version {head[1]} of magic {head[0]}, known is {version}")
+        raise ValueError(f"version {head[1]} of magic {head[0]}, but only {version} is supported")
     return np.memmap(path, dtype, "r", offset)
 
 
-def _check_headerless(head: np.ndarray, asked: str | None) -> None:
-    """ValueError where the first bytes, int32 [256 at most], are not those of ids and nothing else."""
+def _check_headerless(head: np.ndarray, named_dtype: str | None) -> None:
+    """ValueError where the first bytes, int32 [up to 256], are not token ids of the named type."""
     start, long = head.tobytes(), len(head) > 32
     text = len(start) > 64 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
     if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *files.PACKED)):
         raise ValueError("text, an array or a compressed file under this name, not token ids")
     if len(head) == 256 and not head[4:].any():  # no tokens begin with so many zeros
-        raise ValueError(f"a header with magic {head[0]}, known are {', '.join(map(str, HEADERS))}")
-    int64 = long and asked in (None, "<u4") and not head[1::2].any()
-    if int64 or long and asked is None and ((head >= 0) & (head < 1 << 20)).all():  # of uint16 hardly
-        seems = "int64" if int64 else "uint32"
-        raise ValueError(f"ids of {seems}, it seems: add ?dtype={seems} to the name, or ?dtype=uint16")
+        raise ValueError(f"a header with magic {head[0]}; supported are {', '.join(map(str, HEADERS))}")
+    int64 = long and named_dtype in (None, "<u4") and not head[1::2].any()
+    if int64 or long and named_dtype is None and ((head >= 0) & (head < 1 << 20)).all():  # rare in uint16
+        likely = "int64" if int64 else "uint32"
+        raise ValueError(f"ids look like {likely}: add ?dtype={likely} to the name, or ?dtype=uint16")
 
 
 def _records_of(path: str, size: int | None) -> np.ndarray:
-    """The records of a file, uint32 [n, T]; size: T of those before it, if any."""
+    """The records of a file, uint32 [n, T]. size: T of the records in earlier files, if any."""
     rows, number = [], 0
     try:
         with fsspec.open(path, "rb") as file:
@@ -168,10 +166,10 @@ def _records_of(path: str, size: int | None) -> np.ndarray:
                 rows.append(_full_row(record))
                 size = size or len(rows[0])
                 if len(rows[-1]) != size:
-                    raise ValueError(f"{len(rows[-1])} tokens, those before it {size}")
-        told = re.search(r"dataset-\d+-(\d+)\.tfrecord$", path)
-        if not number or told and int(told[1]) != number:
-            raise ValueError("truncated: the last one, while its name tells of more")
+                    raise ValueError(f"{len(rows[-1])} tokens, but those before it have {size}")
+        expected = re.search(r"dataset-\d+-(\d+)\.tfrecord$", path)
+        if not number or expected and int(expected[1]) != number:
+            raise ValueError("truncated: the last record, but the file's name says there are more")
     except ValueError as error:
         raise ValueError(f"record {number:,}: {error}") from error
     return np.stack(rows)
@@ -179,19 +177,19 @@ def _records_of(path: str, size: int | None) -> np.ndarray:
 
 def _records(file) -> Iterator[bytes]:
     """The records of a TFRecord file: length, its checksum, data, its checksum."""
-    from crc32c import crc32c  # no other format needs it
+    from crc32c import crc32c  # not at the top: no other format needs it
 
     def checked(data: bytes) -> bytes:
         crc = crc32c(data[:-4])
         if struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32) != data[-4:]:
-            raise ValueError("the next one's checksum is wrong: damaged, compressed or no TFRecord")
+            raise ValueError("the next record's checksum is wrong: damaged, compressed or no TFRecord")
         return data[:-4]
 
     while head := file.read(12):
         size = int.from_bytes(checked(head), "little") + 4 if len(head) == 12 else 0
         data = file.read(size)
         if len(data) < max(size, 4):
-            raise ValueError("truncated behind it")
+            raise ValueError("truncated after it")
         yield checked(data)
 
 
@@ -201,23 +199,25 @@ def _full_row(record: bytes) -> np.ndarray:
     if not len(ids) or not 0 <= ids.min() <= ids.max() < 2**32:
         raise ValueError("no Example with an int64 list input_ids of 0 to 2**32 - 1")
     if not mask.all():
-        raise ValueError("padding: attention_mask has zeros, rows must be full")
+        raise ValueError("padding: attention_mask has zeros, but rows must be full")
     return ids.astype(np.uint32)
 
 
 def _int64_list(example: bytes, name: bytes) -> np.ndarray:
-    """A feature of an Example, int64 [n], n = 0 without it: protobuf's {1: name, 2: {3: {1: numbers}}}. Each
-    field begins with its number times 8 plus 2, and its length; the numbers are packed, or have an 8 each."""
+    """A feature of an Example, int64 [n], n = 0 where it is missing.
+
+    In protobuf it is {1: name, 2: {3: {1: numbers}}}. A field begins with 8 times its number plus 2, and its
+    length. Numbers are packed, or each follows an 8."""
     feature = b"\n%c%s\x12" % (len(name), name) + VARINT + b"\x1a(" + VARINT + b")"
-    if (found := re.search(feature, example, re.DOTALL)) is None:
+    if (match := re.search(feature, example, re.DOTALL)) is None:
         return np.empty(0, np.int64)
-    numbers = example[found.end() : found.end() + int(_varints(found[1])[0])]
+    numbers = example[match.end() : match.end() + int(_varints(match[1])[0])]
     packed = re.match(b"\n" + VARINT, numbers, re.DOTALL)
     return _varints(numbers[packed.end() :]) if packed else _varints(numbers)[1::2]
 
 
 def _varints(data: bytes) -> np.ndarray:
-    """int64 [n]"""
+    """The numbers that these bytes encode, int64 [n]."""
     parts = np.frombuffer(data, np.uint8)
     if not len(parts):
         return np.empty(0, np.int64)

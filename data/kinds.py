@@ -1,9 +1,9 @@
-"""What can be trained and evaluated on: text, token shards, token files of other projects. A new kind is one
-more class, in KINDS.
+"""What can be trained and evaluated on: text, token shards, token files of other projects, saved pairs. A new
+kind is one more class, in KINDS.
 
     kind = open_kind(Source("texts/"), recipe)       # ValueError: it cannot be opened
-    kind.problems(tokenizer)                         # what does not fit the settings, a line each
-    kind.training(tokenizer, ...)["train"]           # rows, with others for validation if it sets some aside
+    kind.problems(tokenizer)                         # what does not fit the settings, one line each
+    kind.training(tokenizer, ...)["train"]           # rows; other entries are held-out rows for evaluation
     kind.evaluation(tokenizer)["validation"]         # rows to evaluate on
 """
 
@@ -13,12 +13,12 @@ import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from data.encode import Encoder, token_dtype
+from data.encode import Encoder, id_count, token_dtype
 from data.factory import TokenMaker
 from data.filters import Accounting, clean_documents
 from data.fim import fill_in_middle
 from data.foreign import ForeignRows, is_foreign
-from data.pair_rows import SavedPairs, holds_pairs
+from data.pair_rows import holds_pairs, load_pairs, saved_rows
 from data.pairs import PairMaker
 from data.shards import check_shards, entries_of, fetch_tokenizer, open_shards, read_manifest
 from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus
@@ -29,33 +29,33 @@ TEXT_GROUP, SHARD_GROUP = 1 << 13, 1 << 16  # rows of a stream that are shuffled
 
 
 class Kind:
-    """source: what is named; recipe: the settings (data/open.py)."""
+    """source: the data set's name and how to read it; recipe: the settings (data/open.py)."""
 
-    corpus: Corpus | None = None  # of text
-    whole = False  # rows have their special tokens inside
-    tokenizer_name: str | None = None  # that it brings
+    corpus: Corpus | None = None  # of a kind that is text
+    row_tokens: int | None = None  # where rows cannot be cut anew and bring their special tokens
+    tokenizer_name: str | None = None  # of the tokenizer that comes with the data
 
     def __init__(self, source: Source, recipe):
         self.source, self.recipe, self.name = source, recipe, source.dataset_name
 
     def validation(self) -> "Kind | None":
-        """The evaluation data that it brings; None: some of the training data is to be held out."""
+        """The evaluation data that comes with it; None: hold out some of the training data."""
 
     def problems(self, tokenizer) -> list[str]:
         return []
 
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:
-        """{"train": rows}, and where documents are held out {"validation": rows, ...}. Those of `evaluated`
-        are not trained on."""
+        """{"train": rows}, with {"validation": rows, ...} where documents are held out. Documents of the
+        corpora `evaluated` are not trained on."""
 
     def evaluation(self, tokenizer) -> dict:
-        """{"validation": rows, and "fim": the same text, all of it cut}"""
+        """{"validation": rows}, with {"fim": rows of the same text, all of it cut} where fim_rate is set."""
 
     def streamed(self, groups: Groups, tokenizer, accelerator) -> dict:
-        """{"train": rows of a stream}. ValueError: its ring is too small for what processes take at once."""
+        """{"train": rows of a stream}. ValueError: stream_gb is less than all processes need at once."""
         recipe, processes = self.recipe, accelerator.num_processes
-        at_once = 2 * groups.size + 2 * recipe.per_device_train_batch_size * processes
-        least = at_once * recipe.row_size * token_dtype(tokenizer).itemsize / 1e9
+        rows_at_once = 2 * groups.size + 2 * recipe.per_device_train_batch_size * processes
+        least = rows_at_once * recipe.row_size * token_dtype(tokenizer).itemsize / 1e9
         if recipe.stream_gb < least:
             raise ValueError(f"stream_gb: must be {least:.3g} or greater for rows of {recipe.block_size} "
                              f"tokens and {processes} processes, is {recipe.stream_gb:g}.")
@@ -64,7 +64,7 @@ class Kind:
 
 
 class Text(Kind):
-    """Anything data/sources reads."""
+    """Anything that data/sources reads."""
 
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
@@ -75,7 +75,7 @@ class Text(Kind):
             return Text(replace(self.source, split="validation"), self.recipe)
 
     def held_out(self, tokenizer) -> Corpus:
-        """The documents that are held out. Of few documents they are more: `fraction` is raised."""
+        """The held-out documents. Where documents are few, `fraction` first rises until they fill a row."""
         documents = clean_documents(self.corpus, Accounting())
         if not self.recipe.streaming and sum(1 for _ in itertools.islice(documents, FEW)) < FEW:
             self.fraction = self.prepared(self.corpus, tokenizer, validation_fraction=self.fraction).share
@@ -84,15 +84,16 @@ class Text(Kind):
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:
         recipe, corpus, fraction = self.recipe, self.corpus, self.fraction if hold_out else None
         if not recipe.streaming:
-            return self.prepared(corpus, tokenizer, validation_fraction=fraction, evaluated=evaluated,
-                                 max_rows=recipe.max_train_samples).splits  # fmt: skip
-        held_out, encoder = (recipe.seed, fraction or 0.0), Encoder.of(tokenizer)
+            most = recipe.max_train_samples
+            held_out = dict(validation_fraction=fraction, evaluated=evaluated)
+            return self.prepared(corpus, tokenizer, max_rows=most, **held_out).splits
+        held_out = recipe.seed, fraction or 0.0
         fim = fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer)
-        groups = text_groups(corpus, encoder, recipe.row_size, TEXT_GROUP, held_out, fim)
+        groups = text_groups(corpus, Encoder.of(tokenizer), recipe.row_size, TEXT_GROUP, held_out, fim)
         rows = self.streamed(groups, tokenizer, accelerator)
         if fraction:
-            rows |= self.prepared(held_out_of(corpus, *held_out), tokenizer, split="validation",
-                                  max_rows=recipe.max_eval_samples).splits  # fmt: skip
+            held_out, most = held_out_of(corpus, *held_out), recipe.max_eval_samples
+            rows |= self.prepared(held_out, tokenizer, split="validation", max_rows=most).splits
         return rows
 
     def evaluation(self, tokenizer) -> dict:
@@ -100,23 +101,24 @@ class Text(Kind):
         return self.prepared(self.corpus, tokenizer, split="validation", max_rows=most).splits
 
     def prepared(self, corpus: Corpus, tokenizer, **settings) -> PreparedRows:
-        recipe = self.recipe
+        recipe, size = self.recipe, self.recipe.row_size
         if recipe.next_sentence:
-            maker = PairMaker(tokenizer, recipe.row_size, recipe.seed, recipe.pack_pairs)
+            maker = PairMaker(tokenizer, size, recipe.seed, recipe.pack_pairs)
         else:
             maker = TokenMaker(tokenizer, fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer))
-        return prepare_rows(corpus, maker, block_size=recipe.row_size, seed=recipe.seed,
-                            cache_dir=recipe.cache_dir, **settings)  # fmt: skip
+        settings |= dict(seed=recipe.seed, cache_dir=recipe.cache_dir)
+        return prepare_rows(corpus, maker, block_size=size, **settings)
 
 
 class Made(Kind):
     """Rows that were made before."""
 
-    splits: Collection[str] = ()  # that have a row
-    split = ""  # that is evaluated on; "": validation, or without any all
+    pairs = False  # rows are sentence pairs
+    splits: Collection[str] = ()  # those with at least one row
+    split = ""  # to evaluate on; "": validation, or train where there is none
 
     def rows(self, split: str, most: int = 0):
-        """Map-style rows of a split, or the first so many."""
+        """Map-style rows of a split. most: the first so many; 0: all."""
 
     def validation(self) -> "Made | None":
         own = copy.copy(self)
@@ -124,12 +126,17 @@ class Made(Kind):
         return own
 
     def problems(self, tokenizer) -> list[str]:
-        lines = []
-        if self.recipe.fim_rate:
-            lines.append("fim_rate: rows of shards are as they were made; leave it out, and give it to "
+        lines, recipe, size = [], self.recipe, self.row_tokens
+        if recipe.fim_rate:
+            lines.append("fim_rate: prepared tokens cannot be cut; leave it out here, and give it to "
                          "`python -m data.prepare`.")
-        if self.recipe.next_sentence:
-            lines.append("next_sentence: shards hold rows without sentences, name text or saved pairs.")
+        if recipe.next_sentence and not self.pairs:
+            lines.append("next_sentence: token files have no sentences; name text or saved sentence pairs.")
+        if size and recipe.block_size != size:
+            lines.append(f"block_size: {recipe.block_size}, but rows of {self.name} have {size} tokens: "
+                         f"set --block_size {size}.")
+        if tokenizer is None and not recipe.tokenizer_name and not self.tokenizer_name:
+            lines.append(f"tokenizer_name: {self.name} has none; name the one that made it (often gpt2).")
         return lines
 
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:
@@ -141,7 +148,7 @@ class Made(Kind):
 
 
 class Shards(Made):
-    """Of `python -m data.prepare`."""
+    """The output of `python -m data.prepare`."""
 
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
@@ -171,57 +178,60 @@ class Shards(Made):
 
 
 class TokenFiles(Made):
-    """Of nanoGPT, llm.c, or TensorFlow."""
+    """Token files of nanoGPT, llm.c or TensorFlow."""
 
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
         self.files = ForeignRows(self.name, recipe.cache_dir)
-        self.splits, self.whole = self.files.accounts, self.files.block_size is not None
+        self.splits, self.row_tokens = self.files.accounts, self.files.block_size
 
     def problems(self, tokenizer) -> list[str]:
-        lines, recipe = super().problems(tokenizer), self.recipe
-        if tokenizer is None and not recipe.tokenizer_name:
-            lines.append(f"tokenizer_name: {self.name} brings none, name the one that made it (often gpt2).")
+        lines = super().problems(tokenizer)
         if self.split and self.split not in self.splits:
             lines.append(f"{self.name} has no rows for {self.split}: set eval_dataset_name.")
-        return lines + self.files.problems(recipe.block_size, recipe.special, tokenizer)
+        return lines + self.files.problems(self.row_tokens or self.recipe.row_size, tokenizer)
 
     def rows(self, split: str, most: int = 0):
         return self.files.rows(split, self.recipe.row_size, most)
 
 
 class Pairs(Made):
-    """Sentence pairs that others have prepared."""
+    """Sentence pairs that another program has saved."""
+
+    pairs = True
 
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
-        self.saved = SavedPairs(self.name, recipe.cache_dir)
-        self.splits = self.saved.splits
+        self.splits = load_pairs(self.name)
+        self.row_tokens = len(self.splits["train"][0]["input_ids"])
 
     def validation(self) -> "Made | None":
         return super().validation() if "validation" in self.splits else None
 
     def problems(self, tokenizer) -> list[str]:
-        lines, recipe = self.saved.problems(self.recipe.block_size, tokenizer), self.recipe
+        lines, recipe = super().problems(tokenizer), self.recipe
+        largest = max(map(max, self.splits["train"][:1000]["input_ids"]))
+        if tokenizer is not None and largest >= (known := id_count(tokenizer)):
+            lines.append(f"tokenizer_name: {self.name} has ids up to {largest} or more, but the tokenizer "
+                         f"has only {known}: name the one that made it.")
         if not recipe.next_sentence:
-            lines.append(f"dataset_name: {self.name} holds sentence pairs: set --next_sentence true, of "
-                         "train_mlm.py.")
-        if not recipe.tokenizer_name:
-            lines.append(f"tokenizer_name: {self.name} brings none, name the one that made it.")
+            lines.append(f"dataset_name: {self.name} holds sentence pairs: use train_mlm.py with "
+                         "--next_sentence true.")
         if not recipe.eval_dataset_name and "validation" not in self.splits:
-            lines.append(f"eval_dataset_name: {self.name} has no split validation, name a data set.")
+            lines.append(f"eval_dataset_name: {self.name} has no split validation; name a data set.")
         return lines
 
     def rows(self, split: str, most: int = 0):
-        return self.saved.rows(split, self.recipe.pack_pairs)
+        recipe = self.recipe
+        return saved_rows(self.splits[split], self.row_tokens, recipe.pack_pairs, recipe.cache_dir)
 
 
-KINDS = {Shards: read_manifest, TokenFiles: is_foreign, Pairs: holds_pairs}  # whether a name is of a kind
+KINDS = {Shards: read_manifest, TokenFiles: is_foreign, Pairs: holds_pairs}  # kind: does it claim this name?
 
 
 def open_kind(source: Source, recipe, trained: Iterable[Source] | None = None) -> Kind:
-    """trained: of an evaluation set, the sources that are trained on. ValueError: it cannot be opened."""
-    for kind, claims in KINDS.items() if source.split == "train" else ():  # text alone has others
+    """trained: for an evaluation set, the sources that are trained on. ValueError: it cannot be opened."""
+    for kind, claims in KINDS.items() if source.split == "train" else ():  # text alone has other splits
         if claims(source.dataset_name):
             return kind(source, recipe)
     return Text(source if trained is None else evaluation_source(source, trained), recipe)

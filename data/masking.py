@@ -1,8 +1,8 @@
-"""Masked-LM batches: which tokens of a row are hidden and what stands in their place.
+"""Masked-LM batches: decides which tokens of a row are hidden and what replaces them.
 
-15 % of a row's ordinary tokens are predicted; of those 80 % become the mask token, 10 % a random token and
+15 % of a row's ordinary tokens are predicted; of these, 80 % become the mask token, 10 % a random token, and
 10 % stay (BERT, section 3.1). All draws for a row come from one counter-based generator keyed by (seed,
-epoch, row): masks change every epoch, and neither processes, workers, batch size nor a resume change them.
+epoch, row), so masks change with every epoch, but not with processes, workers, batch size or a resume.
 
 B rows, T tokens per row, K prediction slots per row.
 """
@@ -23,22 +23,22 @@ class MaskTokens:
     """collate_fn for batches of PackedRows and PairRows: input_ids [B, T]; position, epoch, row [B]; ...
 
     Returns them masked, with `slots` int64 [B, K] (the positions to predict) and `slot_labels` int64 [B, K]
-    (the hidden tokens; -100 in empty slots). K, the most predictions a row can ask for, keeps shapes static.
-    Rows numbered -1 have none.
+    (the hidden tokens; -100 in empty slots). K, the most predictions that a row can have, is the same for all
+    batches. Rows numbered -1 are not masked.
 
-    PackedRows come out as `<s> row </s>`, two tokens longer, as a fill-mask pipeline hands a sentence to the
-    model; rows of tokenizer.model_max_length tokens have these inside.
+    PackedRows become `<s> row </s>`, two tokens longer, as a fill-mask pipeline presents a sentence. Rows of
+    tokenizer.model_max_length tokens bring their special tokens.
 
-    mlm_probability: the share that is predicted, or a function of the rows' positions in the training stream
-    (int64 [B] -> float [B]; evaluation counts its own rows from 0); then `most` is its largest value, which
-    decides K. Raises ValueError where the tokenizer has no mask token or a share is not possible."""
+    mlm_probability: the share of tokens to predict, or a function of the rows' positions in training (int64
+    [B] -> float [B]; evaluation counts its own rows from 0). For a function, `most` is its largest value; it
+    decides K. ValueError: the tokenizer has no mask token, or a share is not between 0 and 1."""
 
     def __init__(self, tokenizer, mlm_probability: float | Callable[[np.ndarray], np.ndarray] = 0.15,
                  seed: int = 0, most: float | None = None):
         names = ("mask_token", "cls_token", "sep_token", "pad_token")
         if missing := [name for name in names if getattr(tokenizer, name) is None]:
-            raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}: masked "
-                             "LM needs them; choose a RoBERTa or BERT tokenizer, or let the script train one")
+            raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}, which "
+                             "masked LM needs; choose a BERT or RoBERTa tokenizer, or give none to train one")
         self.mlm_probability, self.seed = mlm_probability, seed % 2**63
         self.most = most if callable(mlm_probability) else mlm_probability
         if self.most is None or not 0 < self.most < 1:
@@ -48,7 +48,7 @@ class MaskTokens:
         special = special_ids(tokenizer)
         known = np.unique([*tokenizer.get_vocab().values(), *special])  # sorted; ids may have gaps
         self.is_special = np.isin(np.arange(known[-1] + 1), special)
-        self.replacements = np.setdiff1d(known, special)  # random tokens come from here
+        self.replacements = np.setdiff1d(known, special)  # random tokens are drawn from these
 
     def __call__(self, batch: dict) -> dict:
         columns = {name: column.numpy() for name, column in batch.items()}
@@ -64,8 +64,8 @@ class MaskTokens:
         if real is None and ids.shape[1] != self.longest:
             ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), self.ends))
             slots = slots + 1
-        made = {"input_ids": ids, "slots": slots, "slot_labels": labels}
-        return batch | {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in made.items()}
+        masked = {"input_ids": ids, "slots": slots, "slot_labels": labels}
+        return batch | {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in masked.items()}
 
     def rates(self, positions: np.ndarray) -> np.ndarray:
         """positions [B] -> the share of each row's tokens to predict, float64 [B]."""
@@ -78,8 +78,8 @@ class MaskTokens:
         return np.broadcast_to(rates, positions.shape)
 
     def order(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray:
-        """ids [B, T], draws float64 [B, T] in [0, 1) -> the draws by which tokens are chosen, lowest first.
-        A subclass may make some equal: those tokens are then chosen together, first to last."""
+        """ids [B, T], draws float64 [B, T] in [0, 1) -> the draws by which tokens are chosen, lowest first. A
+        subclass may make draws equal: their tokens are then chosen together, first to last."""
         return draws
 
     def mask(self, ids, eligible, rows, epochs, rates):
@@ -91,7 +91,7 @@ class MaskTokens:
             generator = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, max(row, 0)])
             np.random.Generator(generator).random(out=draw)
         which, how, what = draws[:, 1:].reshape(B, 3, T).transpose(1, 0, 2)  # [B, T] each
-        # Rounded up or down at random so that the share is right for short rows too, not 15 of 128.
+        # Rounded up or down at random, so that the share is right for short rows, too.
         counts = np.floor(rates * eligible.sum(1) + draws[:, 0]).astype(int)
         first = np.where(eligible, self.order(ids, which), 2.0)  # eligible positions come first
         slots = np.argsort(first, axis=1, kind="stable")[:, :K]
@@ -104,18 +104,18 @@ class MaskTokens:
         return masked, np.where(used, slots, 0), np.where(used, originals, -100)
 
     def mask_pairs(self, ids, eligible, columns, rates):
-        """`mask` for rows of M pairs: each gets the masks of the row that it would be alone."""
+        """`mask` for rows of M pairs. Each pair gets the masks that it would get in a row of its own."""
         (B, T), M, pairs = ids.shape, columns["pair"].shape[1], columns["pair"]
         row, which = np.nonzero(pairs >= 0)  # of all pairs [n]
         start = columns["pair_start"][row, which]
-        places = start[:, None] + np.arange(T)  # [n, T], as if each pair had a whole row behind it
+        places = start[:, None] + np.arange(T)  # [n, T], as if each pair had a whole row
         inside, at = places < T, (row[:, None], np.minimum(places, T - 1))
         own = inside & eligible[at] & (columns["attention_mask"][at] == which[:, None] + 1)
         alone, slots, labels = self.mask(ids[at], own, pairs[row, which], columns["epoch"][row], rates[row])
         pair, slot = np.nonzero(labels != -100)  # of all predictions, row by row
         row, place = row[pair], slots[pair, slot] + start[pair]
         nth = np.arange(len(row)) - np.searchsorted(row, row)
-        masked, K = ids.copy(), math.ceil(self.most * T - 1e-9) + M  # the count of each is rounded by itself
+        masked, K = ids.copy(), math.ceil(self.most * T - 1e-9) + M  # each pair's count is rounded
         all_slots, all_labels = np.zeros((B, K), int), np.full((B, K), -100)
         masked[row, place] = alone[pair, slots[pair, slot]]
         all_slots[row, nth], all_labels[row, nth] = place, labels[pair, slot]

@@ -1,11 +1,11 @@
-"""Several sources in shares: which of them each position of training takes its row from, and which row.
+"""Several sources in shares: decides from which source, and from which of its rows, each position trains.
 
     mixture = Mixture((0.6, 0.3, 0.1), seed=0)
     mixture.block(5)      # the source of each of the positions 5,000 to 5,999, int64 [1000]
-    mixture.before(5700)  # rows that the positions before 5,700 took of each source, int64 [3]
+    mixture.before(5700)  # rows that the positions before 5,700 took from each source, int64 [3]
 
-A function of (shares, seed, position) alone. Every source has its share of each 1,000 positions, in an order
-of the seed's. Its k-th row is the one that it would give at position k if it were trained on alone.
+This is a function of (shares, seed, position) alone. Every source gets its share of each 1,000 positions, in
+an order drawn by the seed. Its k-th row is the one it would give at position k if it were trained on alone.
 """
 
 import bisect
@@ -18,29 +18,30 @@ from data.order import drawn_order
 from data.rows import as_batch
 
 BLOCK = 1000  # positions
-CYCLE = 1000  # blocks: after them every share, counted in millionths, is met exactly
+CYCLE = 1000  # blocks, after which every share, counted in millionths, is met exactly
 
 
 def share_problems(shares: Sequence[float], names: Sequence[str]) -> list[str]:
-    """What is wrong with the shares of these data sets, a line each. One needs none."""
+    """What is wrong with the shares of these data sets, one line each. A single data set needs none."""
     if len(shares) != len(names) and (shares or len(names) > 1):
-        return [f"mixture: {len(shares)} shares for {len(names)} data sets, give each one: --mixture 0.6 0.4"]
-    problems = [f"mixture: {share} is no share, give 0 or 0.000001 to 1."
-                for share in shares if share and not 1e-6 <= share <= 1]  # fmt: skip
+        return [f"mixture: {len(shares)} shares for {len(names)} data sets; give one each: --mixture 0.6 0.4"]
+    wrong = [share for share in shares if share and not 1e-6 <= share <= 1]
+    problems = [f"mixture: {share} is not a share; give 0, or 0.000001 to 1." for share in wrong]
     if shares and not problems and abs(sum(shares) - 1) > 1e-6 * len(shares):
         problems.append(f"mixture: the shares sum to {sum(shares):g}, not to 1.")
     return problems
 
 
 def block_counts(millionths: np.ndarray) -> np.ndarray:
-    """Rows of each source in each block of a cycle, int64 [CYCLE, sources]. In each block, and in all up to
-    it, a source is less than one row away from its share: what shares have beyond whole rows is dealt out as
-    processors to periodic tasks by algorithm PF (Baruah, Cohen, Plaxton and Varvel, "Proportionate Progress",
-    1996)."""
+    """Rows of each source in each block of a cycle, int64 [CYCLE, sources].
+
+    In each block, and in all blocks up to it, a source is less than one row away from its share. Fractions of
+    rows are scheduled as algorithm PF gives processors to periodic tasks (Baruah, Cohen, Plaxton and Varvel,
+    "Proportionate Progress", 1996)."""
     whole, rest = np.divmod(millionths, CYCLE)
     counts, given = np.tile(whole, (CYCLE, 1)), [0] * len(rest)
-    # The block by which a source must have each of its next rows, and whether the one after it may not come
-    # as early. Who must have them first comes first.
+    # For each row of a source: the block by which it is due, and whether the row after it must wait for a
+    # later block. Earlier dues come first.
     due = [[(-(-CYCLE * n // r), CYCLE * n % r == 0) for n in range(1, r + 1)] for r in rest.tolist()]
     for block in range(CYCLE):
         may = [i for i, r in enumerate(rest) if CYCLE * given[i] < r * (block + 1)]
@@ -51,11 +52,11 @@ def block_counts(millionths: np.ndarray) -> np.ndarray:
 
 
 class Mixture:
-    """shares: sum to 1, see share_problems; a source whose share is 0 never comes."""
+    """shares: sum to 1 (see share_problems); a source with share 0 is never used."""
 
     def __init__(self, shares: Sequence[float], seed: int):
         self.seed, self.millionths = seed, np.array([round(share * BLOCK * CYCLE) for share in shares])
-        self.millionths[self.millionths.argmax()] += BLOCK * CYCLE - self.millionths.sum()  # of thirds, say
+        self.millionths[self.millionths.argmax()] += BLOCK * CYCLE - self.millionths.sum()  # by rounding
         counts = block_counts(self.millionths)
         self.given = np.concatenate([0 * counts[:1], counts.cumsum(0)])  # before each block of a cycle
 
@@ -71,7 +72,7 @@ class Mixture:
         return number // CYCLE * self.millionths + self.given[number % CYCLE] + here
 
     def position(self, source: int, row: int) -> int:
-        """Where row number `row` of a source is, whose share is not 0."""
+        """The position that takes row number `row` of a source, whose share must not be 0."""
         return bisect.bisect_right(range(10**18), row, key=lambda position: self.before(position)[source]) - 1
 
 
@@ -102,7 +103,7 @@ class MixedRows(Dataset):
         self.streams = {name: rows for name, rows in sources.items() if hasattr(rows, "release")}
 
     def used(self, position: int) -> list[tuple]:
-        """(rows of a source, how many of them come before a position) of each."""
+        """(rows of a source, how many of them come before a position) for each source."""
         return list(zip(self.sources.values(), self.mixture.before(position).tolist(), strict=True))
 
     @property
@@ -114,7 +115,7 @@ class MixedRows(Dataset):
 
     @property
     def n_rows(self) -> int | None:
-        """Positions before the first source begins to repeat; None where only the end of a stream tells."""
+        """Positions before the first source begins to repeat; None where a stream's length is unknown."""
         sizes = [rows.n_rows for rows in self.sources.values()]
         used = np.flatnonzero(self.mixture.millionths).tolist()
         if len(used) == 1:
@@ -134,18 +135,20 @@ class MixedRows(Dataset):
         return as_batch(columns | {"position": position, "epoch": epoch, "row": row, "source": source})
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Passes over each source before a position, of streamed text whole ones."""
-        return {name: used / rows.n_rows if rows.n_rows else rows.state_dict(used)["mark"]["epoch"]
-                for name, (rows, used) in zip(self.sources, self.used(position), strict=True)}  # fmt: skip
+        """Passes over each source before a position; of streamed text, whole ones only."""
+        passes = {}
+        for name, (rows, used) in zip(self.sources, self.used(position), strict=True):
+            passes[name] = used / rows.n_rows if rows.n_rows else rows.state_dict(used)["mark"]["epoch"]
+        return passes
 
     def release(self) -> None:
-        """What streams have handed out will not be asked for again."""
+        """Tells streams that the rows handed out so far will not be asked for again."""
         for rows in self.streams.values():
             rows.release()
 
     def state_dict(self, position: int) -> dict | None:
-        used = dict(zip(self.sources, self.used(position), strict=True))
-        streams = {name: rows.state_dict(used[name][1]) for name, rows in self.streams.items()}
+        used = dict(zip(self.sources, self.mixture.before(position).tolist(), strict=True))
+        streams = {name: rows.state_dict(used[name]) for name, rows in self.streams.items()}
         return streams | {"seed": self.mixture.seed} if streams else None
 
     def load_state_dict(self, state: dict | None) -> None:

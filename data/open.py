@@ -1,6 +1,6 @@
-"""From the settings to rows: what is named is opened, checked, and prepared once per machine.
+"""From the settings to rows: opens and checks what they name, then prepares it once per machine.
 
-    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)  # every mistake is a line of problems
+    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)  # each mistake: one line in problems
     data = prepare(sources, accelerator)                                # data/batches.py
 """
 
@@ -27,16 +27,18 @@ from data.text import PreparedRows, trained_tokenizer
 from data.tokenizer import load_tokenizer
 from utils.io.secrets import without_secrets
 
+SEVERAL = "dataset_name", "mixture", "dataset_config_name", "eval_dataset_name", "text_column", "keywords"
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything between the settings and the rows. The names are those of the settings."""
+    """The settings that shape the rows, by their names in TrainArgs, and what the script adds to them."""
 
     dataset_name: tuple[str, ...]
     mixture: tuple[float, ...] = ()
-    dataset_config_name: tuple[str, ...] = ()  # one for all, or one for each
+    dataset_config_name: tuple[str, ...] = ()  # one for all data sets, or one each
     eval_dataset_name: tuple[str, ...] = ()
-    text_column: tuple[str, ...] = ()  # likewise
+    text_column: tuple[str, ...] = ()  # one for all data sets, or one each
     keywords: tuple[str, ...] = ()
     keep_duplicates: bool = False
     validation_fraction: float = 0.03
@@ -45,15 +47,15 @@ class Recipe:
     algorithm: str = "bpe"
     model_type: str = "gpt2"
     block_size: int = 128
-    fim_rate: float = 0.0  # fill-in-the-middle: share of the documents
-    special: int = 0  # tokens that collate adds to a row: rows hold so many fewer than block_size
+    fim_rate: float = 0.0  # share of the documents that are cut to fill in the middle
+    special: int = 0  # tokens that collate adds to a row, which then holds so many fewer than block_size
     next_sentence: bool = False  # rows are sentence pairs
-    pack_pairs: bool = False  # as many to a row as fit
+    pack_pairs: bool = False  # as many pairs to a row as fit
     streaming: bool = False
     stream_gb: float = 4.0
     cache_dir: str = "cache"
     output_dir: str = ""
-    saved: dict | None = field(default=None, hash=False)  # name and fingerprints of a run's data, to continue
+    saved: dict | None = field(default=None, hash=False)  # names, fingerprints of the data of a run to resume
     seed: int = 42
     max_train_samples: int = 0
     max_eval_samples: int = 0
@@ -61,16 +63,15 @@ class Recipe:
     per_device_eval_batch_size: int = 32
 
     def __post_init__(self):
-        """Lists become tuples, what may be several becomes one of those; without pairs none are packed."""
-        for name in ("dataset_name", "mixture", "dataset_config_name", "eval_dataset_name", "text_column",
-                     "keywords"):  # fmt: skip
+        """Makes tuples of lists and of single names."""
+        for name in SEVERAL:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
         object.__setattr__(self, "pack_pairs", self.pack_pairs and self.next_sentence)
 
     @classmethod
     def of(cls, args, **more) -> "Recipe":
-        """From the settings of the same names, and `more`."""
+        """Takes the settings of the same names from args, and the rest from `more`."""
         names = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in vars(args).items() if name in names} | more)
 
@@ -81,65 +82,67 @@ class Recipe:
 
 @dataclass
 class Sources:
-    """What a recipe names, opened: nothing is prepared yet."""
+    """What a recipe names, opened but not yet prepared."""
 
     recipe: Recipe
     train: dict[str, Kind] = field(default_factory=dict)
-    evals: dict[str, Kind] = field(default_factory=dict)  # without: a part of what is trained on
-    tokenizer: object = None  # None: to be trained
-    prepared: tuple | None = None  # training rows and evals of a run to continue, from the cache
+    evals: dict[str, Kind] = field(default_factory=dict)  # empty: hold out a part of the training data
+    tokenizer: object = None  # None: train one
+    prepared: tuple | None = None  # of a run that resumes: its training rows and evals, from the cache
 
 
 def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
-    """Opens data and tokenizer. Each mistake is appended to `problems` as a line.
+    """Opens data and tokenizer, and appends one line to `problems` for each mistake.
 
-    A run that continues asks for none of them where the cache has the rows that it was trained on."""
+    A run that resumes opens neither if the cache still has its rows."""
     if not recipe.dataset_name:
         problems.append("dataset_name: none is given; give installed-python, a Hub id, a file or a folder.")
         return Sources(recipe)
-    problems += (wrong := share_problems(recipe.mixture, recipe.dataset_name))
-    if not wrong and (kept := _rows_of_run(recipe)):
-        return kept
+    problems += (wrong_shares := share_problems(recipe.mixture, recipe.dataset_name))
+    if not wrong_shares and (resumed := _rows_of_run(recipe)):
+        return resumed
 
     def attempt(function: Callable, *args):
-        """function(*args); its ValueError becomes a line of `problems`, and the result None."""
+        """function(*args), or None after a ValueError, which is appended to `problems`."""
         try:
             return function(*args)
         except ValueError as error:
             problems.append(str(error))
 
+    def open_all(sources: dict[str, Source], *trained) -> dict[str, Kind]:
+        opened = {name: attempt(open_kind, source, recipe, *trained) for name, source in sources.items()}
+        return {name: kind for name, kind in opened.items() if kind}
+
     named, evaluated = _named_sources(recipe, problems)
-    train = {name: kind for name, source in named.items() if (kind := attempt(open_kind, source, recipe))}
-    evals = {name: kind for name, source in evaluated.items()
-             if (kind := attempt(open_kind, source, recipe, named.values()))}  # fmt: skip
+    train, evals = open_all(named), open_all(evaluated, named.values())
     if not evaluated:
-        evals = {name: brought for name, kind in train.items() if (brought := attempt(kind.validation))}
-    brought = next((kind.tokenizer_name for kind in train.values() if kind.tokenizer_name), None)
+        evals = {name: own for name, kind in train.items() if (own := attempt(kind.validation))}
     if recipe.streaming and not recipe.tokenizer_name and all(kind.corpus for kind in train.values()):
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
-    name, most = recipe.tokenizer_name or brought, recipe.max_train_samples
+    names = [recipe.tokenizer_name, *(kind.tokenizer_name for kind in train.values())]
+    name, most = next(filter(None, names), None), recipe.max_train_samples
     tokenizer = attempt(load_tokenizer, name) if name else None
     if tokenizer:
         attempt(fill_in_middle, recipe.fim_rate, recipe.seed, tokenizer)
     if most and (recipe.next_sentence or len(named) > 1):
-        problems.append("max_train_samples: not for sentence pairs or a mixture; name a part, "
+        problems.append("max_train_samples: not for sentence pairs or a mixture; name a part instead, "
                         f"{recipe.dataset_name[0]}:train[:{most}].")
     for kind in (*train.values(), *evals.values()):
         problems += [line for line in kind.problems(tokenizer) if line not in problems]
-    if recipe.special and len({kind.whole for kind in train.values()}) > 1:
-        problems.append("mixture: records have special tokens inside, other rows are shorter and get them "
-                        "added: mix records with their like.")
+    if recipe.special and len({bool(kind.row_tokens) for kind in train.values()}) > 1:
+        problems.append("mixture: records have special tokens inside, other rows get them added: mix records "
+                        "only with records.")
     return Sources(recipe, train, evals, tokenizer)
 
 
 def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Source], dict[str, Source]]:
-    """What is trained on and what is evaluated on, by their names in the log. Of several data sets that are
-    trained on each may have a configuration and a column of text of its own, and keywords, NAME=keyword."""
+    """The sources to train on and to evaluate on, by their names in the log. Each of several training data
+    sets may have its own configuration, text column, and keywords (NAME=keyword)."""
     shorts, each = short_names(recipe.dataset_name), {}
     for setting in ("dataset_config_name", "text_column"):
         given = [None if value == "none" else value for value in getattr(recipe, setting)] or [None]
         if len(given) not in (1, len(shorts)):
-            problems.append(f"{setting}: {len(given)} for {len(shorts)} data sets, give one, or as many.")
+            problems.append(f"{setting}: {len(given)} for {len(shorts)} data sets; give one, or one each.")
         each[setting] = given * len(shorts)
     words = {name: [] for name in ["", *shorts]}
     for word in recipe.keywords:
@@ -156,9 +159,9 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
 
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:
-    """The rows and the tokenizer of the run to continue; None where the cache has not all of it."""
-    of_the_run = recipe.saved and recipe.saved["dataset_name"] == [*recipe.dataset_name]  # not another corpus
-    if not of_the_run or recipe.streaming:
+    """The rows and tokenizer of the run to resume; None where the cache lacks any of them."""
+    same_names = recipe.saved and recipe.saved["dataset_name"] == [*recipe.dataset_name]
+    if not same_names or recipe.streaming:
         return None
     kind = partial(PairRows, pack=recipe.pack_pairs) if recipe.next_sentence else PackedRows
     cached, shorts, saved = {}, short_names(recipe.dataset_name), recipe.saved["train"]
@@ -170,7 +173,7 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
         train = {short: cached[saved[short][1] if len(shorts) > 1 else saved] for short in shorts}
         evals = {name: cached[fingerprint] for name, fingerprint in recipe.saved["eval"].items()}
         tokenizer = load_tokenizer(recipe.output_dir)
-    except (KeyError, TypeError, ValueError, OSError):  # TypeError: of another number of data sets
+    except (KeyError, TypeError, ValueError, OSError):  # TypeError: the number of data sets differs
         return None
     if tokenizer_fingerprint(tokenizer) != recipe.saved["tokenizer"]:
         return None
@@ -178,14 +181,14 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
 
 
 def _together(recipe: Recipe, train: dict) -> MixedRows:
-    """The rows of all data sets in their shares; of one all of it."""
+    """The rows of all data sets in their shares; of a single one all rows."""
     if recipe.pack_pairs and len(train) > 1:
         PairRows.align(train.values())
     return MixedRows(Mixture(recipe.mixture if len(train) > 1 else (1.0,), recipe.seed), train)
 
 
 def short_names(names: tuple[str, ...]) -> list[str]:
-    """How the log tells evaluation sets apart: one is "", several are called by the ends of their names."""
+    """The names of data sets in the log: "" for a single one, else the ends of their full names."""
     if len(names) == 1:
         return [""]
     short = []
@@ -195,25 +198,25 @@ def short_names(names: tuple[str, ...]) -> list[str]:
         ending = r"(\.(jsonl|json|csv|txt|parquet|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
         stem = re.sub(ending, "", (parts or [name])[-1])
         numbered = (f"{stem}-{number}" for number in itertools.count(2))
-        short.append(next(found for found in itertools.chain([stem], numbered) if found not in short))
+        short.append(next(name for name in itertools.chain([stem], numbered) if name not in short))
     return short
 
 
 def prepare(sources: Sources, accelerator) -> Data:
-    """The tokenizer trained if none is named, rows prepared once per machine, or opened as a stream. Of a
-    mixture each data set is prepared as if it were alone. Raises ValueError where there is no row."""
+    """Trains a tokenizer if none is named. Prepares the rows once per machine, or opens them as a stream.
+
+    Each data set of a mixture is prepared as if it were alone. ValueError where there is no row."""
     recipe, tokenizer, most = sources.recipe, sources.tokenizer, sources.recipe.max_train_samples
     names = ", ".join(map(without_secrets, recipe.dataset_name))
     if sources.prepared:
         accelerator.print(f"data       the rows of this run from {recipe.cache_dir}, {names} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
-        tokenizer = trained_tokenizer(
-            *(kind.corpus for kind in sources.train.values()), shares=recipe.mixture or (1.0,),
-            vocab_size=recipe.vocab_size, cache_dir=recipe.cache_dir, algorithm=recipe.algorithm,
-            model_type=recipe.model_type, fim=recipe.fim_rate > 0,
-            read_bytes=most and max(1_000_000, 4 * most * recipe.row_size),
-        )  # fmt: skip
+        read_bytes = most and max(1_000_000, 4 * most * recipe.row_size)
+        wanted = dict(vocab_size=recipe.vocab_size, algorithm=recipe.algorithm, model_type=recipe.model_type)
+        wanted |= dict(fim=recipe.fim_rate > 0, read_bytes=read_bytes, cache_dir=recipe.cache_dir)
+        corpora, shares = [kind.corpus for kind in sources.train.values()], recipe.mixture or (1.0,)
+        tokenizer = trained_tokenizer(*corpora, shares=shares, **wanted)
     train, evals = {}, {}
     for name, kind in sources.evals.items():
         evals |= _named_sets(name, kind.evaluation(tokenizer))
@@ -221,16 +224,17 @@ def prepare(sources: Sources, accelerator) -> Data:
     hold_out = [name for name in sources.train if not recipe.eval_dataset_name and name not in sources.evals]
     held_out = {name: sources.train[name].held_out(tokenizer) for name in hold_out if len(sources.train) > 1}
     for name, kind in sources.train.items():
-        # What the usual fraction holds out elsewhere it holds out here, too, unless this one brings its own.
+        # The usual fraction holds out the same texts in every data set. What others hold out matters only
+        # where this one holds out nothing, or where another's fraction has risen.
         others = [corpus for other, corpus in held_out.items() if other != name and (
             name not in hold_out or sources.train[other].fraction > recipe.validation_fraction)]
-        made = kind.training(tokenizer, accelerator, name in hold_out, evaluated + others)
-        train[name] = made.pop("train")
-        evals |= _named_sets(name, made)
+        rows = kind.training(tokenizer, accelerator, name in hold_out, evaluated + others)
+        train[name] = rows.pop("train")
+        evals |= _named_sets(name, rows)
     as_it_is = recipe.streaming or not all(kind.corpus for kind in sources.train.values())
     if recipe.eval_dataset_name and as_it_is:
-        accelerator.print(f"data       {names} is trained on as it is, with what of it is evaluated on, too; "
-                          "rows prepared from text leave such documents out")
+        accelerator.print(f"data       {names} is trained on as it is, also on what is evaluated on; only "
+                          "rows that are prepared from text leave that out")
     for rows in train.values() if recipe.pack_pairs else ():
         accelerator.print(f"data       {rows.size:,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
@@ -241,16 +245,16 @@ def prepare(sources: Sources, accelerator) -> Data:
 
 
 def _named_sets(name: str, sets: dict) -> dict:
-    """The splits of the evaluation set `name`, by names of their own."""
-    names = {split: "" if split == "validation" else split for split in sets}
-    return {"-".join(filter(None, (name, names[split]))): rows for split, rows in sets.items()}
+    """The splits of the evaluation set `name`, by their names in the log."""
+    names = {split: [name, split] if split != "validation" else [name] for split in sets}
+    return {"-".join(filter(None, names[split])): rows for split, rows in sets.items()}
 
 
 def _await_all(accelerator) -> None:
-    """Until every machine has its rows. No collective: one that waits for 10 minutes (NCCL) ends the run."""
+    """Waits until every machine has its rows; not by a collective, which NCCL ends after 10 minutes."""
     if accelerator.num_processes > 1 and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-        arrived = store.add("prepared", 1)  # a multiple of the processes when all have
+        arrived = store.add("prepared", 1)  # a multiple of num_processes once all have arrived
         while store.add("prepared", 0) < arrived + -arrived % accelerator.num_processes:
             time.sleep(0.1)
-        accelerator.wait_for_everyone()  # the first one may leave at once, and the store with it
+        accelerator.wait_for_everyone()  # the store ends with process 0, which must not leave early

@@ -1,13 +1,13 @@
-"""The order of samples: a function of (seed, epoch, position) alone.
+"""The order of rows: a function of (seed, epoch, position) alone.
 
-Training reads one endless stream of positions: position p is row permutation(seed, epoch)[p % n] of epoch
-p // n. Nothing is stored or walked through: a run resumes at any position, on any number of processes.
+Training reads one endless sequence of positions: position p is row permutation(seed, epoch)[p % n] of epoch
+p // n. Nothing is stored, so a run resumes at any position at once, on any number of processes.
 """
 
 import numpy as np
 
 ROUNDS = 6  # four suffice for pseudo-randomness (Luby and Rackoff, 1988); two more cost nothing here
-EVALUATION = 2**64 - 1  # the epoch whose permutation draws evaluation rows: training never comes to it
+EVALUATION = 2**64 - 1  # the epoch whose permutation draws evaluation rows; training never reaches it
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
@@ -18,10 +18,10 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where the permutation (seed, epoch) of range(n) sends `positions` (int64 in [0, n)). Returns int64.
+    """The permutation (seed, epoch) of range(n) at `positions` (int64, in [0, n)): int64, in O(1) memory.
 
-    A Feistel network over the smallest even number of bits that holds n, applied again to what falls outside
-    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): O(1) memory."""
+    A Feistel network over the smallest even number of bits that holds n, applied again to results outside
+    range(n) (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     rounds = np.uint64(0x9E3779B97F4A7C15) * np.arange(1, ROUNDS + 1, dtype=np.uint64)
@@ -40,13 +40,13 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 
 
 def drawn_order(n: int, seed: int, number: int) -> np.ndarray:
-    """range(n) in the order that (seed, number) draws; where all of it is wanted, sooner than `permuted`."""
+    """range(n) in an order drawn by (seed, number); for all of range(n) faster than `permuted`."""
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(number))
     return _mix(key + np.arange(n, dtype=np.uint64)).argsort(kind="stable")
 
 
 def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(epoch, row) of positions start, ..., stop - 1 of the stream over `n_rows` rows, int64 each."""
+    """(epoch, row) of the positions start, ..., stop - 1 over `n_rows` rows, int64 each."""
     epoch, row = np.divmod(np.arange(start, stop), n_rows)
     for e in np.unique(epoch).tolist():
         row[epoch == e] = permuted(row[epoch == e], n_rows, seed, e)
@@ -54,19 +54,14 @@ def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.n
 
 
 def evaluation_rows(n_rows: int, most: int, seed: int) -> list[int]:
-    """All rows, or where they are more than `most` (0: no limit) so many drawn by the seed, as neighbours are
-    of one document; in the order of the file. A smaller sample is part of a larger one."""
+    """All rows, or `most` of them (0: no limit) drawn by the seed, because neighbours are of one document.
+    They come in the order of the file. A smaller sample is part of a larger one."""
     if not 0 < most < n_rows:
         return list(range(n_rows))
     return sorted(permuted(np.arange(most), n_rows, seed, EVALUATION).tolist())
 
 
 def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int]]:
-    """(position, epoch, row) of these rows, then of padding, to be counted as nothing, up to a multiple of
-    `multiple`: position and row -1. A row's position is the row, so its mask is the same in any sample."""
+    """(position, epoch, row) of these rows, padded to a multiple of `multiple` with position and row -1,
+    which count as nothing. A row's position is its number, so its mask is the same in any sample."""
     return [(row, 0, row) for row in rows] + [(-1, 0, -1)] * (-len(rows) % multiple)
-
-
-def keep_batch(batch: dict) -> dict:
-    """The collate function of data sets that deliver whole batches (`__getitems__`)."""
-    return batch

@@ -3,12 +3,12 @@
     pairs = prepare_rows(corpus, PairMaker(tokenizer, block_size=128, seed=0), block_size=128)
     pairs.train.__getitems__([(0, 0, 5), (1, 0, 2)])     # input_ids, token_type_ids, ... int64 [2, 128]
 
-A and B are runs of whole sentences that fill the row, as in BERT's own preparation. In half of the rows B is
-what follows A in its document (label 0, as in transformers' BertForPreTraining), in the other half text of
-another document (label 1). Nothing but the meaning can tell the two apart:
-* documents are cut into chunks A B before anything has a label, what does not fit goes on to the next chunk;
-* chunks of two documents whose Bs end alike become a couple, and the longer B is cut to the shorter one;
-* one of two couples, by a coin, swaps its Bs: both labels have the same As, and Bs of the same lengths.
+A and B are consecutive whole sentences that fill the row, as in BERT's own preparation. In half of the rows B
+follows A in its document (label 0, as in transformers' BertForPreTraining); in the other half it comes from
+another document (label 1). Only the meaning can tell the two apart:
+* documents are cut into chunks A B before labels are drawn; what does not fit goes on to the next chunk;
+* two chunks of different documents whose Bs end alike become a couple; the longer B is cut to the shorter;
+* of every two couples one, chosen by a coin, swaps its Bs, so that both labels have Bs of the same lengths.
 """
 
 import itertools
@@ -25,21 +25,20 @@ from data.factory import Key, TokenMaker
 from data.filters import Accounting
 from data.pair_rows import PairRows
 
-BLOCK = 1 << 23  # characters of text in hand at a time, whose chunks become couples
+BLOCK = 1 << 23  # characters of text whose chunks are coupled at a time
 
-# A sentence ends at . ! or ? and what closes it, before a space and what can open another one. Not after an
-# initial ("H. Smith") nor these abbreviations. A space before the closing quote is WikiText's spelling.
+# A sentence ends at . ! or ? and closing quotes or brackets, before a space and what can open a sentence, but
+# not after an initial ("H. Smith") or these abbreviations. WikiText writes a space before a closing quote.
 ABBREVIATIONS = "Mr Mrs Ms Dr St Sr Jr Lt Col Gen Capt Sgt Prof Rev vs No Vol Fig ca cf e.g i.e a.k.a U.S"
-SENTENCE_END = re.compile(
-    r"(?<=[.!?])(?<!\b[A-Z]\.)" + "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS.split())
-    + r"(?:\s?[\"'”’)\]]+(?=\s))?\s+(?=[\"'“‘(\[]*\s?[A-Z0-9<])"
-)  # fmt: skip
-# A line is a paragraph, unless the next line goes on in lower case (hard-wrapped text).
+NO_ABBREVIATION = "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS.split())
+CLOSING, OPENING = r"(?:\s?[\"'”’)\]]+(?=\s))?", r"(?=[\"'“‘(\[]*\s?[A-Z0-9<])"
+SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)" + NO_ABBREVIATION + CLOSING + r"\s+" + OPENING)
+# A line is a paragraph, unless the next line continues in lower case (hard-wrapped text).
 PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?![ \t]*[a-z])")
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, in order. Headings and list items on lines of their own count as one each."""
+    """The sentences of a text, in order. A heading or list item on a line of its own is one sentence."""
     sentences = []
     for paragraph in PARAGRAPH_END.split(text):
         start = 0
@@ -55,21 +54,21 @@ class Chunk(NamedTuple):
 
     a: np.ndarray
     b: np.ndarray
-    ending: int  # of B: 0 cut off, 1 with a sentence, 2 with the document
+    ending: int  # B ends: 0 inside a sentence, 1 with a sentence, 2 with the document
     document: int
     number: int  # in its document
 
 
 class PairBuilder:
-    """Documents (lists of sentences, each an array of token ids) to (A, B, label), couple after couple, of
-    the documents of one call and the chunks of one document that still wait for another one."""
+    """Turns documents (lists of sentences, each an array of token ids) into (A, B, label), couple after
+    couple. Chunks that find no partner wait for the documents of the next call."""
 
     def __init__(self, room: int, seed: int | str):
-        self.room, self.tokens = room, 0  # tokens of A and B together; of all sentences, as the caller counts
+        self.room, self.tokens = room, 0  # tokens of A and B together; of all sentences, for the caller
         self.random = random.Random(seed)
-        # A coin for the first of two couples, the other label for the second: equal halves, of alike Bs.
+        # A coin labels the first of two couples; the second gets the other label, so both have alike Bs.
         self.labels = (label for _ in itertools.count() for label in self.random.sample((0, 1), 2))
-        self.documents = self.dropped = 0  # dropped: tokens, of single sentences or cut off
+        self.documents = self.dropped = 0  # dropped: tokens that were cut off or in single sentences
         self.waiting: list[Chunk] = []
 
     def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
@@ -79,13 +78,12 @@ class PairBuilder:
         return self.couples(chunks, lambda one, other: one.document != other.document)
 
     def rest(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """At the end: chunks of one document that still wait, paired with each other where they do not touch.
-        What is left then is dropped."""
+        """At the end: couples chunks of one document that do not touch. What is left is dropped."""
         yield from self.couples(self.waiting, lambda one, other: abs(one.number - other.number) > 1)
         self.dropped += sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
 
     def couples(self, chunks: list[Chunk], may_be: Callable) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """Two by two their As, with their own Bs or each other's. Who finds no partner waits."""
+        """The chunks two by two: their As with their own Bs, or with each other's. The others wait."""
         self.waiting = []
         for chunk in chunks:
             if not self.waiting or not may_be(self.waiting[-1], chunk):
@@ -98,7 +96,7 @@ class PairBuilder:
             yield chunk.a, (other if label else chunk).b[:end], label
 
     def chunks(self, document: list[np.ndarray]) -> Iterator[Chunk]:
-        """The chunks of a document, which no label has a part in."""
+        """The chunks of a document, which do not depend on labels."""
         sentences, start, numbers = list(document), 0, itertools.count()
         self.documents += 1
         while start < len(sentences):
@@ -109,11 +107,11 @@ class PairBuilder:
             if end - start < 2:
                 self.dropped += length
                 return
-            # A takes at most half of the row where it can, so that what does not fit is B's, and goes on.
+            # A takes at most half of the row, if it can, so that what does not fit is B's and goes on.
             fits = np.cumsum([len(sentence) for sentence in sentences[start : end - 1]]) <= self.room // 2
             middle = start + self.random.randint(1, max(1, int(fits.sum())))
             a, b = np.concatenate(sentences[start:middle]), np.concatenate(sentences[middle:end])
-            # Cut from the longer side: A at its beginning and B at its end, never where they meet.
+            # The longer one is cut, A at its beginning and B at its end, never where they meet.
             keep = min(len(a), max(self.room - self.room // 2, self.room - len(b)))
             rest = b[self.room - keep :]
             self.dropped += len(a) - keep
@@ -127,12 +125,11 @@ class PairBuilder:
 
 
 class PairMaker(TokenMaker):
-    """The documents of a chunk to rows of PairRows, by random numbers of its own. pack: theirs."""
+    """Turns the documents of a chunk into rows of PairRows. pack: see PairRows."""
 
     cache = "pairs"
-    no_row = ("and pairs need two documents of two sentences or more. Remedies: name a source of more, whole "
-              "documents with sentences that end in . ! or ?, raise validation_fraction, or switch "
-              "next_sentence off.")
+    no_row = ("and pairs need two documents of two sentences or more. Name a source with more whole texts "
+              "and sentences that end in . ! or ?; raise validation_fraction; or switch next_sentence off.")
 
     def __init__(self, tokenizer, block_size: int, seed: int, pack: bool = False):
         super().__init__(tokenizer)
@@ -141,7 +138,7 @@ class PairMaker(TokenMaker):
         self.settings |= {"block_size": block_size, "special": self.special, "seed": seed}
 
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
-        """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), again and again."""
+        """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), repeatedly."""
         self.builders: dict[str, PairBuilder] = {}
         texts, size = {}, 0
         for text, split in itertools.chain(documents, [("", None)]):
@@ -168,6 +165,7 @@ class PairMaker(TokenMaker):
 
     def rows(self, pairs: Iterable[tuple]) -> np.ndarray:
         cls, sep, pad = self.special
+        """(A, B, label) of each pair -> the rows, one after the other [n x (T + 3)]."""
         rows = [np.empty(0, self.dtype)]
         for a, b, label in pairs:
             ids = [cls, *a, sep, *b, sep]

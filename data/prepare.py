@@ -2,14 +2,13 @@
 
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
 
-Memory grows by 10 to 20 bytes per kept document only (the hashes that find exact duplicates). Killed at any
-moment, the same command resumes, and the files come out byte for byte as if nothing had happened; files of a
-finished folder that are lost or damaged are made again. Rows of any length can be cut from shards.
+Memory grows only by the hashes that find exact duplicates: 10 to 20 bytes per kept document. After a kill the
+same command resumes, to the same bytes. In a finished folder it makes lost and damaged files again.
 
-On many machines, --parts 64 --part 7 makes every 64th unit of the source (files, usually) or, where it has
-fewer units, every 64th chunk. Each part first leaves the hashes of its documents. When those of all parts are
-there, each knows which documents come first elsewhere, and makes its chunks. Whoever finds that all are made
-writes the manifest: that of one preparation.
+On many machines, --parts 64 --part 7 makes every 64th unit of the source (usually a file) or, where it has
+fewer units, every 64th chunk. Each part first writes the hashes of its documents. Once all parts have done
+so, each knows which of its documents another part has, too, and makes its chunks. The part that finishes last
+writes the manifest, the same as that of one preparation.
 """
 
 import argparse
@@ -35,7 +34,7 @@ from utils.io.mistakes import user_mistakes
 from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
 from utils.io.urls import Folder, explained
 
-HASHES, MADE = PROGRESS + "/hashes-{:05d}.npz", PROGRESS + "/part-{:05d}.json"  # what a part leaves
+HASHES, MADE = PROGRESS + "/hashes-{:05d}.npz", PROGRESS + "/part-{:05d}.json"  # written by a part
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,24 +42,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m data.prepare", description=about, allow_abbrev=False)
     add = parser.add_argument
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
-    add_source_flags(add)  # of the split train the source's validation and test come too
+    add_source_flags(add)  # with the split train come the source's splits validation and test
     add("--tokenizer_name", help="Hub id or folder")
-    add("--validation_fraction", type=float, default=0.005,
-        help="of the documents, where the source has no validation split (default: 0.005; 0: none)")
-    add("--seed", type=int, default=0, help="chooses validation documents, and cuts (default: 0)")
+    share = "share of the documents, where the source has no validation split (default: 0.005; 0: none)"
+    add("--validation_fraction", type=float, default=0.005, help=share)
+    add("--seed", type=int, default=0, help="chooses validation documents and FIM cuts (default: 0)")
     add("--fim_rate", type=float, default=0.0, help="share of the documents to fill in (default: 0)")
-    size = f"of a file (default: {SHARD_MB:g}; hf://: better more)"
+    size = f"MB per file (default: {SHARD_MB:g}; choose more for hf://)"
     add("--shard_mb", type=float, default=SHARD_MB, help=size)
-    add("--parts", type=int, default=1, help="of a preparation on many machines (default: 1)")
-    add("--part", type=int, help="this one: 0 to parts - 1")
+    add("--parts", type=int, default=1, help="number of parts, one per machine or job (default: 1)")
+    add("--part", type=int, help="number of this part: 0 to parts - 1")
     return parser.parse_args(argv)
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """ValueError with one line for each value that cannot be."""
+    """ValueError with one line for each wrong value."""
     problems = check_numbers(args, shard_mb=1e-6, seed=0, parts=1)
     if args.part not in ((None, 0) if args.parts == 1 else range(args.parts)):
-        problems.append(f"part: must be 0 to {args.parts - 1}, one less than parts, is {args.part}.")
+        problems.append(f"part: must be 0 to {args.parts - 1} (parts - 1), is {args.part}.")
     if not args.tokenizer_name:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one.")
     if not 0 <= args.fim_rate <= 1:
@@ -74,8 +73,8 @@ def check_args(args: argparse.Namespace) -> None:
 
 
 def prepare(args: argparse.Namespace) -> dict | None:
-    """Runs or resumes the preparation, prints its accounting and returns the manifest; None of a part while
-    others are to come. ValueError for a user's mistake, ConnectionError when source or target stay away."""
+    """Runs or resumes the preparation, prints its accounting. Returns the manifest, or None for a part while
+    others are missing. ValueError: the user's mistake. ConnectionError: source or target stay away."""
     check_args(args)
     bound_waiting()
     folder, tokenizer = Folder(args.output_dir), load_tokenizer(args.tokenizer_name)
@@ -113,7 +112,7 @@ def prepare(args: argparse.Namespace) -> dict | None:
 
 
 def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
-    """{"test", "validation", "train": Corpus}; of another split than train only that, as train."""
+    """{"test", "validation", "train": Corpus}; a split other than train comes alone, as train."""
     source = source_of(args, streaming=True)
     names = ("test", "validation") if source.split == "train" else ()
     splits = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
@@ -121,8 +120,8 @@ def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
 
 
 def earlier_manifest(factory: Factory, parts: int) -> dict | None:
-    """The manifest if this preparation is finished, None if it is to begin or to resume. ValueError when
-    something else lies there, or a preparation with other settings."""
+    """The manifest of a finished preparation; None if it must begin or resume. ValueError where the folder
+    holds something else, or a preparation with other settings."""
     folder, settings = factory.folder, factory.settings
     with explained(folder.url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
@@ -145,7 +144,7 @@ def earlier_manifest(factory: Factory, parts: int) -> dict | None:
 
 
 def only_run(folder: Folder, name: str, wait: float):
-    """Two runs at once would write the same files. The lock ends with the process; local disks only."""
+    """Locks a local folder: two runs would write the same files. The lock ends with the process."""
     if not folder.local:
         return contextlib.nullcontext()
     progress = Path(folder.path(PROGRESS))
@@ -161,39 +160,38 @@ def only_run(folder: Folder, name: str, wait: float):
 
 
 def prepare_part(factory: Factory, part: int, parts: int) -> dict | None:
-    """One part, as far as it gets; the manifest, where all are done."""
+    """Does what one part can do now. Returns the manifest once all parts are done."""
     folder = factory.folder
-    for done, kind, work in ("read", HASHES, read_hashes), ("made", MADE, make_chunks):
+    for state, kind, work in ("read", HASHES, read_hashes), ("made", MADE, make_chunks):
         if part in lacking(folder, kind, parts):
             content = work(factory, part, parts)
-            earlier_manifest(factory, parts)  # ValueError: another part began at once with other settings
+            earlier_manifest(factory, parts)  # ValueError: another part has begun with other settings
             folder.write(kind.format(part), content)
         if left := lacking(folder, kind, parts):
             if not (manifest := earlier_manifest(factory, parts)):
-                print(f"part {part} is {done}. Run the same command again when these are:", *left)
+                print(f"part {part} is {state}. Run the same command again when these are:", *left)
             return manifest
     with contextlib.suppress(FileNotFoundError), only_run(folder, "lock", wait=-1):
         if not earlier_manifest(factory, parts):
             factory.resume()
             return factory.finish()
-    return earlier_manifest(factory, parts)  # another one has just written it
+    return earlier_manifest(factory, parts)  # another part has just written it
 
 
 def lacking(folder: Folder, kind: str, parts: int) -> list[int]:
-    """The parts that have not left their file of this kind."""
+    """The parts whose file of this kind is missing."""
     names = folder.names(PROGRESS)
     return [part for part in range(parts) if kind.format(part).split("/")[1] not in names]
 
 
 def read_hashes(factory: Factory, part: int, parts: int) -> bytes:
-    """HASHES of a part: Chunk.facts of each of its chunks."""
+    """The file HASHES: Chunk.facts of each chunk of the part."""
     facts, data = {}, io.BytesIO()
     for split, corpus in factory.corpora.items():
-        units = corpus.units
+        units = len(corpus.readers)
         for unit in range(part, units, parts) if units >= parts else range(units):
             for key, chunk in factory.chunks(split, unit, SeenHashes()):
-                for _ in chunk:
-                    pass
+                chunk.skip_rest()
                 if units >= parts or (unit + key[2]) % parts == part:
                     facts[named(key)] = chunk.facts
     np.savez(data, **facts)
@@ -201,14 +199,15 @@ def read_hashes(factory: Factory, part: int, parts: int) -> bytes:
 
 
 def make_chunks(factory: Factory, part: int, parts: int) -> bytes:
-    """MADE. Of what others make only the hashes count that a document of this part has, too."""
+    """Makes the chunks of the part; of other parts' hashes it keeps only those of its own documents. Returns
+    the content of MADE."""
 
     def facts_of(part: int) -> dict[str, np.ndarray]:
         with np.load(io.BytesIO(factory.folder.read(HASHES.format(part)))) as facts:
             return dict(facts)
 
-    own = [np.empty(0, np.uint64), *(facts[2:] for facts in facts_of(part).values())]
-    own = np.unique(np.concatenate(own))
+    hashes = [facts[2:] for facts in facts_of(part).values()]
+    own = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]))
     for other in set(range(parts)) - {part}:
         for name, facts in facts_of(other).items():
             factory.elsewhere[key_of(name)] = np.append(facts[:2], np.intersect1d(facts[2:], own))
@@ -218,7 +217,7 @@ def make_chunks(factory: Factory, part: int, parts: int) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 2 the user's mistake, 1 a source or a target that failed."""
+    """Returns the exit status: 0 done, 2 the user's mistake, 1 a source or a target that failed."""
     try:
         with user_mistakes():
             prepare(parse_args(argv))

@@ -3,8 +3,8 @@
     rows = PackedRows([np.load("train-00000.npy", mmap_mode="r"), ...], block_size=128)
     rows.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
 
-Rows carry over the boundaries of documents and of files; what is left at the end is shorter than a row. The
-files hold tokens, not rows, so they serve any T. B rows of a batch, T tokens of a row (block_size), n rows.
+Rows cross the boundaries of documents and files. What is left at the end, less than a row, is unused. The
+files hold tokens, not rows, so they serve any T. B rows per batch, T tokens per row (block_size), n rows.
 """
 
 import itertools
@@ -18,10 +18,10 @@ AT_ONCE = 4096  # rows whose places are computed at once
 
 
 class PackedRows:
-    """Rows cut from arrays of token ids [any number], usually memory-mapped. most: the first so many; 0: all.
-    content: changes with the ids. bytes_per_token: UTF-8 bytes of the text / tokens and EOS; 0: unknown."""
+    """Rows cut from 1-d arrays of token ids, usually memory-mapped. most: the first so many rows; 0: all.
+    content: changes with the ids. bytes_per_token: UTF-8 bytes of the text / its tokens; 0: unknown."""
 
-    blanks = {"input_ids": 0}  # what a row of padding holds in each column
+    blanks = {"input_ids": 0}  # the value of each column in a row of padding
 
     def __init__(self, tokens: Sequence[np.ndarray], block_size: int, most: int = 0, content: str = "",
                  bytes_per_token: float = 0.0):
@@ -29,8 +29,8 @@ class PackedRows:
         self.bytes_per_token = bytes_per_token
         self.views = [view for view in _cut(tokens, block_size) if len(view)]  # [*, T] each
         self.first = np.cumsum([0, *map(len, self.views)])  # row of each view
-        there = int(self.first[-1])
-        self.size = min(there, most or there)
+        all_rows = int(self.first[-1])
+        self.size = min(all_rows, most or all_rows)
 
     @property
     def n_rows(self) -> int:
@@ -43,14 +43,14 @@ class PackedRows:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the content of the rows, and with nothing else."""
+        """Changes with the content of the rows and with nothing else."""
         return f"{self.content}-{self.block_size}" + f"-{self.most}" * (self.most > 0)
 
     def __len__(self) -> int:
         return self.size
 
     def at(self, row: np.ndarray) -> np.ndarray:
-        """The rows of these numbers [B] -> [B, T]; of -1 some row."""
+        """Row numbers [B] -> rows [B, T]; for -1 any row."""
         if len(self.views) == 1:
             return self.views[0][row]
         row = np.maximum(row, 0)
@@ -59,19 +59,19 @@ class PackedRows:
         return np.stack([self.views[v][i] for v, i in zip(view.tolist(), inside.tolist(), strict=True)])
 
     def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of these rows, [B, ...] of any integers."""
+        """The columns of these rows: {name: [B, ...], any integer type}."""
         return {"input_ids": self.at(row)}
 
     def walk(self, first: int, seed: int) -> Iterator[tuple[int, int]]:
-        """(epoch, row) of the uses first, first + 1, ... of these rows: all of them once in each epoch."""
+        """(epoch, row) of the uses first, first + 1, ... of these rows: each row once per epoch."""
         assert len(self), "no row to train on"
         for start in itertools.count(first, AT_ONCE):
             epoch, row = epochs_and_rows(start, start + AT_ONCE, len(self), seed)
             yield from zip(epoch.tolist(), row.tolist(), strict=True)
 
     def __getitems__(self, keys: list[tuple[int, int, int]]) -> dict:
-        """keys (position, epoch, row) -> {"input_ids": int64 [B, T], "position", "epoch", "row", "source":
-        int64 [B]}; row -1 is padding."""
+        """(position, epoch, row) each -> {"input_ids": int64 [B, T], "position", "epoch", "row", "source":
+        int64 [B]}. Row -1 is padding."""
         position, epoch, row = np.array(keys, np.int64).reshape(-1, 3).T
         columns = self.take(row, epoch)
         if (padding := row < 0).any():
@@ -82,9 +82,9 @@ class PackedRows:
 
 
 def _cut(tokens: Sequence[np.ndarray], T: int) -> Iterator[np.ndarray]:
-    """The rows of several arrays as if they were one: those inside an array [*, T], then the one that goes on
-    in the next arrays [1, T]."""
-    rest = []  # of the arrays so far: less than a row
+    """The rows of the concatenated arrays: [n, T] of those inside one array, [1, T] of each that crosses into
+    the next arrays."""
+    rest = []  # pieces of the row that is not complete yet
     for ids in tokens:
         missing = -sum(map(len, rest)) % T
         rest.append(np.asarray(ids[:missing]))
@@ -98,7 +98,7 @@ def _cut(tokens: Sequence[np.ndarray], T: int) -> Iterator[np.ndarray]:
 
 def as_batch(columns: dict[str, np.ndarray]) -> dict:
     """The columns as int64 tensors."""
-    import torch  # not at the top: what makes rows needs none
+    import torch  # not at the top: making rows needs none
 
     whole = {name: np.ascontiguousarray(column, np.int64) for name, column in columns.items()}
     return {name: torch.from_numpy(column) for name, column in whole.items()}

@@ -3,8 +3,8 @@
     train-00000-00000.npy ...   token ids of whole documents, one after the other: uint16 or uint32 [n]
     validation-00000.npy ...
     tokenizer/                  the tokenizer that made the ids
-    manifest.json               settings, counts, checksums; written last: with it, the folder is complete
-    progress/                   until then: what is done
+    manifest.json               settings, counts, checksums; written last, when the folder is complete
+    progress/                   the chunks that are done, until then
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def write_tokens(folder: Folder, name: str, ids: np.ndarray) -> dict:
 
 
 def read_file(folder: Folder, entry: dict) -> bytes:
-    """What a file of the manifest holds. ValueError where it is lost or damaged."""
+    """The content of a file of the manifest. ValueError where it is lost or damaged."""
     try:
         data = folder.read(entry["file"])
     except FileNotFoundError:
@@ -48,12 +48,12 @@ def read_file(folder: Folder, entry: dict) -> bytes:
     if data is None or hashlib.sha256(data).hexdigest() != entry["sha256"]:
         problem = "missing" if data is None else "damaged (by its checksum)"
         raise ValueError(f"{folder.url}/{entry['file']} is {problem}. Copy it again, or run the same command "
-                         "of data.prepare again: it makes what is missing or damaged.")
+                         "of data.prepare again: it makes missing and damaged files.")
     return data
 
 
 def damaged_files(folder: Folder, manifest: dict, checksums: bool = True) -> list[str]:
-    """The files that are missing, or not what the manifest says: by size, on a disk also by checksum."""
+    """The files that are missing or differ from the manifest: in size, on a local disk also in checksum."""
     damaged = []
     for entry in (file for split in manifest["splits"].values() for file in split["files"]):
         try:
@@ -67,15 +67,15 @@ def damaged_files(folder: Folder, manifest: dict, checksums: bool = True) -> lis
 
 
 def finished_manifest(folder: Folder) -> dict | None:
-    """None where there is none, or none that can be read."""
+    """The manifest, or None where there is none, or none that can be read."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(folder.read(MANIFEST))
 
 
 def read_manifest(url: str) -> dict | None:
-    """The manifest of the shards at `url`. None where there are none, or what is no URL or folder.
+    """The manifest of the shards at `url`, or None where `url` is no URL or folder or holds none.
 
-    Raises ValueError for a URL that cannot be read, or an unfinished preparation."""
+    ValueError: the URL cannot be read, or its preparation is unfinished."""
     a_file = files.suffix(url) in (*files.SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
     if a_file if "://" in str(url) else not os.path.isdir(url):
         return None
@@ -85,14 +85,14 @@ def read_manifest(url: str) -> dict | None:
         if MANIFEST not in names and PROGRESS in names and "settings.json" in folder.names(PROGRESS):
             raise ValueError("not finished; run the same `python -m data.prepare` command to resume")
         manifest = json.loads(folder.read(MANIFEST)) if MANIFEST in names else None
-    made = str(manifest.get("format") if isinstance(manifest, dict) else None)
-    if made.startswith("token") and made != FORMAT:
-        raise ValueError(f"{url}: format {made!r}, and this version reads {FORMAT!r}. Prepare it again.")
-    return manifest if made == FORMAT else None
+    made_in = str(manifest.get("format") if isinstance(manifest, dict) else None)
+    if made_in.startswith("token") and made_in != FORMAT:
+        raise ValueError(f"{url}: format {made_in!r}, but this version reads {FORMAT!r}. Prepare it again.")
+    return manifest if made_in == FORMAT else None
 
 
 def check_shards(url: str, tokenizer=None) -> dict:
-    """The manifest of token shards. ValueError where there are none, or of another tokenizer."""
+    """The manifest of token shards. ValueError where there are none, or another tokenizer made them."""
     manifest = read_manifest(url)
     if manifest is None:
         raise ValueError(f"{url} holds no token shards; `python -m data.prepare` makes them.")
@@ -102,7 +102,7 @@ def check_shards(url: str, tokenizer=None) -> dict:
 
 
 def entries_of(manifest: dict, url: str, split: str, block_size: int) -> list[dict]:
-    """The files of a split. ValueError where it has no row."""
+    """The manifest's entries for the files of a split. ValueError where it has no row."""
     tokens = {name: entry["tokens"] for name, entry in manifest["splits"].items()}
     if tokens.get(split, 0) < block_size:
         have = ", ".join(name for name, count in tokens.items() if count >= block_size)
@@ -112,8 +112,8 @@ def entries_of(manifest: dict, url: str, split: str, block_size: int) -> list[di
 
 
 def open_shards(url: str, split: str, block_size: int, *, cache_dir: str, max_rows: int = 0) -> PackedRows:
-    """Map-style rows of the shards at `url`, or the first max_rows: local files are read where they lie,
-    others are copied once to `cache_dir`. Each file is verified once. Raises ValueError."""
+    """Map-style rows of the shards at `url`, or the first max_rows. Local files are read where they lie,
+    others are copied to `cache_dir` once. Each is verified once. ValueError: a file is lost or damaged."""
     manifest, folder = check_shards(url), Folder(url)
     wanted, tokens = [], 0
     for entry in entries_of(manifest, url, split, block_size):
@@ -129,8 +129,9 @@ def open_shards(url: str, split: str, block_size: int, *, cache_dir: str, max_ro
 
     if folder.local:
         where = Path(folder.root)
-        there = [str(where / entry["file"]) for entry in wanted if (where / entry["file"]).exists()]
-        build_once(cache_dir, "verified", [files.states(there), wanted], copy)
+        paths = [where / entry["file"] for entry in wanted]
+        states = files.states([str(path) for path in paths if path.exists()])
+        build_once(cache_dir, "verified", [states, wanted], copy)
     else:
         where = build_once(cache_dir, "shards", wanted, copy)
     return rows_of(where, manifest, split, wanted, block_size, max_rows)
@@ -138,7 +139,7 @@ def open_shards(url: str, split: str, block_size: int, *, cache_dir: str, max_ro
 
 def rows_of(folder: Path, manifest: dict, split: str, entries: list[dict], block_size: int, most: int = 0,
             kind=PackedRows) -> PackedRows:
-    """Rows of these files of a local folder."""
+    """Rows from these files of a local folder."""
     arrays = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
     content = hashlib.sha256(repr([entry["sha256"] for entry in entries]).encode()).hexdigest()[:32]
     account = manifest["accounting"][split]
@@ -146,7 +147,7 @@ def rows_of(folder: Path, manifest: dict, split: str, entries: list[dict], block
 
 
 def fetch_tokenizer(url: str, cache_dir: str) -> str:
-    """A local folder with the tokenizer of the shards at `url`; a copy in `cache_dir` if they are remote."""
+    """The folder of the shards' tokenizer, or of its copy in `cache_dir` if they are remote."""
     folder = Folder(url)
     if folder.local:
         return f"{folder.root}/tokenizer"

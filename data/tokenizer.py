@@ -29,10 +29,10 @@ from utils.io.mistakes import user_mistakes
 from utils.io.urls import explained
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
-LETTER = re.compile(r"(?<=[^\s!-/:-@\[-`{-~])[^\s!-/:-@\[-`{-~]")  # within a word of BERT, or at its end
+LETTER = re.compile(r"(?<=[^\s!-/:-@\[-`{-~])[^\s!-/:-@\[-`{-~]")  # of a BERT word, any but its first
 
-# Special tokens by model family, in the order of their ids, which are those of the families' configurations.
-# RoBERTa counts its positions from the pad id (1): another one would silently turn that token into padding.
+# Special tokens by model family, in the order of the ids that the families' configurations give them. RoBERTa
+# counts its positions from the pad id (1): with another id a token would silently be taken for padding.
 ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>",
            "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
@@ -41,19 +41,19 @@ CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token
 LIKE_ROBERTA = ("camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
                 "xlm-roberta", "xlm-roberta-xl")
 FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT), **dict.fromkeys(LIKE_ROBERTA, ROBERTA)}
-USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}  # of each algorithm
+USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}  # by algorithm
 
 
 def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
-    """A tokenizer of the Hub or of a folder. ValueError where there is none of the tokenizers library."""
-    asked = f"tokenizer_name {str(name_or_path)!r}"
+    """A tokenizer from the Hub or a folder. ValueError where it is missing or has no tokenizer.json."""
+    name = str(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
-    except Exception as error:  # of a damaged file any
-        raise ValueError(f"{asked} cannot be loaded: {str(error).strip()}\n  Remedies: check "
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"tokenizer_name {name!r} cannot be loaded: {str(error).strip()}\n  Remedies: check "
                          "spelling, network and login.") from error
     if not tokenizer.is_fast:
-        raise ValueError(f"{asked} has no tokenizer.json; choose one that has")
+        raise ValueError(f"tokenizer_name {name!r} has no tokenizer.json; choose one that has")
     return tokenizer
 
 
@@ -61,9 +61,10 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
                     progress=False, fim: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer trained on texts, with the special tokens of the model's family.
 
-    bpe: byte-level, GPT-2's, round-trips any text. unigram: as in transformers' Keras TPU example, mask token
-    [MASK] included; the end of a line is no part of a word. wordpiece: BERT's, cased. A warning names the
-    size reached where it is not vocab_size. fim: with the tokens of data/fim.py. Raises ValueError."""
+    bpe: GPT-2's, byte-level, round-trips any text. unigram: as in transformers' Keras TPU example, with its
+    mask token [MASK]; words do not contain line ends. wordpiece: BERT's, cased. fim: add the tokens of
+    data/fim.py. Prints a warning if the size reached is not vocab_size. ValueError: settings or text do not
+    allow it."""
     if algorithm not in USUAL_MODEL:
         raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_MODEL)}")
     if model_type not in CONFIG_MAPPING:
@@ -77,9 +78,9 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     train = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}[algorithm]
     try:
         backend = train(texts, special["unk_token"], common)
-    except Exception as error:  # the library raises bare Exceptions, as where Unigram finds too little
-        short = "not large enough" in str(error)  # for all characters of the text
-        remedy = "raise vocab_size" if short else "lower vocab_size or take more text"
+    except Exception as error:  # the library raises bare Exceptions, e.g. where Unigram finds too few pieces
+        too_small = "not large enough" in str(error)  # for all characters of the text
+        remedy = "raise vocab_size" if too_small else "lower vocab_size or take more text"
         raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
                          f"{remedy}") from error
     if "cls_token" in special:
@@ -91,7 +92,7 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     if fim:
         special["extra_special_tokens"] = list(FIM_NAMES[0])
     special["clean_up_tokenization_spaces"] = False  # decode() would drop spaces that the text had
-    special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines hand to the model
+    special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines pass to the model
     if hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size") and "[CLS]" in names:
         special["model_input_names"].insert(1, "token_type_ids")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
@@ -102,14 +103,14 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
 
 
 def _special_tokens(algorithm: str, model_type: str) -> dict:
-    """Of the model's family, by their roles."""
+    """The special tokens of the model's family, by their roles."""
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
         special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
     if algorithm == "unigram" and "mask_token" in special:
-        special["mask_token"] = "[MASK]"  # so is it written in that example's prompts, for a RoBERTa
+        special["mask_token"] = "[MASK]"  # as in the prompts of that example, though for a RoBERTa
     if algorithm != "wordpiece" and "mask_token" in special:
-        # A word begins with its space there: the mask of a whole word takes the space before it too.
+        # Words begin with their space, so the mask of a whole word takes the space before it, too.
         special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
     return special
 
@@ -127,16 +128,16 @@ def _bpe(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
 
 
 def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
-    """With its pieces in one order: by score, then by text.
+    """Orders the pieces by score, then by text, to be the same in every process.
 
-    The library gives equal scores, and those of the characters that it adds at the end (the lowest score and
-    0.0001 more for each), in the order of a hash map, another one in each process; sums differ by 1e-10."""
+    The library orders equal scores as a hash map happens to, and so it scores the characters that it adds at
+    the end (the lowest score, and 0.0001 more for each). Scores also differ by 1e-10 between processes."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Sequence([normalizers.Replace(quote, '"') for quote in ("``", "''")])
     lines, words = Regex(r"[\r\n]+"), pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(lines, "isolated"), words])
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    texts = itertools.chain(["\n\n\n"], texts)  # it knows only what two words share, as blank lines then
+    texts = itertools.chain(["\n\n\n"], texts)  # pieces must occur twice, as "\n\n" then does
     _train(backend, texts, trainers.UnigramTrainer(unk_token=unknown, **common))
     trained, n_special = json.loads(backend.to_str())["model"], len(common["special_tokens"])
     special, pieces = trained["vocab"][:n_special], trained["vocab"][n_special:]
@@ -152,8 +153,8 @@ def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
 
 
 def _wordpiece(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
-    """The library numbers the letters within words in the order of a hash map, and equal counts go by number.
-    So they are given to it as special tokens, in one order, until it is trained."""
+    """The library numbers the letters inside words in the order of a hash map, and these numbers decide
+    between equal counts. To fix their order, training gets them as special tokens."""
     backend = Tokenizer(models.WordPiece(unk_token=unknown))
     backend.normalizer = normalizers.BertNormalizer(lowercase=False)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -162,27 +163,27 @@ def _wordpiece(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
     letters = sorted({letter for text in texts for letter in LETTER.findall(normal(text))})
     common = common | {"special_tokens": [*special, *(f"##{letter}" for letter in letters)]}
     _train(backend, texts, trainers.WordPieceTrainer(**common))
-    made, names = json.loads(backend.to_str()), {str(token) for token in special}
-    made["added_tokens"] = [token for token in made["added_tokens"] if token["content"] in names]
-    return Tokenizer.from_str(json.dumps(made))
+    trained, names = json.loads(backend.to_str()), {str(token) for token in special}
+    trained["added_tokens"] = [token for token in trained["added_tokens"] if token["content"] in names]
+    return Tokenizer.from_str(json.dumps(trained))
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
-    """A fair sample of a stream of any length, held in max_bytes: documents draw a number from (content,
-    seed) and the smallest numbers stay, wherever they stand."""
-    held, size = [], 0  # a heap, largest number first
+    """A fair sample of at most max_bytes from a stream of any length. Each text draws a number from (text,
+    seed); the texts with the smallest numbers stay."""
+    sample, size = [], 0  # a heap, largest number first
     for text in texts:
         data = text.encode("utf-8", "replace")
         draw = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
-        heapq.heappush(held, (-int.from_bytes(draw, "big"), len(data), text))
+        heapq.heappush(sample, (-int.from_bytes(draw, "big"), len(data), text))
         size += len(data)
-        while len(held) > 1 and size > max_bytes:
-            size -= heapq.heappop(held)[1]
-    return [text for _, _, text in sorted(held, reverse=True)]
+        while len(sample) > 1 and size > max_bytes:
+            size -= heapq.heappop(sample)[1]
+    return [text for _, _, text in sorted(sample, reverse=True)]
 
 
 def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple[list[str], Accounting]:
-    """`sample_texts` of a corpus, or of its first read_bytes, and the account of what was read. ValueError
+    """`sample_texts` of a corpus, or of its first read_bytes, and the counts of what was read. ValueError
     where there is no text."""
     counts = Accounting()
     documents = clean_documents(corpus, counts)
@@ -191,44 +192,44 @@ def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple
     documents = show_progress(documents, f"reading {corpus.name} for the tokenizer")
     texts = sample_texts((document[corpus.text_column] for document in documents), max_bytes, seed)
     if not texts:
-        told = f"none of {counts.read:,} documents is UTF-8 text"
+        message = f"dataset_name {corpus.name}: none of {counts.read:,} documents is UTF-8 text"
         if corpus.keywords:
-            told += f" with one of the keywords {' '.join(corpus.keywords)} (--keywords none takes all)"
-        raise ValueError(f"dataset_name {corpus.name}: {told}")
+            message += f" with one of the keywords {' '.join(corpus.keywords)} (--keywords none takes all)"
+        raise ValueError(message)
     return texts, counts
 
 
 def keytoken_ids(tokenizer, keywords: Iterable[str]) -> tuple[list[int], list[str]]:
-    """Ids of the keywords that are one token, bare or after a space, and the spellings that are not."""
-    ids, missing = {}, {}  # as ordered sets
+    """The ids of the keywords that are one token, bare or after a space, and the spellings that are not."""
+    ids, not_single = {}, {}  # as ordered sets
     for spelling in (spelling for word in keywords for spelling in (word.strip(), " " + word.strip())):
-        found = tokenizer(spelling, add_special_tokens=False)["input_ids"]
-        if len(found) == 1 and found[0] != tokenizer.unk_token_id:
-            ids[found[0]] = None
+        tokens = tokenizer(spelling, add_special_tokens=False)["input_ids"]
+        if len(tokens) == 1 and tokens[0] != tokenizer.unk_token_id:
+            ids[tokens[0]] = None
         else:
-            missing[spelling] = None
-    return list(ids), list(missing)
+            not_single[spelling] = None
+    return list(ids), list(not_single)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser("python -m data.tokenizer", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--output_dir", required=True, help="AutoTokenizer loads it from there")
+    add("--output_dir", required=True, help="folder for AutoTokenizer.from_pretrained")
     add("--algorithm", default="bpe", choices=list(USUAL_MODEL))
-    add("--vocab_size", type=int, default=32_000, help="tokens, special ones included")
-    add("--model_type", help="decides the special tokens; without it gpt2, roberta or bert, by algorithm")
+    add("--vocab_size", type=int, default=32_000, help="number of tokens, with special ones")
+    add("--model_type", help="decides the special tokens (default: gpt2, roberta or bert, by algorithm)")
     add_source_flags(add)
-    add("--fim", action="store_true", help="with the special tokens to fill in the middle")
+    add("--fim", action="store_true", help="add the special tokens for fill-in-the-middle")
     add("--streaming", action="store_true", help="read a Hub data set while it downloads")
-    add("--max_bytes", type=int, default=TRAINING_BYTES, help="of text to train on, a fair sample")
-    add("--seed", type=int, default=0, help="of the sample")
+    add("--max_bytes", type=int, default=TRAINING_BYTES, help="bytes of text to train on, a fair sample")
+    add("--seed", type=int, default=0, help="chooses the sample")
     args = parser.parse_args(arguments)
 
     if problems := check_numbers(args, vocab_size=1, max_bytes=1, seed=0):
         raise ValueError("\n".join(problems))
     with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
-        os.listdir(args.output_dir)  # it may be a file, or no name can be so long
+        os.listdir(args.output_dir)  # fails now, not after training, if it is a file
     corpus = load_corpus(source_of(args, args.streaming))
     texts, counts = sampled(corpus, args.max_bytes, args.seed)
     print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
@@ -236,7 +237,7 @@ def main(arguments=None):
           f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
     model_type, terminal = args.model_type or USUAL_MODEL[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal, args.fim)
-    with explained(f"output_dir {args.output_dir}", "written", Exception):  # tokenizers raises no other
+    with explained(f"output_dir {args.output_dir}", "written", Exception):  # as tokenizers raises
         tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}. To publish them: "
           f"hf upload user/name {args.output_dir}")

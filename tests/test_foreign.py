@@ -121,23 +121,23 @@ def bad_files(folder: Path) -> dict[str, tuple[str, str]]:
     files = {
         "odd.bin": (flat[:-1], "truncated: 5,999 bytes"),
         "empty.bin": (b"", "truncated: 0 bytes"),
-        "int32.bin": (np.array(ids(3000), np.int32).tobytes(), r"ids of uint32, it seems: add \?dtype"),
-        "cut-record.tfrecord": (whole[:-7], "record 23: truncated behind it"),
-        "cut-head.tfrecord": (whole[:-136], "record 23: truncated behind it"),
-        "dataset-0-24.tfrecord": (whole[: 16 + whole[0]], "record 1: truncated: .*its name tells of more"),
+        "int32.bin": (np.array(ids(3000), np.int32).tobytes(), r"ids look like uint32: add \?dtype"),
+        "cut-record.tfrecord": (whole[:-7], "record 23: truncated after it"),
+        "cut-head.tfrecord": (whole[:-136], "record 23: truncated after it"),
+        "dataset-0-24.tfrecord": (whole[: 16 + whole[0]], "record 1: truncated: .*name says there are more"),
         "nothing.tfrecord": (b"", "record 0: truncated"),
-        "length.tfrecord": (damaged(whole, 2), "record 0: the next one's checksum is wrong"),
-        "data.tfrecord": (damaged(whole, 500), "record 3: the next one's checksum is wrong"),
-        "other.tfrecord": (flat, "record 0: the next one's checksum is wrong"),
+        "length.tfrecord": (damaged(whole, 2), "record 0: the next record's checksum is wrong"),
+        "data.tfrecord": (damaged(whole, 500), "record 3: the next record's checksum is wrong"),
+        "other.tfrecord": (flat, "record 0: the next record's checksum is wrong"),
     }
     for name, (data, _) in files.items():
         (folder / name).write_bytes(data)
     found = {name: (str(folder / name), line) for name, (_, line) in files.items()}
     heads = {
-        "magic.bin": ({"magic": 20240522}, "a header with magic 20240522, known are 20240520, 20240801"),
-        "version.bin": ({"version": 2}, "version 2 of magic 20240520, known is 1"),
-        "short.bin": ({"told": 101}, "truncated: 1,224 bytes, the header tells of 101 tokens"),
-        "wide.bin": ({"letter": "I"}, "truncated: 1,424 bytes, the header tells of 100 tokens"),
+        "magic.bin": ({"magic": 20240522}, "a header with magic 20240522; supported are 20240520, 20240801"),
+        "version.bin": ({"version": 2}, "version 2 of magic 20240520, but only 1 is supported"),
+        "short.bin": ({"told": 101}, "truncated: 1,224 bytes, but its header says 101 tokens"),
+        "wide.bin": ({"letter": "I"}, "truncated: 1,424 bytes, but its header says 100 tokens"),
     }
     for name, (settings, line) in heads.items():
         found[name] = write_llmc(folder / name, ids(100), **settings), line
@@ -208,21 +208,21 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     name = folder / "train.bin"
     assert problems_of(folder, name) == [] == problems_of(folder, RECORDS, special=0)
     (line,) = problems_of(folder, name, tokenizer_name=None, eval_dataset_name=(str(name),))
-    assert line.startswith(f"tokenizer_name: {name} brings none") and "gpt2" in line
+    assert line.startswith(f"tokenizer_name: {name} has none") and "gpt2" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "beyond.bin", [*ids(3000), KNOWN]))
-    assert line.startswith("tokenizer_name:") and "go up to 400, the tokenizer knows 400" in line
+    assert line.startswith("tokenizer_name:") and "up to 400, but the tokenizer has only 400" in line
     rows = [[1] * T, [KNOWN, *[2] * (T - 1)]]
     (line,) = problems_of(folder, write_records(tmp_path / "beyond.tfrecord", rows))
-    assert "go up to 400, the tokenizer knows 400" in line
+    assert "up to 400, but the tokenizer has only 400" in line
     (line,) = problems_of(folder, RECORDS, special=2, block_size=T + 2)
-    assert line == f"block_size: {T + 2}, but records of {RECORDS} have {T} tokens: set --block_size {T}."
+    assert line == f"block_size: {T + 2}, but rows of {RECORDS} have {T} tokens: set --block_size {T}."
     (line,) = problems_of(folder, write_records(tmp_path / "two.tfrecord", [[1] * T, [1] * 9]))
-    assert "two.tfrecord: record 2: 9 tokens, those before it 32" in line
+    assert "two.tfrecord: record 2: 9 tokens, but those before it have 32" in line
     masks = [[1] * T, [1] * 9 + [0] * (T - 9)]
     (line,) = problems_of(folder, write_records(tmp_path / "padded.tfrecord", [[1] * T] * 2, masks))
     assert "padded.tfrecord: record 2: padding" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "few.bin", [1] * 31))
-    assert line == f"block_size: {tmp_path}/few.bin, train, has not the 32 tokens of a row."
+    assert line == f"block_size: {tmp_path}/few.bin, train, has less than a row, 32 tokens."
     (line,) = problems_of(folder, folder / "none.bin")
     assert "none.bin': no such file" in line
     (line,) = problems_of(folder, name, next_sentence=True)
@@ -272,7 +272,7 @@ def test_ids_of_other_types_are_asked_for_and_read(folder, tmp_path):
     wide = np.random.default_rng(0).integers(0, 100_000, 2000)
     for dtype in ("uint32", "int64"):
         wide.astype(dtype).tofile(tmp_path / f"{dtype}.bin")
-        with pytest.raises(ValueError, match=rf"ids of {dtype}, it seems: add \?dtype={dtype} to the name"):
+        with pytest.raises(ValueError, match=rf"ids look like {dtype}: add \?dtype={dtype} to the name"):
             ForeignRows(str(tmp_path / f"{dtype}.bin"), str(tmp_path / "cache"))
         assert np.array_equal(opened(f"{tmp_path}/{dtype}.bin?dtype={dtype}"), cut(wide))
     with pytest.raises(ValueError, match="dtype is one of uint16, uint32, int64"):
@@ -291,7 +291,7 @@ def test_a_wide_vocabulary_asks_for_the_type(folder, tmp_path):
     wide.save_pretrained(tmp_path)
     (line,) = problems_of(folder, folder / "train.bin", tokenizer_name=str(tmp_path), eval_dataset_name=(
         f"{folder}/val.bin?dtype=uint16",))  # fmt: skip
-    assert "whether ids have 2 bytes or 4" in line and "?dtype=uint16 or ?dtype=uint32" in line
+    assert "whether its ids have 2 or 4 bytes" in line and "?dtype=uint16 or ?dtype=uint32" in line
 
 
 def test_what_is_no_token_file_under_its_name_is_refused(folder, tmp_path):
@@ -380,7 +380,7 @@ def test_a_mistake_in_them_ends_a_run_with_status_2_and_a_line(folder, tmp_path)
         "dataset_name": bad, "tokenizer_name": folder / "bpe", "output_dir": tmp_path / "out",
         "cache_dir": tmp_path / "cache"})
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"{bad}: truncated: 1,224 bytes, the header tells of 7 tokens." in done.stderr
+    assert f"{bad}: truncated: 1,224 bytes, but its header says 7 tokens." in done.stderr
 
 
 def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):

@@ -275,19 +275,19 @@ def problems_of(found: Recipe) -> list[str]:
 def test_every_mistake_is_a_line(folder):
     two = ("a.jsonl", "c.jsonl")
     for shares, line in {
-        (): "mixture: 0 shares for 2 data sets, give each one: --mixture 0.6 0.4",
+        (): "mixture: 0 shares for 2 data sets; give one each: --mixture 0.6 0.4",
         (0.5, 0.2, 0.3): "mixture: 3 shares for 2 data sets",
-        (1.5, -0.5): "mixture: 1.5 is no share, give 0 or 0.000001 to 1.",
+        (1.5, -0.5): "mixture: 1.5 is not a share; give 0, or 0.000001 to 1.",
         (0.6, 0.6): "mixture: the shares sum to 1.2, not to 1.",
-        (float("nan"), 1.0): "mixture: nan is no share",
-        (1.0, 1e-9): "mixture: 1e-09 is no share",
+        (float("nan"), 1.0): "mixture: nan is not a share",
+        (1.0, 1e-9): "mixture: 1e-09 is not a share",
     }.items():
         assert problems_of(recipe(folder, *two, mixture=shares))[0].startswith(line)
     assert len(problems_of(recipe(folder, *two, mixture=(1.5, -0.5)))) == 2
     assert not problems_of(recipe(folder, "a.jsonl", mixture=(1.0,)))
     assert not problems_of(recipe(folder, mixture=(1 / 3, 1 / 3, 1 / 3)))
     (line,) = problems_of(recipe(folder, text_column=("text", "none")))
-    assert line == "text_column: 2 for 3 data sets, give one, or as many."
+    assert line == "text_column: 2 for 3 data sets; give one, or one each."
     (line,) = problems_of(recipe(folder, "a.jsonl", "shards", "other-shards"))
     assert line.startswith(f"tokenizer_name: not the tokenizer that made {folder}/other-shards")
 

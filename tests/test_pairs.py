@@ -301,7 +301,7 @@ def test_pairs_that_others_have_saved_are_trained_on(tmp_path, tokenizer, pack):
     problems = []
     wrong = {"block_size": 32, "next_sentence": False, "tokenizer_name": None}
     open_sources(Recipe(**settings | wrong), problems)
-    told = "set --block_size 64", "set --next_sentence true", "tokenizer_name:"
+    told = "set --block_size 64", "--next_sentence true", "tokenizer_name:"
     assert all(any(part in line for line in problems) for part in told), problems
 
 

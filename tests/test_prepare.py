@@ -167,7 +167,7 @@ def test_a_damaged_file_of_a_source_that_changed_is_told(tmp_path, tokenizer, ca
     corpus = replace(load_corpus(Source(source)), readers=[lambda: iter(others)])
     monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: corpus)
     assert run(source, tmp_path / "shards", tokenizer) == 2
-    assert "cannot be made again, as the source has other documents now" in capsys.readouterr().err
+    assert "cannot be made again, because the source has other documents now" in capsys.readouterr().err
 
 
 def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp_path, tokenizer):

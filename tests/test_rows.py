@@ -346,7 +346,7 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
     assert not problems("shards", block_size=64) and not problems("shards", block_size=64, special=2)
     assert "no row of 1000000 tokens for train" in problems("shards", block_size=1_000_000)[0]
     assert problems("shards", next_sentence=True) == [
-        "next_sentence: shards hold rows without sentences, name text or saved pairs."
+        "next_sentence: token files have no sentences; name text or saved sentence pairs."
     ]
     assert not problems() and not problems("shards", tokenizer_name=None) and not problems("pairs")
     assert not (tmp_path / "cache").exists()

@@ -127,7 +127,8 @@ def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder, t
     problems = []
     opened(folder, problems, next_sentence=True, max_train_samples=70)
     assert problems == [
-        f"max_train_samples: not for sentence pairs or a mixture; name a part, {folder}/a.jsonl:train[:70]."]
+        "max_train_samples: not for sentence pairs or a mixture; name a part instead, "
+        f"{folder}/a.jsonl:train[:70]."]
     for script in (train_clm, train_mlm):
         here = {"output_dir": str(tmp_path), "max_train_steps": 5, "max_eval_samples": 5, "streaming": True}
         args = script.TrainArgs(max_train_samples=5, **here)

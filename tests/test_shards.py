@@ -86,7 +86,7 @@ def test_a_wrong_tokenizer_or_split_is_refused_with_the_remedy(made, tmp_path):
         open_shards(str(tmp_path), "train", T, cache_dir=cache)
     assert read_manifest(str(tmp_path)) is None is read_manifest("user/name") and read_manifest(url)
     (tmp_path / "manifest.json").write_text('{"format": "token-rows-1"}')
-    with pytest.raises(ValueError, match="format 'token-rows-1', and this version reads .*Prepare it again"):
+    with pytest.raises(ValueError, match="format 'token-rows-1', but this version reads .*Prepare it again"):
         check_shards(str(tmp_path))
 
 

@@ -4,9 +4,9 @@
     for document in corpus:
         document[corpus.text_column]                  # str, or None where it could not be read as text
 
-installed.py, files.py and library.py read it. Where rows are lines of text and the first is a heading
-" = Title = " (WikiText), the lines of an article make one document. A name may end in ":" and a split as the
-datasets library spells it: "user/name:train[:1%]", "texts/:train[:1000]+test[10:20]".
+installed.py, files.py and library.py do the reading. Where rows are lines of text and the first one is a
+heading " = Title = " (WikiText), the lines of an article make one document. A name may end in ":" and a split
+in the spelling of the datasets library: "user/name:train[:1%]", "texts/:train[:1000]+test[10:20]".
 """
 
 import itertools
@@ -24,26 +24,26 @@ from utils.io.urls import explained
 
 PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
 WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
-Unit = Callable[[], Iterable[dict]]  # gives rows that can be read apart from those of other units
+Unit = Callable[[], Iterable[dict]]  # gives the rows of a part of the source, usually a file
 
 
 @dataclass(frozen=True)
 class Source:
-    """What to read and how. A split at the end of the name is used where no other than train is given."""
+    """What to read and how. A split at the end of the name replaces the default, train."""
 
     dataset_name: str  # installed-python, installed-docs, a file, folder, glob or URL, a Hub id
     dataset_config_name: str | None = None
     split: str = "train"
     text_column: str | None = None  # None: content or text
-    keywords: tuple[str, ...] = ()  # documents must hold one; (): all
+    keywords: tuple[str, ...] = ()  # documents must hold one of them; (): no condition
     streaming: bool = False  # read a Hub data set while it downloads
     keep_duplicates: bool = False  # documents with the text of an earlier one
 
     def __post_init__(self):
-        found = WITH_SPLIT.fullmatch(self.dataset_name)
-        if found and not os.path.exists(self.dataset_name):
-            object.__setattr__(self, "dataset_name", found[1])
-            object.__setattr__(self, "split", found[2] if self.split == "train" else self.split)
+        match = WITH_SPLIT.fullmatch(self.dataset_name)
+        if match and not os.path.exists(self.dataset_name):
+            object.__setattr__(self, "dataset_name", match[1])
+            object.__setattr__(self, "split", match[2] if self.split == "train" else self.split)
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Corpus:
     source: Source
     text_column: str
     fingerprint: str  # changes when the documents may have changed; part of cache keys
-    readers: list[Unit]  # in this order
+    readers: list[Unit]  # in order; each can be read alone, on another machine
 
     @property
     def name(self) -> str:
@@ -63,14 +63,9 @@ class Corpus:
     def keywords(self) -> list[str]:
         return sorted(set(self.source.keywords))
 
-    @property
-    def units(self) -> int:
-        """How many parts can be read apart from each other, on several machines: files, usually."""
-        return len(self.readers)
-
     def documents(self, start: int = 0, unit: int | None = None) -> Iterator[dict]:
-        """The columns of each document, of all units or of one, from number `start` on (those before are
-        read, too). The source is opened again when it fails for a passing reason."""
+        """The columns of each document, of all units or one, from number `start` on; earlier ones are read
+        and skipped. After a passing failure the source is opened again."""
         readers = self.readers if unit is None else [self.readers[unit]]
         return retried(partial(_rows, readers), f"reading {self.name}", start)
 
@@ -82,12 +77,12 @@ def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterato
 
 
 def load_corpus(source: Source) -> Corpus:
-    """Open a source of text; only its beginning is read. ValueError, with the remedy, where it cannot be."""
-    name, split, asked = source.dataset_name, source.split, source.text_column
+    """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
+    name, split, text_column = source.dataset_name, source.split, source.text_column
     if not has_split(source, split):
         raise ValueError(f"dataset_name {name!r} has no split {split!r}; name another data set or split")
     fingerprint, units = _open(source)
-    columns, text, wanted = {}, None, [asked] if asked else ["content", "text"]
+    columns, text, wanted = {}, None, [text_column] if text_column else ["content", "text"]
     with explained(f"dataset_name {name!r}", "read", (OSError,)):
         for row in _rows(units, 0, 100):
             columns.update(dict.fromkeys(row))
@@ -98,12 +93,12 @@ def load_corpus(source: Source) -> Corpus:
     if not columns:
         raise ValueError(f"dataset_name {name!r} holds no readable documents; name a source that has some")
     if column is None:
-        has = f"no column {asked!r}" if asked else "neither a column content nor text"
+        has = f"no column {text_column!r}" if text_column else "neither a column content nor text"
         raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
     if [*columns] == ["text"] and isinstance(text, str) and files.TITLE.match(text):
         units = [partial(files.articles, partial(_rows, units))]
-    what = fingerprint, column, sorted(set(source.keywords)), source.keep_duplicates
-    return Corpus(source, column, files.digest(*what), units)
+    fingerprint = files.digest(fingerprint, column, sorted(set(source.keywords)), source.keep_duplicates)
+    return Corpus(source, column, fingerprint, units)
 
 
 def has_split(source: Source, split: str) -> bool:
@@ -112,8 +107,8 @@ def has_split(source: Source, split: str) -> bool:
 
 
 def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
-    """An evaluation set: with the configuration that training uses of the same data set, and unless its name
-    says otherwise the first of the splits train, validation and test that it has."""
+    """The source of an evaluation set: its configuration is that of a training source of the same data set;
+    its split, unless named, is the first of train, validation and test that exists."""
     configs = (other.dataset_config_name for other in trained if other.dataset_name == source.dataset_name)
     source = replace(source, dataset_config_name=next(configs, source.dataset_config_name))
     if source.split != "train":
@@ -123,7 +118,7 @@ def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
 
 
 def _reader(source: Source):
-    """The module for this kind of source. It offers splits(source), their names, and open_units(source):
+    """The module that reads this kind of source. It has splits(source) -> names, and open_units(source) ->
     (fingerprint, units)."""
     if source.dataset_name in installed.INSTALLED:
         return installed
@@ -135,8 +130,8 @@ def _reader(source: Source):
 
 
 def _open(source: Source) -> tuple[str, list[Unit]]:
-    """(fingerprint, units). Of parts of splits only their rows are read; all are counted, by reading them,
-    for shares and for places from the end. A Hub data set that does not stream has parts itself."""
+    """(fingerprint, units). Parts of splits are cut out here, except from downloaded Hub data sets, which do
+    it themselves. For percentages and places from the end all rows are read first, to count them."""
     reader, split, names = _reader(source), source.split, _names(source.split)
     hub = reader not in (files, installed) and not files.is_saved(source.dataset_name)
     if [split] == names or hub and not source.streaming:
@@ -147,18 +142,20 @@ def _open(source: Source) -> tuple[str, list[Unit]]:
     sizes = dict.fromkeys(names, sys.maxsize)
     if re.search("[%-]", split):
         sizes = {name: sum(1 for _ in _rows(units)) for name, (_, units) in opened.items()}
-    parts = [partial(_rows, opened[part.splitname][1], part.from_, max(part.from_, part.to))
-             for part in ReadInstruction.from_spec(split).to_absolute(sizes)]  # fmt: skip
+    parts = []
+    for part in ReadInstruction.from_spec(split).to_absolute(sizes):
+        _, units = opened[part.splitname]
+        parts.append(partial(_rows, units, part.from_, max(part.from_, part.to)))
     return files.digest(split, [fingerprint for fingerprint, _ in opened.values()]), [partial(_rows, parts)]
 
 
 def _names(split: str) -> list[str]:
-    """The splits that "train[:1%]+test" takes parts of."""
+    """The splits in a spelling such as "train[:1%]+test"."""
     return re.sub(r"\[.*?\]", "", split).split("+")
 
 
 def add_source_flags(add: Callable) -> None:
-    """add: add_argument of the tool's parser."""
+    """The flags of source_of. add: add_argument of the tool's parser."""
     add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
     add("--dataset_config_name")
     add("--split", default="train", help="default: train")
@@ -168,11 +165,12 @@ def add_source_flags(add: Callable) -> None:
 
 
 def source_of(args, streaming: bool) -> Source:
-    return Source(args.dataset_name, args.dataset_config_name, args.split, args.text_column,
-                  tuple(args.keywords), streaming, args.keep_duplicates)  # fmt: skip
+    names = "dataset_name", "dataset_config_name", "split", "text_column", "keep_duplicates"
+    given = {name: getattr(args, name) for name in names}
+    return Source(**given, keywords=tuple(args.keywords), streaming=streaming)
 
 
 def check_numbers(args, **least: float) -> list[str]:
-    """A line for each of these numbers that is too small, too large or none at all."""
+    """One line for each of these arguments that is below its least value, 2**63 or more, or no number."""
     return [f"{name}: must be {low:g} or greater, and less than 2**63, is {value}."
             for name, low in least.items() if not low <= (value := getattr(args, name)) < 2**63]

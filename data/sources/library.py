@@ -1,4 +1,4 @@
-"""What the datasets library reads: data sets of the Hub, also as they download, and save_to_disk folders."""
+"""Sources that the datasets library reads: Hub data sets, streamed or not, and save_to_disk folders."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ def splits(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list[partial]]:
-    """(fingerprint, units) of one split. Where it streams, the fingerprint is that of the files listed."""
+    """(fingerprint, units) of one split. A streamed one has the fingerprint of its list of files."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
     with _hub_errors(source):
         if is_saved(name):
@@ -41,7 +41,7 @@ def open_units(source) -> tuple[str, list[partial]]:
 
 
 def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
-    """Of so many units, rows that lie together."""
+    """The rows of one of `units` units, each a contiguous part."""
     dataset = dataset.shard(units, unit, contiguous=True)
     if isinstance(dataset, datasets.Dataset):
         tables = dataset.with_format("arrow").iter(batch_size=256)
@@ -51,7 +51,7 @@ def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
 
 @contextmanager
 def _hub_errors(source):
-    """What the Hub's client raises, said once, with the remedies."""
+    """Turns what the Hub's client raises into a ValueError with the remedies."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
