@@ -30,7 +30,7 @@ MAY_CHANGE = set("""
     eval_at_start keep_best save_steps save_total_limit prompts report_to log_level push_to_hub hub_model_id
     hub_private_repo checkpoint_url hub_timeout max_skipped_updates max_eval_samples milestones stable
     per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing gradient_accumulation_steps
-    attn_implementation""".split())
+    attn_implementation stream_gb""".split())
 # So may the length of a run whose learning rate is constant, while it is: Run looks at the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
