@@ -63,13 +63,6 @@ class Resume:
         files |= {file.name: file.read_bytes() for file in others if file.exists()}  # read by pipeline()
         self.checkpoints.save(step, model, keep, extra, final, files.items())
 
-    def refuse_bad_weights(self, names: list[str], step: int) -> None:
-        """RuntimeError if weights, with these names, are not finite: they would replace good ones."""
-        if names:
-            good = self.checkpoints.last_good or "missing"
-            raise RuntimeError(f"weights are not finite at step {step} ({names[0]}): they are not saved. "
-                               f"The last good checkpoint is {good}.")
-
     def changes(self) -> list[tuple]:
         """(line, event for metrics.jsonl or None) for each allowed difference from the run so far."""
         lines, saved = [], self.saved or {}
@@ -105,7 +98,7 @@ class Resume:
         first, last = max(was[0], now[0]), min(was[1], now[1])
         if was != now and not first <= step <= last:
             return (f"max_train_steps: the learning rate of step {step} would be different: resume from one "
-                    f"of the steps {first} to {last} (--resume_from_checkpoint), in an --output_dir of its own")
+                    f"of the steps {first} to {last} (--resume_from_checkpoint), in another --output_dir")
         named = {"tokenizer": "tokenizer_name: the tokenizer", "train": "dataset_name: the training rows"}
         for name, what in named.items():
             if saved["data"][name] != self.data.fingerprints[name]:

@@ -110,7 +110,8 @@ class Run:
             if not is_xla():  # there it would compile graphs of its own, and the first step comes at once
                 first = next(self.data.batches(self.steps, self.step))
                 self.report.rehearsed(rehearse_updates(self.accelerator, first, self.seed_step, self.edits))
-            self.evaluations.rehearse()
+            self.evaluations.measure(quick=True)
+            self.evaluations.samples(quick=True)
 
     def _catch_up(self) -> bool:
         """Do what is still due: an evaluation, or saving the last model. False: that was all."""
@@ -192,7 +193,10 @@ class Run:
         """Save a checkpoint and the model for from_pretrained, and push them."""
         if message := self.edits.changed():  # changed only now: the first step would have stopped the run
             self.report.progress.write(f"warning: {message}")
-        self.resume.refuse_bad_weights(self.edits.check_weights(self.accelerator), self.step)
+        if names := self.edits.check_weights(self.accelerator):
+            good = self.resume.checkpoints.last_good or "missing"
+            raise RuntimeError(f"weights are not finite at step {self.step} ({names[0]}): they are not saved. "
+                               f"The last good checkpoint is {good}.")
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)

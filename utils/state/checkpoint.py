@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException; of a full disk
 from torch.distributed.tensor import DTensor
 
+from utils.devices import free_memory
 from utils.io.files import find_problem, flush, retire, seal, write_file
 from utils.state import folders, training_state
 from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
@@ -121,7 +122,7 @@ class Checkpoints:
         places = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
         missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
-        if missing and folders.available_memory() < needed + SPARE_MEMORY:
+        if missing and free_memory() < needed + SPARE_MEMORY:
             message = "no memory for a copy of %s: training waits while checkpoints are written"
             logger.warning(message, folders.size_text(missing))
             self.background = False

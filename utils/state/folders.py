@@ -8,8 +8,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from utils.io.files import find_problem, retire
 from utils.state.files import tensor_problem
 from utils.state.training_state import bare_optimizer, freeze
@@ -129,15 +127,6 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -
         raise ValueError(f"output_dir: {need}, but {size_text(free)} are free: choose another output_dir or "
                          "lower save_total_limit.")
     return f"{need}; {size_text(free)} are free"
-
-
-def available_memory() -> int:
-    """Bytes of memory that are free: of the machine, or of this container (cgroup v2)."""
-    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())  # "max" without a limit
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
 
 
 def size_text(count) -> str:
