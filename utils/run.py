@@ -194,9 +194,9 @@ class Run:
         if message := self.edits.changed():  # changed only now: the first step would have stopped the run
             self.report.progress.write(f"warning: {message}")
         if names := self.edits.check_weights(self.accelerator):
-            good = self.resume.checkpoints.last_good or "missing"
-            raise RuntimeError(f"weights are not finite at step {self.step} ({names[0]}): they are not saved. "
-                               f"The last good checkpoint is {good}.")
+            good = f"The last good checkpoint is {self.resume.checkpoints.last_good or 'missing'}."
+            where = f"at step {self.step} ({names[0]})"
+            raise RuntimeError(f"weights are not finite {where}: they are not saved. {good}")
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)

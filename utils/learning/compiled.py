@@ -6,7 +6,7 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from utils.learning.configuration import one_line
-from utils.learning.fused_head import CompilerSoftmax
+from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax
 
 GRAPHS = 64  # per function: all blocks share Module._call_impl, and evaluation has graphs of its own
 SETTLED = 10  # steps; a graph that is compiled later means that shapes or types still change
@@ -18,8 +18,7 @@ def compile_blocks(accelerator, model):
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
         return
-    if accelerator.device.type != "cpu":
-        model.chunk_softmax = CompilerSoftmax()
+    model.chunk_softmax = ChunkSoftmax() if accelerator.device.type == "cpu" else CompilerSoftmax()
     compilations.start()
     if not plugin.use_regional_compilation:
         return

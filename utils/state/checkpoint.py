@@ -70,9 +70,9 @@ class Checkpoints:
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         sync()
         trees, tensors, sharded = self._collect(model, keep)
+        classes = {name: _class_name(thing) for name, thing in keep.items()}
         state = dict(format=folders.FORMAT, step=step, processes=accelerator.num_processes, extra=extra)
-        state |= dict(keep=trees, classes={name: _class_name(thing) for name, thing in keep.items()})
-        state |= dict(origins=self._origins, scaler=scaler.state_dict() if scaler is not None else None)
+        state |= dict(origins=self._origins, keep=trees, classes=classes, scaler=scaler and scaler.state_dict())
         files = [*beside, ("state.json", json.dumps(state).encode())]
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")

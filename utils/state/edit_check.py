@@ -61,8 +61,7 @@ class EditCheck:
         first = names[0].split(".")[0]
         return (f"keep: {self.update.__name__} changes {_listed(names)}, which is not in keep: a resume "
                 f"would lose it. Add it, keep=dict(..., {first}={first}), as a torch.Generator or an object "
-                "with state_dict and load_state_dict. If a resume may lose it, let its name begin with _. "
-                "run.generator has random numbers that need no keeping.")
+                "with state_dict and load_state_dict; or, if it may be lost, let its name begin with _.")
 
     def check(self) -> None:
         """ValueError for what `changed` reports, and for gradients left behind, which no checkpoint holds."""
@@ -88,9 +87,8 @@ class EditCheck:
         weights = self.model.named_parameters()
         names = [clean_name(name) for name, w in weights if w.requires_grad != self.requires_grad[w]]
         if names and accelerator.num_processes > 1:
-            raise ValueError(f"requires_grad of {_listed(names)} changed in the loop, but processes agree at "
-                             "the start on the gradients that they exchange. To freeze weights for a while "
-                             "set their grad to None, as in docs/edits/frozen-embeddings.diff.")
+            raise ValueError(f"requires_grad of {_listed(names)} changed in the loop, too late for several "
+                             "processes: set grad to None instead, as in docs/edits/frozen-embeddings.diff.")
 
     def check_weights(self, accelerator) -> list[str]:
         """Names of weights that are not finite on some process. ValueError if weights of the model or an

@@ -20,8 +20,7 @@ DIGESTS = [  # of objects of these types
     ((int, float, str, type(None), itertools.count), repr),
     ((np.ndarray, random.Random, np.random.Generator, np.random.RandomState), pickle.dumps),
     (torch.Tensor, checksum),
-    ((set, frozenset), lambda items: sorted(map(repr, items))),
-    (dict, lambda items: [*map(repr, items)]),
+    ((dict, set, frozenset), lambda keys: sorted(map(repr, keys))),
     ((list, tuple, deque), len),
 ]
 # Attributes that torch sets on modules and optimizers: they are saved, or hold for a moment only.
@@ -45,8 +44,10 @@ def reach(roots, known: set[int], model, prefix: str = "") -> tuple[dict, dict]:
         if isinstance(value, FunctionType):
             taken = taken_from_outside(value) if of_the_user(value) else {}
             inner = [(prefix + key, item) for key, item in taken.items()]
-        elif isinstance(value, dict | list | tuple | deque):
-            inner = [(name, item) for item in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, dict):
+            inner = [(name, value[key]) for key in sorted(value, key=repr)]
+        elif isinstance(value, list | tuple | deque):
+            inner = [(name, item) for item in value]
         elif isinstance(value, torch.Tensor):
             weights[value] = name
         elif isinstance(value, torch.Generator) or hasattr(type(value), "state_dict"):
@@ -88,7 +89,7 @@ def attributes(name: str, thing):
     for path, part in thing.named_modules() if isinstance(thing, torch.nn.Module) else [("", thing)]:
         values = {**vars(type(part)), **getattr(part, "__dict__", {})} if of_the_user(part) else {}
         values |= {key: part._buffers[key] for key in values.get("_non_persistent_buffers_set", ())}
-        for key in values.keys() - BY_TORCH:
+        for key in [key for key in values if key not in BY_TORCH]:
             yield f"{name}.{clean_name(f'{path}.{key}').lstrip('.')}", values[key]
 
 
