@@ -31,8 +31,7 @@ def module_of(device: torch.device):
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of the device; on the CPU a process's share of the machine's or the container's. None:
-    unknown."""
+    """Bytes of the device; on the CPU a process's share of the machine or container. None: unknown."""
     if device.type == "cpu":
         return min(psutil.virtual_memory().total, container_memory()[0]) // local_processes()
     if hasattr(module := module_of(device), "get_device_properties"):
@@ -64,8 +63,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes of device memory that this process used at its peak; on the CPU all of its memory. None:
-    unknown."""
+    """Bytes of the device's memory that this process used at its peak. None: unknown."""
     if device.type == "cpu":
         with contextlib.suppress(OSError):
             return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])

@@ -15,8 +15,7 @@ NEVER_FREED = []  # objects that one of several processes must not destroy befor
 
 
 def entry_point(main: Callable) -> Callable:
-    """Decorates a script's main: stop signals end it in order, mistakes are one message, and its end cannot
-    hang.
+    """Decorates main: stop signals end it in order, mistakes are one message, and its end cannot hang.
 
     One of several processes exits by os._exit when everything is written: when the interpreter destroys the
     model, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13). A

@@ -108,8 +108,7 @@ def _length_problems(args: Any) -> list[str]:
 
 
 def number_problems(args: Any) -> list[str]:
-    """A line for each number out of range. A setting that this project does not know may be anything
-    finite."""
+    """A line for each number out of range. A setting that is not listed above may be anything finite."""
     problems = []
     for name, value in vars(args).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -128,9 +127,8 @@ def number_problems(args: Any) -> list[str]:
 def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list[str]:
     """A line for each setting that differs and may not change: "learning_rate: 0.0005 in the run, 0.001 now".
 
-    counts: numbers that follow from the data, compared too. A setting that the run does not know had its
-    default there, unless field(metadata={"before": value}) gives another value. A name equals a list of one
-    name."""
+    counts: numbers that follow from the data, compared too. A setting that the run lacks had its default
+    there, or the value of field(metadata={"before": value}). A name equals a list of one name."""
     now, defaults = dataclasses.asdict(args) | (counts or {}), type(args)()
     before = {f.name: f.metadata.get("before", getattr(defaults, f.name)) for f in dataclasses.fields(args)}
     may_change = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())

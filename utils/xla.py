@@ -49,8 +49,7 @@ def sync() -> None:
 
 
 def compiled_graphs() -> int:
-    """How many graphs this process has compiled on XLA. It stays constant once everything has happened
-    once."""
+    """Graphs that this process has compiled on XLA: constant once everything has happened once."""
     import torch_xla.debug.metrics
 
     compilations = torch_xla.debug.metrics.metric_data("CompileTime")  # None before the first

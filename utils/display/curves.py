@@ -109,8 +109,7 @@ def _values(lines) -> np.ndarray:
 
 
 def _smooth(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At up to 500 positions the mean of the middle half of the nearest 2 % of points: spikes do not
-    count."""
+    """At up to 500 positions the mean of the middle half of the nearest 2 % of points."""
     half, stride, known = max(3, len(values) // 100), 1 + len(values) // 500, np.isfinite(values)
     filled = np.interp(np.arange(len(values)), np.flatnonzero(known), values[known])
     filled = np.pad(filled, (half, 0), "reflect", reflect_type="odd")  # continues the slope

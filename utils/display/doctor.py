@@ -43,8 +43,7 @@ def check_launcher() -> None:
 
 def check_launch(accelerator) -> None:
     """ValueError if several processes were started and each takes itself for the only one (a GPU
-    configuration on a machine without GPUs), or if the environment makes accelerate divide each loss a second
-    time."""
+    configuration without GPUs), or if the environment makes accelerate divide each loss a second time."""
     if (steps := accelerator.gradient_accumulation_steps) != 1:
         cause = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps} in the environment"
         raise ValueError(f"{cause}: unset it, and give --gradient_accumulation_steps {steps} to the script.")

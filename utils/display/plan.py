@@ -82,7 +82,7 @@ def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: 
 
     kind: as in learning/model.py; sharding: "ddp" or "fsdp" (of everything); predicted: the share of
     positions that pass the head (masked LM); optimizer: "adamw" or "muon". RuntimeError for a model whose
-    forward pass depends on its data."""
+    forward pass reads its data."""
     fsdp, ddp, several = sharding == "fsdp", sharding == "ddp" and devices > 1, accumulation > 1
     model = measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted)
     flops = [iteration_flops(*weight.shape) for weight in model["matrices"] if optimizer == "muon"]
@@ -108,8 +108,8 @@ def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: 
 
 
 def step_seconds(plan: dict, rate: float) -> float:
-    """Seconds of an update, at `rate` FLOP/s per device. DDP sends during the last backward pass, except the
-    last bucket, which has the embeddings; FSDP gathers a block during another's work; Muon overlaps with
+    """Seconds of an update, at `rate` FLOP/s per device. DDP sends all but the last bucket, with the
+    embeddings, during the last backward pass; FSDP gathers a block during another's work; Muon overlaps with
     nothing."""
     devices, accumulation, wire, moved = (plan[key] for key in ("devices", "accumulation", "wire", "moved"))
     one = plan["tokens_per_update"] / devices / accumulation * plan["flops_per_token"] / rate
@@ -130,8 +130,7 @@ def step_seconds(plan: dict, rate: float) -> float:
 
 
 def sending(size: float, devices: int, reduce: bool = False) -> float:
-    """Seconds to gather `size` bytes on each device, or to scatter their sum, by a ring; reduce: by a
-    tree."""
+    """Seconds to gather `size` bytes on each device by a ring, or to reduce them by a tree."""
     machines = math.ceil(devices / MACHINE)
     hops = (devices - machines) * RING[0] + (machines - 1) * RING[1]
     if reduce:

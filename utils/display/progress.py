@@ -120,7 +120,7 @@ def readable(value) -> str:
 
 
 def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
-    """The lines printed at the end of a run, also written to output_dir/summary.json.
+    """The lines printed at the end of a run; also writes output_dir/summary.json.
 
     results: label -> text or number; commands: purpose -> what to type."""
     write_json(Path(output_dir) / "summary.json", {"title": title, **results, "next": commands})

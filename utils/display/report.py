@@ -41,8 +41,7 @@ class Report:
                 self.metrics.write({"step": step, "event": event})
 
     def rehearsed(self, seconds: float) -> None:
-        """Print how long the run will take and its peak memory, by the rehearsed steps. seconds: of a
-        step."""
+        """Print how long the run will take, and the memory of the rehearsed steps. seconds: of a step."""
         left = seconds * self.steps.tokens_before(self.steps.last) / self.steps.tokens_before(1)
         rate, device = f"{1000 * seconds:,.0f} ms a step", self.accelerator.device
         lines = [f"time       about {duration(left)} here, at {rate}; evaluations and saves come on top"]
@@ -52,8 +51,7 @@ class Report:
         self.accelerator.print(*lines, sep="\n")
 
     def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
-        """Log a record of training. Updates skipped_updates and seen in `state`. epochs: of each data set of
-        a mixture."""
+        """Log a record of training; update skipped_updates and seen in `state`. epochs: of each data set."""
         steps = self.steps
         for event in skipped_updates(skipped, step, steps.rows_before):
             self.metrics.write(event)

@@ -23,9 +23,8 @@ def _for_samples(accelerator, model):
 
 
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
-    """The last line of each prompt and its completion; quick: two tokens, to see that it works. [] on all
-    processes but the first, under FSDP, where no process holds all weights, and on XLA, where each length is
-    a graph."""
+    """The last line of each prompt and its completion; quick: two tokens, to see that it works. [] on other
+    processes than the first, under FSDP (nobody holds all weights), on XLA (each length is a graph)."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []

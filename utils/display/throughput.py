@@ -38,7 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s of one device by its name; None if PEAK_TFLOPS lacks it, and for laptop GPUs and parts of one
+    """FLOP/s of one device by its name; None if it is not in PEAK_TFLOPS, a laptop's, or a part of one
     (MIG)."""
     if re.search(r"laptop|\bMIG\b", name, re.IGNORECASE):
         return None

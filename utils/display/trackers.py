@@ -21,8 +21,7 @@ def check_trackers(report_to: str) -> list[str]:
 
 def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> dict[str, int]:
     """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves: records of
-    metrics.jsonl that a tracker lost in a kill are sent again. Call it on all processes, after metrics.jsonl
-    was truncated.
+    metrics.jsonl, once it is truncated, that a tracker lost in a kill are sent again. All processes call it.
 
     Returns {tracker: the first step that it lacks}, for log_to_trackers."""
     if not accelerator.log_with:

@@ -38,8 +38,7 @@ def of_network(error: BaseException) -> bool:
 
 
 def diagnose(error: BaseException) -> Trouble:
-    """Looks at the whole chain of causes: LFS errors are wrapped, and Xet's have their status only in the
-    text."""
+    """Reads the whole chain of causes: LFS errors are wrapped, Xet's have their status only in the text."""
     chain = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
@@ -74,8 +73,7 @@ def _passing(error: BaseException) -> bool:
 def with_retries(action: Callable[[], Any], what: str, tries: int | None = None) -> Any:
     """action(), repeated with exponential backoff while it fails for a reason that may pass.
 
-    ConnectionError that names `what` if it never succeeds; with `tries` the error itself, after as many
-    retries."""
+    ConnectionError that names `what` if it never succeeds; with `tries` the error itself, after so many."""
     return next(retried(lambda _: iter([action()]), what, tries=tries))
 
 

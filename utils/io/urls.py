@@ -42,8 +42,7 @@ def open_url(url: str, **options) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 class Folder:
-    """A folder at a URL. Names are relative to it. Requests are retried, except those of find, put and
-    get."""
+    """A folder at a URL. Names are relative to it. Requests are retried, except by find, put and get."""
 
     def __init__(self, url: str, **options):
         """ValueError if no file system knows `url`. Makes no request. options: of fsspec."""

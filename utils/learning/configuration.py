@@ -172,8 +172,7 @@ def _agree_with_tokenizer(config, values, kind, tokenizer, source):
 
 
 def positions_after_pad(kind, config, values) -> bool:
-    """Whether positions count from pad_token_id + 1, as RoBERTa's, whose position embeddings have a
-    padding_idx."""
+    """Whether positions count from pad_token_id + 1, as RoBERTa's: their embeddings have a padding_idx."""
     asked = copy.deepcopy(config)
     try:
         for name, value in (values | {"vocab_size": 8, "pad_token_id": 0}).items():

@@ -88,8 +88,7 @@ def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient
 
 
 def _chunk_of(rows, most, equal):
-    """Rows of a chunk, at most `most`. equal: all chunks of one size, if that takes less than twice as
-    many."""
+    """Rows of a chunk, at most `most`. equal: all chunks of one size, unless that doubles their number."""
     chunks = -(-rows // most)
     if equal:
         chunks = next((n for n in range(chunks, 2 * chunks) if rows % n == 0), chunks)

@@ -72,8 +72,7 @@ def local_attention(module, query, key, value, attention_mask, **more):
 
 
 def window_mask(*shape, attention_mask=None, local_size=None, use_vmap=False, **more):
-    """None for a sliding layer on whole rows, for which `window_attention` needs no mask; else what sdpa
-    gets."""
+    """None for a sliding layer on whole rows: `window_attention` needs no mask. Else what sdpa gets."""
     # transformers sets allow_... if nothing, such as documents, was added to the mask.
     plain = more.get("allow_is_causal_skip", True) or more.get("allow_is_bidirectional_skip")
     mixed = torch.is_autocast_enabled(torch.device(more["device"]).type)

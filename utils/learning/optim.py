@@ -63,8 +63,7 @@ def describe_groups(optimizer):
 
 def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,
                    min_lr_ratio=0.0):
-    """A learning-rate schedule in optimizer steps that ends, after `max_train_steps`, at min_lr_ratio of its
-    peak.
+    """A learning-rate schedule in optimizer steps, which ends at min_lr_ratio of its peak.
 
     warmup_stable_decay decays in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
     Step it once per update, and leave it out of accelerator.prepare, which would step it once per process."""

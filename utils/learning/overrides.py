@@ -16,8 +16,7 @@ def setting(config, name):
 
 def parse_overrides(config, overrides):
     """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), with the types of the values in
-    config. A JSON object may have lists and parts. name?=value is ignored if the model type lacks the
-    setting."""
+    config. A JSON object may have lists and parts. name?=value is ignored if the type lacks the setting."""
     defaults, chosen, problems, items = config.to_dict(), {}, [], []
     known = {*defaults, *config.attribute_map}
     if (overrides or "").startswith("{"):

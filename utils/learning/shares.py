@@ -9,9 +9,8 @@ def share(work, stacks, shapes: list[tuple], processes, sharded: bool):
     """Yields work(stack) for each of these stacks of matrices [n, r, c]; work takes any number of matrices.
 
     shapes: (n, r, c) of each stack. processes: a group. sharded: each process holds some rows of every
-    matrix, as with FSDP, and gets these rows of the results; else each holds all. Results are exchanged by an
-    all-to-all per stack, during the work on the next one; sharded matrices need another one before the
-    work."""
+    matrix, as with FSDP, and gets these rows of the results; else each holds all. An all-to-all per stack
+    exchanges the results during the work on the next stack; sharded matrices need another one before."""
     size, me, jobs, results = processes.size(), processes.rank(), [], []
     for stack, (_, r, c), count in zip(stacks, shapes, share_out(shapes, size), strict=True):
         cut, mine = -(-r // size), stack.split(count)[me]  # cut: rows of a shard, as torch.chunk makes them

@@ -41,8 +41,7 @@ LOGIN = f"run `hf auth login`, or set HF_TOKEN, with a token that may write ({TO
 
 
 class Hub:
-    """A repository: the model on main, milestones as tags, the newest checkpoint on a branch; the branch's
-    history keeps the older ones."""
+    """A repository: the model on main, milestones as tags, checkpoints as the history of a branch."""
 
     remedies = {  # by HTTP status
         401: f"; the token is missing, revoked or expired: {LOGIN}",

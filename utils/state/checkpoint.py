@@ -72,7 +72,8 @@ class Checkpoints:
         trees, tensors, sharded = self._collect(model, keep)
         classes = {name: _class_name(thing) for name, thing in keep.items()}
         state = dict(format=folders.FORMAT, step=step, processes=accelerator.num_processes, extra=extra)
-        state |= dict(origins=self._origins, keep=trees, classes=classes, scaler=scaler and scaler.state_dict())
+        state |= dict(origins=self._origins, keep=trees, classes=classes)
+        state["scaler"] = scaler and scaler.state_dict()
         files = [*beside, ("state.json", json.dumps(state).encode())]
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
@@ -88,8 +89,7 @@ class Checkpoints:
             raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
 
     def reserve(self, model, keep: dict) -> None:
-        """Take the memory for background saves now, or the first save would stall training three times as
-        long."""
+        """Take the memory for background saves now: the first save would stall three times as long."""
         if self.background:
             self._copy_to_host(*self._collect(model, keep)[1:])
 
@@ -99,8 +99,7 @@ class Checkpoints:
             self._thread.join()
 
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
-        """{name: tree} and {name: {path: tensor}} of the model and kept things; the names of sharded
-        things."""
+        """{name: tree}, {name: {path: tensor}} of the model and kept things; names of sharded things."""
         if "model" in keep:
             raise ValueError("keep: the name model is the model's own; give yours another name")
         training_state.reshard(model)
@@ -175,13 +174,11 @@ class Checkpoints:
     # Loading
 
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
-        """Restore the model and kept things. Returns the extra that was saved, or None if there is none to
-        load.
+        """Restore the model and kept things. Returns the extra that was saved, None without a checkpoint.
 
         resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path. A path means the
-        newest checkpoint that descends from it, if there is one: a job may be restarted with the same
-        command. check(extra) is called first and may raise. ValueError if no checkpoint is valid, or it does
-        not fit."""
+        newest checkpoint that descends from it, if any, so that the same command resumes. check(extra) may
+        raise before anything is loaded. ValueError if no checkpoint is valid, or it does not fit."""
         self.wait()
         extra, step = None, -1
         if folder := self._choose(resume_from):

@@ -134,8 +134,7 @@ class StopSignals:
 
     def agreed(self) -> int:
         """The signal or 0, the same on all processes, which make the same calls. With several processes it is
-        the state of the previous call: one integer is all-reduced between the calls, so that no process
-        waits."""
+        that of the previous call: one integer is all-reduced between two calls, so nobody waits."""
         if self.answer:
             return self.answer
         if self.accelerator.num_processes == 1:
@@ -167,8 +166,7 @@ class StopSignals:
 def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
     """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
 
-    Another run that is just ending gets wait_seconds. ValueError if output_dir cannot be locked or
-    written."""
+    A run that is just ending gets wait_seconds. ValueError if the folder cannot be locked or written."""
     path = Path(output_dir) / ".lock"
     lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
     try:

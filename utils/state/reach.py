@@ -94,8 +94,7 @@ def attributes(name: str, thing):
 
 
 def of_the_user(value, or_ours: bool = False) -> bool:
-    """Whether a function, a class or an object's class is neither Python's nor a package's, and (unless
-    or_ours) not this project's."""
+    """Whether a function, class or object is neither Python's, nor a package's, nor (unless or_ours) ours."""
     module = (value if isinstance(value, FunctionType | type) else type(value)).__module__ or ""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     known = sys.stdlib_module_names | (set() if or_ours else {"data", "utils"})
