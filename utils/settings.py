@@ -88,9 +88,9 @@ def _schedule_problems(args: Any) -> list[str]:
         problems.append(f"num_warmup_steps: {warmup:g} are more than max_train_steps, {steps}: add "
                         "--num_warmup_steps 0.05, a share of them.")
     if steps and decay and sum(n if n >= 1 else n * steps for n in (warmup, decay)) > steps:
-        problems.append(f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.")
+        problems.append(f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps, lower one.")
     if getattr(args, "min_lr_ratio", 0) and schedule not in ("linear", "cosine", "warmup_stable_decay"):
-        problems.append("min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.")
+        problems.append("min_lr_ratio: only linear, cosine and warmup_stable_decay support it.")
     return problems
 
 
@@ -99,9 +99,9 @@ def _length_problems(args: Any) -> list[str]:
     if not args.max_train_steps and not args.num_train_epochs:
         problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
     if args.streaming and not (args.max_train_steps and args.max_eval_samples):
-        problems.append("streaming: of no known length, set max_train_steps and max_eval_samples.")
+        problems.append("streaming: the length is unknown, set max_train_steps and max_eval_samples.")
     if args.streaming and not (args.eval_steps and args.save_steps):
-        problems.append("streaming: of no known epochs, set eval_steps and save_steps.")
+        problems.append("streaming: there are no epochs, set eval_steps and save_steps.")
     if args.streaming and args.max_train_samples:
         problems.append("max_train_samples: a stream is read as far as max_train_steps goes, leave it out.")
     return problems
