@@ -108,9 +108,8 @@ def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: 
 
 
 def step_seconds(plan: dict, rate: float) -> float:
-    """Seconds of an update, at `rate` FLOP/s per device. DDP sends all but the last bucket, with the
-    embeddings, during the last backward pass; FSDP gathers a block during another's work; Muon overlaps with
-    nothing."""
+    """Seconds of an update, at `rate` FLOP/s per device. DDP sends all but the last bucket (the embeddings)
+    during the last backward pass; FSDP gathers a block during another's work; nothing is sent during Muon."""
     devices, accumulation, wire, moved = (plan[key] for key in ("devices", "accumulation", "wire", "moved"))
     one = plan["tokens_per_update"] / devices / accumulation * plan["flops_per_token"] / rate
     forward, backward = (part / 3 * max(one, LAYER * len(plan["blocks"])) for part in (1, 2))

@@ -38,8 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s of one device by its name; None if it is not in PEAK_TFLOPS, a laptop's, or a part of one
-    (MIG)."""
+    """FLOP/s of one device by its name; None if it is unknown, a laptop's, or a part of one (MIG)."""
     if re.search(r"laptop|\bMIG\b", name, re.IGNORECASE):
         return None
     peaks = (peak for known, peak in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name, re.IGNORECASE))

@@ -1,5 +1,4 @@
-"""Files at any fsspec URL (local path, s3://, gs://, hf://): each is written whole, and failures are
-retried."""
+"""Files at any fsspec URL (local path, s3://, gs://, hf://), written whole and with retries."""
 
 import contextlib
 from collections.abc import Iterator

@@ -82,8 +82,7 @@ def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, floa
 
 def masked_metrics(totals: Totals) -> dict[str, float | None]:
     """totals: "loss/mlm" and "accuracy" over predicted tokens, with pairs also "loss/nsp" and "nsp_accuracy"
-    over rows, and any others, whose means are returned. loss/eval is what is trained: with pairs both
-    losses."""
+    over rows, and any others, whose means are returned. loss/eval is the loss that is trained."""
     if missing := {"loss/mlm", "accuracy"} - totals.keys():
         raise ValueError(f"evaluate: returns no {min(missing)}; other metrics go beside it")
     total = Total(*totals["loss/mlm"])

@@ -1,10 +1,9 @@
-"""Sliding-window attention in blocks of queries, each with the keys in its window: T x window scores, not T x
-T. transformers' own code gives torch a mask [B, 1, T, T] in each sliding layer, and computes the hidden
-scores too.
+"""Sliding-window attention in blocks of queries with the keys in their window: T x window scores, not T x T.
+transformers' own code gives torch a mask [B, 1, T, T] in each sliding layer and computes the hidden scores
+too.
 
 B rows, T tokens, H heads, D head size; R the reach to either side; N blocks of S queries in a row, each with
-K = S + 2 R keys. Rows are concatenated with at least R empty places between them, so that all blocks are one
-view.
+K = S + 2 R keys. Rows are concatenated with R or more empty places between, so that all blocks are one view.
 """
 
 import torch

@@ -113,8 +113,7 @@ class ModelLoss(nn.Module):
         """Tries on eight tokens whether base model, transform and projection give the model's own logits.
 
         Meanwhile the head's parameters have noise, as initial biases of 0 and scales of 1 make no difference.
-        And the projection's input is once multiplied by 1000, as a new model's logits are too small for a
-        soft cap."""
+        And the projection's input is once multiplied by 1000, as small logits pass a soft cap unchanged."""
         lm = self.lm
         ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
         training, generator = lm.training, torch.Generator().manual_seed(0)
@@ -163,8 +162,7 @@ class CausalLMLoss(ModelLoss):
         ones.
 
         Returns (loss, row_losses). row_losses [B], detached: each row's mean cross-entropy over T - 1
-        predictions. loss, a scalar: the mean of row_weights * row_losses, in training with the losses of
-        token_loss."""
+        predictions. loss, a scalar: the mean of row_weights * row_losses, in training those of token_loss."""
         input_ids = batch["input_ids"]
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
         targets, positions = input_ids[:, 1:], predicted

@@ -84,8 +84,7 @@ class MuonAdamW(torch.optim.AdamW):
         lists = _of_one_shape([weight for weight in group["params"] if weight.grad is not None])
 
         def ahead(weights):
-            """Updates the momenta and returns Nesterov's look-ahead: [n, r, c], or the rows of this
-            process."""
+            """Updates the momenta. Returns Nesterov's look-ahead: [n, r, c], or this process's rows."""
             buffers = [_local(self._buffer(weight)) for weight in weights]
             stack = torch.stack([_local(weight.grad) for weight in weights])
             if skip is not None:
@@ -112,8 +111,7 @@ class MuonAdamW(torch.optim.AdamW):
 
     def _processes(self, weight):
         """The processes that divide the iteration, or None. For sharded matrices all that hold rows, else
-        those of one machine: sending an update to another machine takes about as long as iterating it
-        there."""
+        those of one machine: sending an update to another machine takes as long as the iteration."""
         if isinstance(weight, DTensor):
             return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
         local = local_processes()

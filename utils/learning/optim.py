@@ -16,8 +16,7 @@ SCHEDULES += ["warmup_stable_decay"]
 
 def parameter_groups(model, weight_decay):
     """Two groups for an optimizer: matrices and embeddings, which decay, then biases and norms. Norms are
-    recognized by their class, as names vary (GPT-2: ln_1, ln_f). Every trainable parameter once, also if
-    tied."""
+    recognized by their class (GPT-2's are named ln_1). Every trainable parameter once, also if tied."""
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])

@@ -1,5 +1,4 @@
-"""Divides work on matrices over processes: each computes some of them whole and sends the results to the
-others."""
+"""Divides work on matrices over processes: each computes some of them and sends the others the results."""
 
 import torch
 import torch.distributed as dist

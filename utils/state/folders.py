@@ -1,5 +1,4 @@
-"""Checkpoint folders: which exist, which one to load, whether it is undamaged, whether there is disk
-space."""
+"""Checkpoint folders: which exist, which one to load, whether it is damaged, whether the disk has room."""
 
 import json
 import logging
