@@ -20,7 +20,7 @@ from utils.entry import NEVER_FREED
 from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
-from utils.learning.optim import stable_steps
+from utils.learning.optim import name_optimizers, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.publication import Publication
 from utils.resume import Resume
@@ -87,7 +87,8 @@ class Run:
         if self._done:
             return publication.finished_before(self.step, self.state["eval"], args.hub_timeout)
         self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
-        settings = publication.name_optimizers([*self.edits.optimizers.values()])
+        optimizers = [*self.edits.optimizers.values()]
+        settings = publication.settings = name_optimizers(self.settings, optimizers)
         self.resume.save_args(settings, self.state.get("origin"))
         self.report = Report(args, accelerator, steps, self.state, self.flops, launch, settings,
                              self.resume.metrics_offset, publication.publisher)

@@ -44,9 +44,13 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
     return optimizer(groups, lr=learning_rate, betas=betas, fused=fused)
 
 
-def built_by(optimizer_type, optimizer) -> bool:
-    """Whether build_optimizer makes this kind of optimizer for this type."""
-    return type(optimizer) is {"muon": MuonAdamW, "adamw": torch.optim.AdamW}.get(optimizer_type)
+def name_optimizers(settings: dict, optimizers: list) -> dict:
+    """The settings to show: optimizer_type names the optimizers, if build_optimizer made none of them."""
+    kind, kinds = settings.get("optimizer_type"), {"muon": MuonAdamW, "adamw": torch.optim.AdamW}
+    if not kind or kinds.get(kind) in map(type, optimizers):
+        return settings
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    return settings | {"optimizer_type": names or "of the script's own"}
 
 
 def describe_groups(optimizer):

@@ -9,7 +9,6 @@ from utils.display.progress import duration, summarize
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
-from utils.learning.optim import built_by
 from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
 from utils.publishing.places import Hub, open_place, refuse_another
@@ -60,14 +59,6 @@ class Publication:
             print(f"hub        {hub.repo_id} has revisions of an earlier run: {names}; "
                   f"`hf repos tag delete {hub.repo_id} NAME` deletes one", flush=True)
         self.publisher.start()
-
-    def name_optimizers(self, optimizers: list) -> dict:
-        """The settings to show. optimizer_type names the optimizers, if build_optimizer made none of them."""
-        kind = self.settings.get("optimizer_type")
-        if kind and not any(built_by(kind, optimizer) for optimizer in optimizers):
-            names = [type(optimizer).__name__ for optimizer in optimizers]
-            self.settings = self.settings | {"optimizer_type": ", ".join(names) or "of the script's own"}
-        return self.settings
 
     def finished_before(self, step: int, results: dict, timeout: float) -> bool:
         """Say so, and push what was cut off; the Hub gets nothing twice. False: nothing is left to do."""
