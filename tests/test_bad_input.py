@@ -76,7 +76,7 @@ CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
 CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-data-set' cannot be loaded
 CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened
-CLM | --dataset_name s3://KEY:SECRET/x@bucket/it         | s3://***@bucket/it cannot be opened: credentials are no part
+CLM | --dataset_name s3://KEY:SECRET/x@bucket/it         | s3://***@bucket/it cannot be opened: credentials cannot be part
 CLM | --validation_fraction 1                           | validation_fraction: must be less than 1
 CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
 CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
@@ -94,28 +94,28 @@ CLM | --optimizer_type sgd                             | 'sgd' is unknown, give 
 MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay_steps: 9999 and warm-up are more
 CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
 CLM | --model_type gpt2 --config_overrides n_layers=2 | 'n_layers': gpt2 has no such setting; near: n_layer
-CLM | --model_name_or_path ../old --tokenizer_name ../old | not with model_name_or_path, add --config_overrides "", which
+CLM | --model_name_or_path ../old --tokenizer_name ../old | cannot go with model_name_or_path; add --config_overrides ""
 CLM | --model_type gpt2 --config_overrides n_layer | not of the form name=value
 CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
-CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2': && beside the others
+CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2': && with the other settings
 CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
-CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}'         | config_overrides: TypeError
+CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | config_overrides: TypeError
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --model_type gpt2 --config_overrides n_layer=two | 'two' is no int
 CLM | --model_type gpt2 --config_overrides n_layer=0 | 'n_layer=0': a model without layers
 CLM | --model_type gpt2 --config_overrides n_layer=-1 | a model without layers
 MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
-CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5': && beside the others 12 would do
-CLM | --model_type gpt2 --config_overrides n_positions=64                 | block_size, 128: needs n_positions of at least 128
+CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5': && with the other settings 12 would fit
+CLM | --model_type gpt2 --config_overrides n_positions=64 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
 CLM | --model_name_or_path ../no                        | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
-CLM | --checkpoint_url bucket/run                       | checkpoint_url: bucket/run is no URL of a folder
-CLM | --checkpoint_url file://                          | checkpoint_url: file:// is no URL of a folder
-CLM | --checkpoint_url s3:///                           | checkpoint_url: s3:/// is no URL of a folder
+CLM | --checkpoint_url bucket/run                       | checkpoint_url: bucket/run is not the URL of a folder
+CLM | --checkpoint_url file://                          | checkpoint_url: file:// is not the URL of a folder
+CLM | --checkpoint_url s3:///                           | checkpoint_url: s3:/// is not the URL of a folder
 CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | nosuch://bucket/x && cannot be opened: Protocol not known
-CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | s3://***@bucket/it && cannot be opened: credentials are no part
+CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | s3://***@bucket/it && cannot be opened: credentials cannot be part
 CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no cannot be written: && Check its spelling
 # resume
 CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now

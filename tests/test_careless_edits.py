@@ -66,7 +66,7 @@ def launch(corpus, folder, edits: dict, processes=1, **flags) -> tuple[int, str]
 OWN = NOISE.replace(" GENERATOR", ", generator=noise")
 CASES = {
     "add twice": ({ADD: ADD + ADD}, 1, "add was called 4 times in a step of 2 micro-batches: call it"),
-    "noise": ({CLIP: NOISE.replace(" GENERATOR", "") + CLIP}, 2, "different weights: draw .* run.generator"),
+    "noise": ({CLIP: NOISE.replace(" GENERATOR", "") + CLIP}, 2, "different weights: draw .*run.generator"),
     "frozen": ({CLIP: ONCE + CLIP}, 2, "requires_grad of lm.model.embed_tokens.weight changed in the loop"),
     "grad is None": ({WARMUP: SIGN.replace("SKIP", "pass") + WARMUP}, 1,
                      "update: fails where the gradient is not finite .*grad is None"),

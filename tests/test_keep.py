@@ -163,11 +163,11 @@ def test_what_nobody_keeps_is_told_once(accelerator):
 
     watch = EditCheck(update, model, keep)
     early[0] += 1
-    assert "changes early, and nobody keeps it" in watch.changed()
+    assert "changes early, which is not in keep" in watch.changed()
     early[0] += 1
     assert watch.changed() == ""
     late[0] += 1
-    assert "changes late, and nobody" in watch.changed() and watch.changed() == ""
+    assert "changes late, which is not in keep" in watch.changed() and watch.changed() == ""
 
 
 calls = SimpleNamespace(count=0)
@@ -288,7 +288,7 @@ def test_batches_that_depend_on_those_before_are_named(accelerator):
     watch = EditCheck(lambda: None, model, keep, collate=collate)
     assert watch.changed() == ""
     collate(1)
-    assert "data.collate.numbers changes, and batches are made ahead of the step" in watch.changed()
+    assert "data.collate.numbers changes, but batches are made ahead of the step" in watch.changed()
     masks = MaskTokens(make_tokenizer(**SPECIAL), 0.3, seed=0)
     watch = EditCheck(lambda: None, model, keep, collate=masks)
     masks(make_batch([0, 1]))
@@ -425,7 +425,7 @@ def test_what_is_kept_and_not_put_back_is_named(accelerator, tmp_path, case, nam
             update()
 
     if named:
-        told = f"update changes {named}, and load_state_dict does not.* for the moment"
+        told = f"update changes {named}, and load_state_dict does not restore.* for the moment"
         with pytest.raises(ValueError, match=told):
             rehearse()
         return

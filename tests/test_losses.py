@@ -261,7 +261,7 @@ def test_what_a_loss_of_ones_own_makes_of_ignored_tokens_goes_nowhere():
 
 def test_a_loss_of_ones_own_must_give_one_loss_per_token():
     leaves, targets, weights = problem(9)
-    with pytest.raises(ValueError, match=r"token_loss: gave \[\] for \[9\] targets"):
+    with pytest.raises(ValueError, match=r"token_loss: returned \[\] for \[9\] targets"):
         linear_cross_entropy(*leaves[:2], targets, weights, token_loss=F.cross_entropy)
 
 

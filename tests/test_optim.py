@@ -238,7 +238,7 @@ def test_under_a_gradient_scaler_bad_updates_are_skipped_too(limit, kind):
 
 def test_several_optimizers_are_refused_under_a_gradient_scaler():
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ValueError, match="fp16 is for one optimizer"):
+    with pytest.raises(ValueError, match="fp16 allows one optimizer"):
         UpdateGuard(SimpleNamespace(scaler=scaler), *OPTIMIZERS["muon"](nn.Linear(3, 5)))
 
 

@@ -156,6 +156,15 @@ def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
     ]  # fmt: skip
 
 
+def test_what_shapes_no_row_may_change():
+    """Where the run is kept, how its batch is divided, how far a stream is read ahead: not what is learnt."""
+    args = train_clm.TrainArgs()
+    other = dict(output_dir="b", per_device_train_batch_size=4, gradient_accumulation_steps=2, stream_gb=1.0)
+    assert changed_settings(asdict(args), replace(args, **other)) == []
+    lines = changed_settings(asdict(args), replace(args, **other, block_size=64))
+    assert lines[1:] == ["block_size: 128 in the run, 64 now"]
+
+
 def test_who_wants_a_longer_run_is_told_how():
     args = train_clm.TrainArgs(max_train_steps=400, output_dir="b")
     saved = asdict(args)

@@ -36,7 +36,8 @@ def workspace(tmp_path_factory):
 def flags(workspace, name, **changes):
     return {
         **TINY, "dataset_name": str(workspace / "corpus.jsonl"), "cache_dir": str(workspace / "cache"),
-        "output_dir": str(workspace / name), "prompts": ["import os"], "keytokens": ["import", "self"], **changes,
+        "output_dir": str(workspace / name), "prompts": ["import os"],
+        "keytokens": ["import", "self"], **changes,
     }  # fmt: skip
 
 

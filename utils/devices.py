@@ -1,6 +1,7 @@
-"""What this launch runs on: the type of its devices, their memory, the processes of this machine."""
+"""What this launch runs on: the type of its devices, their memory, this machine's processes."""
 
 import contextlib
+import math
 import os
 import re
 import time
@@ -14,7 +15,7 @@ from utils.xla import is_xla
 
 
 def device_type() -> str:
-    """Of what this launch will train on; before there is an Accelerator to ask."""
+    """The type of the devices that this launch will train on, before there is an Accelerator."""
     if is_xla() or parse_flag_from_env("ACCELERATE_USE_CPU"):
         return "xla" if is_xla() else "cpu"
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
@@ -25,25 +26,35 @@ def local_processes() -> int:
 
 
 def module_of(device: torch.device):
-    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, whose device is no part of torch."""
+    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, which is not a part of torch."""
     return None if device.type == "xla" else torch.get_device_module(device)
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes of the device; on the CPU one process's share of the machine's, or of the container's. None: it
-    cannot be asked."""
+    """Bytes of the device; on the CPU a process's share of the machine or container. None: unknown."""
     if device.type == "cpu":
-        total = psutil.virtual_memory().total
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-        return total // local_processes()
+        return min(psutil.virtual_memory().total, container_memory()[0]) // local_processes()
     if hasattr(module := module_of(device), "get_device_properties"):
         return module.get_device_properties(device).total_memory
     return module.recommended_max_memory() if hasattr(module, "recommended_max_memory") else None
 
 
+def free_memory() -> int:
+    """Bytes of memory that are free: of the machine, or of this container."""
+    limit, used = container_memory()
+    return int(min(psutil.virtual_memory().available, limit - used))
+
+
+def container_memory() -> tuple[float, int]:
+    """(limit, bytes in use) of this container (cgroup v2); an infinite limit if there is none."""
+    with contextlib.suppress(OSError, ValueError):  # the files are missing, or the limit is "max"
+        group = Path("/sys/fs/cgroup")
+        return int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+    return math.inf, 0
+
+
 def forget_peak(device: torch.device) -> None:
-    """`peak_memory` is of what comes after this, where the system lets it be."""
+    """Start `peak_memory` anew, if the system allows it."""
     if device.type == "cpu":
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
@@ -52,7 +63,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes of the device that this process took at its peak; on the CPU all of its memory. None: unknown."""
+    """Bytes of the device's memory that this process used at its peak. None: unknown."""
     if device.type == "cpu":
         with contextlib.suppress(OSError):
             return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
@@ -61,7 +72,7 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def timed(function, *args) -> float:
-    """Seconds that it takes, until the device has done it, too."""
+    """Seconds that function(*args) takes, until the device has finished."""
     start = time.perf_counter()
     function(*args)
     if torch.accelerator.is_available():

@@ -1,4 +1,4 @@
-"""How a script begins and ends: stop signals, mistakes in one message, an exit status that says why."""
+"""How a script begins and ends: stop signals, one message for the user's mistakes, the exit status."""
 
 import functools
 import multiprocessing
@@ -11,15 +11,15 @@ from utils.io.mistakes import user_mistakes
 from utils.io.secrets import without_secrets
 from utils.state.preemption import handle_stop_signals
 
-NEVER_FREED = []  # what one of several processes does not take apart before it has left: see entry_point
+NEVER_FREED = []  # objects that one of several processes must not destroy before it exits: see entry_point
 
 
 def entry_point(main: Callable) -> Callable:
-    """Decorates a script's main: stop signals end it in order, `user_mistakes`, and an end that cannot hang.
+    """Decorates main: stop signals end it in order, mistakes are one message, and its end cannot hang.
 
-    One of several processes leaves by os._exit, when everything is written: while the interpreter takes the
-    model apart, DDP's destructor holds the GIL and joins gloo's thread, which may wait for it (torch 2.13).
-    A child of multiprocessing does so by itself, after it has told notebook_launcher that main is done."""
+    One of several processes exits by os._exit when everything is written: when the interpreter destroys the
+    model, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13). A
+    child of multiprocessing does so anyway, after it has told notebook_launcher that main is done."""
 
     main = user_mistakes()(main)
 

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
 
-# Settings of transformers' scripts and of nanoGPT that look like none of ours: what does that here.
+# Settings of transformers' scripts and of nanoGPT, and what takes their place here.
 ELSEWHERE = {
     "fp16 bf16 dtype torch_dtype": "the launcher's --mixed_precision, or accelerate_configs/*.yaml",
     "torch_compile compile": "the launcher's, dynamo_backend in accelerate_configs/*.yaml",
@@ -39,7 +39,7 @@ ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names
 
 
 class _Parser(HfArgumentParser):
-    """A field's metadata are ours: transformers' parser would hand them to argparse."""
+    """Without a field's metadata, which are ours: transformers' parser would pass them to argparse."""
 
     def error(self, message):
         raise ValueError(f"{message}\n`--help` lists every setting.")
@@ -51,7 +51,7 @@ class _Parser(HfArgumentParser):
         HfArgumentParser._parse_dataclass_field(parser, field)
 
     def format_help(self):
-        """The settings under the headings of their source, each with its default and its comment."""
+        """The settings under the headings of the source, each with its default and its comment."""
         lines = [f"usage: {self.prog} [--preset {' | '.join(self.presets)}] [--setting value ...]", "",
                  "A preset is a whole experiment, with the settings of its source:", ""]
         source = inspect.getsource(inspect.getmodule(self.dataclass_types[0]))
@@ -71,12 +71,11 @@ class _Parser(HfArgumentParser):
 
 
 def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
-    """Defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the flags beside it.
+    """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
     `none` switches an optional setting off and empties a list. A field's trailing comment is its help text.
-    ValueError with every unknown flag and what does it here or is near, or with a value that does not parse.
-    """
-    if argv is None:  # those of a notebook's kernel are not for us
+    ValueError for unknown flags, with what takes their place or has a similar name, and for wrong values."""
+    if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
     parser = _Parser(args_class, allow_abbrev=False)
     parser.presets = presets
@@ -85,7 +84,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     name = first.parse_known_args(argv)[0].preset or parser.get_default("preset")
     if name not in presets:
         raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
-    if dashes := [word for word in argv if word.endswith("=--")]:  # argparse drops such a value
+    if dashes := [word for word in argv if word.endswith("=--")]:  # argparse would drop the value
         parser.error(f"{', '.join(dashes)}: no value.")
     parser.set_defaults(**presets[name])
     options = dict(return_remaining_strings=True, look_for_args_file=False)
@@ -93,7 +92,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     if unknown:
         parser.error("\n".join(_explained(unknown, parser)))
     blank = []
-    for name, kind in get_type_hints(args_class).items():  # not fields(): the parser rewrites their types
+    for name, kind in get_type_hints(args_class).items():  # the parser changes the types in fields()
         value = getattr(args, name)
         if isinstance(value, list) and [str(item).lower() for item in value] == ["none"]:
             setattr(args, name, [])
@@ -102,12 +101,12 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
         elif name != "config_overrides" and not all(str(item).strip() for item in as_list(value)):
             blank.append(name)
     if blank:
-        raise ValueError(f"{', '.join(blank)}: holds a blank text, leave that out. `none` empties a list.")
+        raise ValueError(f"{', '.join(blank)}: holds a blank text, leave it out. `none` empties a list.")
     return args
 
 
 def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]:
-    """A line for each unknown flag: what does it here, or which setting has a name like it."""
+    """A line for each unknown flag: what takes its place, or which setting has a similar name."""
     flags = [option for action in parser._actions for option in action.option_strings]
     lines, before = [], ""
     for word in unknown:
@@ -115,14 +114,14 @@ def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]
         near = difflib.get_close_matches(flag, flags, n=1, cutoff=0.63)
         if there := flag.startswith("--") and ELSEWHERE.get(flag[2:].replace("-", "_").lower()):
             lines.append(f"{word}: no such setting; instead: {there}.")
-        elif word.startswith("-") or not before or "=" in before:  # else the value of an unknown flag
+        elif word.startswith("-") or not before or "=" in before:  # else it is the value of an unknown flag
             lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
         before = word if word.startswith("-") else before
     return lines
 
 
 def command_line(args: Any) -> list[str]:
-    """The command of this run: as typed, or with the settings that a notebook or a program gave."""
+    """The command of this run: as typed, or made of the settings that a notebook or a program gave."""
     script = inspect.getsourcefile(type(args))
     if os.path.basename(sys.argv[0]) == os.path.basename(script):
         return ["python", *sys.argv]

@@ -1,7 +1,8 @@
-"""Where a run continues: the checkpoint of its folder or its place, whether it fits, and what it saves."""
+"""Where a run continues: the checkpoint to resume from, whether it fits this run, and what a save holds."""
+
+from pathlib import Path
 
 from utils.io.secrets import without_secrets
-from utils.publishing.export import more_configurations
 from utils.publishing.places import fetch_checkpoint
 from utils.settings import changed_settings, code_version, save_args
 from utils.state.checkpoint import Checkpoints
@@ -12,31 +13,30 @@ EXTRA = {"state": dict, "settings": dict, "rows": int, "data": dict, "code": dic
 
 
 class Resume:
-    """Made when the run starts, on all processes; output_dir is this run's from then on.
+    """Made when the run starts, on all processes. Locks output_dir until the process ends.
 
-    stable: [first, last] of the steps of constant learning rate; launch: what it runs on; place: where
-    checkpoints are kept, too, or None."""
+    stable: [first, last] step of constant learning rate; launch: as doctor.launch_facts; place: where
+    checkpoints are kept too, or None."""
 
     def __init__(self, args, accelerator, steps, data, stable: list, launch: dict, place=None):
         self.args, self.steps, self.data, self.launch = args, steps, data, launch
-        self.lock = lock_output_dir(args.output_dir) if accelerator.is_main_process else None  # until the end
+        self.lock = lock_output_dir(args.output_dir) if accelerator.is_main_process else None
         self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last,
                        "training_rows": data.length, "stable": stable}
         self.code = code_version(args)
         if place and args.resume_from_checkpoint == "auto":
             url = f"checkpoint_url {without_secrets(args.checkpoint_url)}"
-            fetch_checkpoint(place, args.output_dir, lambda made: self.check(read_state(made)["extra"], url))
+            fetch_checkpoint(place, args.output_dir, lambda path: self.check(read_state(path)["extra"], url))
         accelerator.wait_for_everyone()
-        kept_step = stable[1]  # runs of other lengths may begin there
+        kept_step = stable[1]  # longer or shorter runs may branch off there
         self.checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, kept_step)
-        # Given by `load`
-        self.saved = None  # what was saved with the checkpoint
-        self.origin = None  # {"run": name, "step": step} where this run is a branch of another one
-        self.metrics_offset = 0  # bytes of metrics.jsonl that are of this run, up to where it continues
+        self.saved = None  # the extra of the checkpoint that was loaded
+        self.origin = None  # {"run": name, "step": step} if this run is a branch of another run
+        self.metrics_offset = 0  # bytes of metrics.jsonl up to the step where the run continues
 
     def load(self, model, keep: dict) -> dict | None:
-        """Restores model and kept things. Returns the state of the run; None: it begins. ValueError where the
-        checkpoint is of another experiment."""
+        """Restores model and kept things. Returns the run's state, None if it starts anew. ValueError if the
+        checkpoint is another experiment's."""
         saved = self.saved = self.checkpoints.load(self.args.resume_from_checkpoint, model, keep, self.check)
         if saved is None:
             return None
@@ -59,18 +59,12 @@ class Resume:
                   "stream": self.data.state_dict(rows), "code": self.code, "launch": self.launch}
         files = {"tokenizer.json": self.data.tokenizer.backend_tokenizer.to_str().encode()}
         files["config.json"] = without_secrets(config.to_json_string()).encode()
-        files |= {file.name: file.read_bytes() for file in more_configurations(self.args.output_dir)}
+        others = (Path(self.args.output_dir, f"{name}_config.json") for name in ("generation", "tokenizer"))
+        files |= {file.name: file.read_bytes() for file in others if file.exists()}  # read by pipeline()
         self.checkpoints.save(step, model, keep, extra, final, files.items())
 
-    def refuse_bad_weights(self, names: list[str], step: int) -> None:
-        """RuntimeError where weights of these names are not finite: they would replace good ones."""
-        if names:
-            good = self.checkpoints.last_good or "missing"
-            raise RuntimeError(f"weights are not finite at step {step} ({names[0]}): they are not saved. "
-                               f"The last good checkpoint is {good}.")
-
     def changes(self) -> list[tuple]:
-        """(line, event for metrics.jsonl or None) of what may differ from the run so far, and does."""
+        """(line, event for metrics.jsonl or None) for each allowed difference from the run so far."""
         lines, saved = [], self.saved or {}
         for name, was in saved.get("launch", {}).items():
             if was != self.launch[name]:
@@ -83,9 +77,9 @@ class Resume:
         return lines
 
     def check(self, saved: dict, place: str = "") -> None:
-        """ValueError where the checkpoint is of another experiment. place: where it is, if not here."""
-        here, found = place or self.args.output_dir, saved if isinstance(saved, dict) else {}
-        wrong = [name for name, kind in EXTRA.items() if not isinstance(found.get(name), kind)]
+        """ValueError if the checkpoint is another experiment's. place: where it is, if not in output_dir."""
+        here, known = place or self.args.output_dir, saved if isinstance(saved, dict) else {}
+        wrong = [name for name, kind in EXTRA.items() if not isinstance(known.get(name), kind)]
         if wrong or not isinstance(saved["state"].get("step"), int):
             raise ValueError(f"a checkpoint of {here} is not that of a run ({(wrong or ['state'])[0]}); "
                              "resume from another one, or name another folder")
@@ -96,17 +90,17 @@ class Resume:
             raise ValueError(message)
 
     def _other_run(self, saved: dict, here: str, kind: str) -> str:
-        """What beside the settings is not of this run; "" for nothing."""
+        """What differs from this run beside the settings, or ""."""
         step, now = saved["state"]["step"], self.counts["stable"]
         if saved["rows"] != (rows := self.steps.rows_before(step)):
             return f"rows of the first {step} steps: {saved['rows']} in the run, {rows} now"
         was = saved["settings"].get("stable") or now
         first, last = max(was[0], now[0]), min(was[1], now[1])
         if was != now and not first <= step <= last:
-            return (f"max_train_steps: the learning rate of step {step} was another; resume from one of the "
-                    f"steps {first} to {last} (--resume_from_checkpoint), in an --output_dir of its own")
+            return (f"max_train_steps: the learning rate of step {step} would be different: resume from one "
+                    f"of the steps {first} to {last} (--resume_from_checkpoint), in another --output_dir")
         named = {"tokenizer": "tokenizer_name: the tokenizer", "train": "dataset_name: the training rows"}
         for name, what in named.items():
             if saved["data"][name] != self.data.fingerprints[name]:
-                return f"{what} of the run in {here} had other content; restore it, or name another {kind}"
+                return f"{what} of the run in {here} had other content: restore it, or name another {kind}"
         return ""

@@ -1,8 +1,8 @@
-"""One run in one folder, as the scripts see it: it counts steps, and has things done when they are due.
+"""One run in one folder, as the scripts see it: it counts steps, and logs, evaluates and saves when told to.
 
 It holds `Resume` (where it continues), `Report` (what is logged and shown), `Publication` (the saved model
-and its pushes) and `EditCheck` (what an edit of update forgot). None of them touches the model's update:
-gradients and steps stay in the script, and a test sees to it.
+and its pushes) and `EditCheck` (what an edit of update forgot). None of them updates the model: gradients and
+steps stay in the script, and a test checks that.
 """
 
 import json
@@ -20,11 +20,12 @@ from utils.entry import NEVER_FREED
 from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
-from utils.learning.optim import stable_steps
+from utils.learning.optim import name_optimizers, stable_steps
+from utils.publishing.export import export_model
 from utils.publishing.publication import Publication
 from utils.resume import Resume
 from utils.state.checkpoint import restore_modules
-from utils.state.edit_check import EditCheck, optimizer_warnings, optimizers_of
+from utils.state.edit_check import EditCheck
 from utils.state.folders import disk_space
 from utils.state.preemption import StopSignals, exit_status
 from utils.state.rehearsal import rehearsal, rehearse_updates
@@ -38,87 +39,86 @@ class Run:
     def __init__(self, args, accelerator, task: Task):
         check_launch(accelerator)
         if accelerator.num_processes > 1:
-            NEVER_FREED.append(self)  # with the accelerator, and the model in it
-            if accelerator.device.type == "cpu":  # accelerate's wants a GPU for each, if there is one
+            NEVER_FREED.append(self)  # with the accelerator and the model in it
+            if accelerator.device.type == "cpu":  # if there is a GPU, accelerate's wants one for each process
                 accelerator.wait_for_everyone = dist.barrier
         self.args, self.accelerator, self.task = args, accelerator, task
         self.settings = without_secrets(asdict(args))
         dataset = ", ".join(as_list(self.settings["dataset_name"]))
         self.publication = Publication(args, accelerator, task, self.settings, dataset)
-        self.publisher = self.publication.publisher
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
-        self.evaluated = lambda record: False  # yours: takes each evaluation's numbers, True ends the run
+        self.evaluated = lambda record: False  # yours: gets the numbers of each evaluation; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
-                      "export_due": False, "seen": []}  # data sets of a mixture, once
+                      "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
         self.failure = None  # why the run cannot go on
-        # Given by `describe`, and by `start` or `evaluate_only`
-        self.config = self.flops = self.model = self.data = self.steps = self.keep = self.evaluations = None
-        self.resume = self.report = self.edits = self.stop = None
         announce(args, self.settings, dataset, accelerator.is_main_process)
 
     def describe(self, lm, predicted: float = 1.0) -> None:
-        """Of the model before `prepare`, which may shard it. predicted: share of positions with a loss."""
+        """Takes the model before `prepare` shards it. predicted: share of the positions that have a loss."""
         self.config, self.flops = lm.config, flops_per_token(lm, self.args.block_size, head_share=predicted)
-        self.publication.facts = {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
+        self.publication.facts |= {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
 
     def evaluate_only(self, model, evaluate, data, keep: dict) -> None:
-        """Prints the numbers of the evaluation sets as JSON; writes nothing. Where the model is output_dir's,
+        """Prints the numbers of the evaluation sets as JSON and writes nothing. For the model of output_dir,
         modules in keep, such as an average of the weights, are restored from its newest checkpoint."""
         folder = self.args.output_dir if self.args.model_name_or_path == self.args.output_dir else None
         for name in restore_modules(folder, model, keep):
-            warning = f"warning: no checkpoint here has {name}: evaluated as new"
+            warning = f"warning: no checkpoint here has {name}: it is evaluated as new"
             self.accelerator.print(warning, file=sys.stderr)
         evaluations = Evaluations(self.accelerator, self.task, model, keep, evaluate, data, [])
         self.accelerator.print(json.dumps(evaluations.measure()))
 
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
-        """Begin, or continue where the newest checkpoint is. False: nothing is left to do.
+        """Begin, or resume from the newest checkpoint. False: nothing is left to do.
 
         keep: {name: what has state_dict and load_state_dict}: saved, restored, rehearsed with the model."""
         args, accelerator, publication = self.args, self.accelerator, self.publication
         self.model, self.data, self.steps, self.keep = model, data, steps, keep
         self.evaluations = Evaluations(accelerator, self.task, model, keep, evaluate, data, args.prompts)
         stable = stable_steps(args, steps)
-        models = publication.plan_milestones(args, steps, stable[1])
+        models = publication.plan_milestones(args, steps, kept_step=stable[1])
         disk = disk_space(args.output_dir, model, keep, args.save_total_limit, models)
-        publication.launch = launch = launch_facts(accelerator, self.config._attn_implementation)
-        self.resume = Resume(args, accelerator, steps, data, stable, launch, self.publisher.checkpoints)
+        launch = publication.facts["launch"] = launch_facts(accelerator, self.config._attn_implementation)
+        place = publication.publisher.checkpoints
+        self.resume = Resume(args, accelerator, steps, data, stable, launch, place)
         resumed = self.resume.load(model, keep)
         self.state = resumed or self.state
         publication.start(0 if self.resume.origin else self.step, args.resume_from_checkpoint == "auto")
         if self._done:
             return publication.finished_before(self.step, self.state["eval"], args.hub_timeout)
-        shown = publication.name_optimizers([*optimizers_of(keep).values()])
-        self.resume.save_args(shown, self.state.get("origin"))
-        known = args, accelerator, steps, self.state, self.flops, launch, shown
-        self.report = Report(*known, self.resume.metrics_offset, self.publisher)
+        self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
+        optimizers = [*self.edits.optimizers.values()]
+        settings = publication.settings = name_optimizers(self.settings, optimizers)
+        self.resume.save_args(settings, self.state.get("origin"))
+        self.report = Report(args, accelerator, steps, self.state, self.flops, launch, settings,
+                             self.resume.metrics_offset, publication.publisher)
         name, parameters = args.model_name_or_path or args.model_type, publication.facts["parameters"]
         block = report(accelerator, steps, self.step, launch, name, parameters)
-        accelerator.print(block, f"disk       {disk}", *optimizer_warnings(keep), sep="\n")
+        accelerator.print(block, f"disk       {disk}", *self.edits.warnings(), sep="\n")
         self.report.changes(self.step, self.resume.changes())
-        self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
         self.stop = StopSignals(accelerator)
         if args.preflight and not resumed:
             self._rehearse()
-        self._keep_milestone()  # wanted only now, or lost with another machine
+        self._keep_milestone()  # a resumed run may want it only now, or lack it on a new machine
         if args.eval_at_start and not resumed:
-            self.state["evaluation_due"] = True  # the origin of the curves
+            self.state["evaluation_due"] = True  # the curves begin with it
         return self._catch_up()
 
     def _rehearse(self) -> None:
         with rehearsal(self.resume.checkpoints, self.edits) as folder:
-            if failure := self.publication.write(self.model, self.data.tokenizer, folder):
+            if failure := export_model(self.accelerator, self.model, self.data.tokenizer, folder):
                 raise RuntimeError(f"preflight: the model cannot be saved: {failure}")
-            if not is_xla():  # there it would be graphs of its own, and the first step comes at once
+            if not is_xla():  # there it would compile graphs of its own, and the first step comes at once
                 first = next(self.data.batches(self.steps, self.step))
                 self.report.rehearsed(rehearse_updates(self.accelerator, first, self.seed_step, self.edits))
-            self.evaluations.rehearse()
+            self.evaluations.measure(quick=True)
+            self.evaluations.samples(quick=True)
 
     def _catch_up(self) -> bool:
-        """What is still due: an evaluation, or the last model, which found no room. False: that was all."""
+        """Do what is still due: an evaluation, or saving the last model. False: that was all."""
         if due := self.state["evaluation_due"]:
             self.evaluate(due if isinstance(due, list) else ())
-            if self.state["evaluation_due"]:  # and another signal: all is saved, or not yet begun
+            if self.state["evaluation_due"]:  # a signal stopped it again; nothing is unsaved
                 raise SystemExit(exit_status(self.stopping))
         elif not self.state.get("export_due"):
             return True
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def stopping(self) -> int:
-        """The stop signal that all processes have agreed on, or 0; the step at which `evaluated` ends it."""
+        """The stop signal that all processes agreed on, or the step at which `evaluated` ended it, or 0."""
         return self.stop.answer or self.state.get("ended") or 0
 
     @property
@@ -152,7 +152,7 @@ class Run:
         self.generator.manual_seed(seed)
 
     def next_step(self) -> None:
-        """One more step is done: counted, shown, a milestone kept, and all processes agree about stopping."""
+        """Count a step, check it, show it, keep its milestone, and agree with the others about stopping."""
         self.state["step"] += 1
         self.edits.check_step(self.accelerator)
         for line in compilations.news():
@@ -162,18 +162,18 @@ class Run:
         self.stop.agreed()
 
     def due(self, steps: int) -> bool:
-        """Every so many steps (0: every epoch), after the last one, and before the learning rate falls."""
+        """Every so many steps (0: every epoch), after the last step, and before the learning rate decays."""
         ends = self.steps.last, self.resume.checkpoints.kept_step
         return self.step in ends or self.step % self.steps.every(steps) == 0
 
     def log(self, record: dict, skipped=()) -> None:
-        """A line of training. skipped: for each update since the last line 1 if it was skipped, else 0."""
+        """Log a training record. skipped: for each update since the last one 1 if it was skipped, else 0."""
         epochs = self.data.epochs(self.steps.rows_before(self.step))
         self.report.training(self.step, self.state, record, skipped, epochs)
 
     def evaluate(self, names=()) -> None:
-        """Evaluation sets (these, or all), samples, curves. A stop signal ends it early, still due."""
-        self.seed_step()  # for what draws in it: the same after a resume
+        """Evaluate these sets, or all; show samples and curves. If a stop signal ends it, it remains due."""
+        self.seed_step()  # a resume evaluates with the same random numbers
         state = self.state
         with self.report.throughput.apart("evaluation"):
             record = self.evaluations.measure(names, self.stop.agreed)
@@ -187,14 +187,17 @@ class Run:
             self.report.numbers(axes | record)
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, state, record)
-            trained = self.step or self.args.model_name_or_path  # before, samples are noise
+            trained = self.step or self.args.model_name_or_path  # else samples are noise
             self.report.show(self.evaluations.samples() if trained else [])
 
     def save(self) -> None:
-        """A checkpoint to continue from, the model for from_pretrained, and their push."""
-        if message := self.edits.changed():  # only now, or the first step would have ended the run
+        """Save a checkpoint and the model for from_pretrained, and push them."""
+        if message := self.edits.changed():  # changed only now: the first step would have stopped the run
             self.report.progress.write(f"warning: {message}")
-        self.resume.refuse_bad_weights(self.edits.check_weights(self.accelerator), self.step)
+        if names := self.edits.check_weights(self.accelerator):
+            good = f"The last good checkpoint is {self.resume.checkpoints.last_good or 'missing'}."
+            where = f"at step {self.step} ({names[0]})"
+            raise RuntimeError(f"weights are not finite {where}: they are not saved. {good}")
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
@@ -213,21 +216,22 @@ class Run:
             self.publication.keep_milestone(self.model, self.data.tokenizer, self.step)
 
     def give_up(self, skipped: int) -> None:
-        """So many updates in a row were skipped that the run cannot go on: `finish` raises RuntimeError."""
+        """After so many skipped updates in a row the run cannot go on: `finish` raises RuntimeError."""
         self.failure = (f"{skipped} updates in a row were skipped, as their gradients are not finite. Lower "
                         f"learning_rate, or look at their samples: {self.args.output_dir}/metrics.jsonl.")
 
     def finish(self) -> None:
-        """Nothing is left in flight; the summary, or the exit status of a stop."""
+        """Wait for saves and pushes. Then print the summary, or exit with the status of the stop signal."""
         last, accelerator = self.steps.last, self.accelerator
         self.report.progress.close()
         self.resume.checkpoints.wait()
-        arrived = self.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
+        timeout = 20 if self.stop.requested else self.args.hub_timeout
+        arrived = self.publication.publisher.finish(timeout)
         self.report.pushes(self.step)
-        stopped_by = 0 if self._done else self.stopping  # too late to stop anything
+        stopped_by = 0 if self._done else self.stopping  # a signal after the last step stops nothing
         if not (self.failure or self._ended or stopped_by):
-            self.failure = (f"the loop ended at step {self.step} of {last}: its data did, or a break of "
-                            "yours; docs/edits/early-stopping.diff ends a run early")
+            self.failure = (f"the loop ended at step {self.step} of {last}: its data ended, or an edit "
+                            "breaks it; docs/edits/early-stopping.diff ends a run early")
         if self.failure:
             raise RuntimeError(self.failure)
         accelerator.end_training()
@@ -238,7 +242,7 @@ class Run:
             accelerator.print(f"Stopped at step {self.step} of {last} and saved; run it again to resume.")
             raise SystemExit(exit_status(stopped_by))
         if accelerator.is_main_process:
-            told = self.report.throughput.seconds, command_line(self.args)
-            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, *told))
+            seconds, command = self.report.throughput.seconds, command_line(self.args)
+            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, seconds, command))
         if not arrived:
             raise SystemExit(1)

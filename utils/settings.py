@@ -1,4 +1,4 @@
-"""The values of the settings: all that is wrong with them, what a run may change, args.json."""
+"""The values of the settings: what is wrong with them, which of them may change on a resume, args.json."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ from utils.learning.optim import SCHEDULES
 from utils.publishing.export import milestone_steps
 from utils.state.folders import newest_extra
 
-# A run may be continued with other values of these: they change what is seen and kept, not what is learnt.
-# The batch may be divided otherwise; the rows per step are compared instead.
+# These may change on a resume: they change what is shown and kept, not what is learnt. So may the division
+# of a batch: the rows per step are compared instead.
 MAY_CHANGE = set("""
     preset cache_dir output_dir resume_from_checkpoint preflight eval_only show logging_steps eval_steps
     eval_at_start keep_best save_steps save_total_limit prompts report_to log_level push_to_hub hub_model_id
     hub_private_repo checkpoint_url hub_timeout max_skipped_updates max_eval_samples milestones stable
     per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing gradient_accumulation_steps
-    attn_implementation""".split())
-# So may the length of a run whose learning rate is constant, while it is: Run looks at the step.
+    attn_implementation stream_gb""".split())
+# So may the length of a run while its learning rate is constant: `Resume` checks the step.
 LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
 STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 POSITIVE = set("""
@@ -44,43 +44,38 @@ NOT_NEGATIVE = set("""
     save_steps show""".split())
 BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1,
          "eval_mlm_probability": 1}
-PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, and what a run puts below it
+PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, less the names of files in it
 
 
 def common_problems(args: Any) -> list[str]:
-    """What is wrong with the settings that both scripts have, a line each."""
+    """A line for each problem with the settings that both scripts have."""
     problems = number_problems(args)
     for name in ["cache_dir"] if args.eval_only else ["output_dir", "cache_dir"]:
         problems += folder_problems(name, getattr(args, name))
-    problems += _raised(quiet_libraries, args.log_level) + _raised(check_trackers, args.report_to)
-    problems += _raised(check_devices) + _raised(check_launcher)
-    problems += _raised(milestone_steps, args.milestones, args.max_train_steps)
+    checks = [(quiet_libraries, args.log_level), (check_trackers, args.report_to), (check_devices,)]
+    checks += [(check_launcher,), (milestone_steps, args.milestones, args.max_train_steps)]
+    for check, *values in checks:
+        try:
+            check(*values)
+        except ValueError as error:
+            problems.append(str(error))
     problems += _schedule_problems(args) + _length_problems(args)
     if args.model_name_or_path and not args.tokenizer_name:
-        problems.append("model_name_or_path: its weights go with one tokenizer, set tokenizer_name too.")
+        problems.append("model_name_or_path: its weights need their own tokenizer, set tokenizer_name too.")
     if args.checkpoint_url and not args.checkpoint_url.partition("://")[2].strip("/"):
-        problems.append(f"checkpoint_url: {args.checkpoint_url} is no URL of a folder, give s3://bucket/run, "
-                        "hf://user/name, file:///mnt/disk/run or the like.")
+        problems.append(f"checkpoint_url: {args.checkpoint_url} is not the URL of a folder; give "
+                        "s3://bucket/run, hf://user/name, file:///mnt/disk/run or the like.")
     if not args.eval_only and not args.show:
         saved = newest_extra(args.output_dir, args.resume_from_checkpoint).get("settings", {})
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
         problems += changed_settings(saved, args) if saved else []
         if not saved and (path := args.resume_from_checkpoint) not in ("auto", "none"):
-            problems.append(f"resume_from_checkpoint: {path} is no checkpoint. Give auto, none, or another.")
+            problems.append(f"resume_from_checkpoint: {path} is no checkpoint; give auto, none or another.")
     return problems
 
 
-def _raised(check, *values) -> list[str]:
-    """The text of the ValueError that check(*values) raises, if it does."""
-    try:
-        check(*values)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
 def _schedule_problems(args: Any) -> list[str]:
-    """Of optimizer and learning rate. An edit with an optimizer or a schedule of its own may have none."""
+    """Of optimizer and learning rate. An edit with its own optimizer or schedule may lack these settings."""
     optimizer = getattr(args, "optimizer_type", "adamw")
     schedule, warmup = getattr(args, "lr_scheduler_type", "linear"), getattr(args, "num_warmup_steps", 0)
     decay = getattr(args, "num_decay_steps", 0) if schedule == "warmup_stable_decay" else 0
@@ -93,9 +88,9 @@ def _schedule_problems(args: Any) -> list[str]:
         problems.append(f"num_warmup_steps: {warmup:g} are more than max_train_steps, {steps}: add "
                         "--num_warmup_steps 0.05, a share of them.")
     if steps and decay and sum(n if n >= 1 else n * steps for n in (warmup, decay)) > steps:
-        problems.append(f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps.")
+        problems.append(f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps, lower one.")
     if getattr(args, "min_lr_ratio", 0) and schedule not in ("linear", "cosine", "warmup_stable_decay"):
-        problems.append("min_lr_ratio: only linear, cosine and warmup_stable_decay have such an end.")
+        problems.append("min_lr_ratio: only linear, cosine and warmup_stable_decay support it.")
     return problems
 
 
@@ -104,16 +99,16 @@ def _length_problems(args: Any) -> list[str]:
     if not args.max_train_steps and not args.num_train_epochs:
         problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
     if args.streaming and not (args.max_train_steps and args.max_eval_samples):
-        problems.append("streaming: of no known length, set max_train_steps and max_eval_samples.")
+        problems.append("streaming: the length is unknown, set max_train_steps and max_eval_samples.")
     if args.streaming and not (args.eval_steps and args.save_steps):
-        problems.append("streaming: of no known epochs, set eval_steps and save_steps.")
+        problems.append("streaming: there are no epochs, set eval_steps and save_steps.")
     if args.streaming and args.max_train_samples:
         problems.append("max_train_samples: a stream is read as far as max_train_steps goes, leave it out.")
     return problems
 
 
 def number_problems(args: Any) -> list[str]:
-    """One line for each number that cannot be meant; a field of your own may be anything finite."""
+    """A line for each number out of range. A setting that is not listed above may be anything finite."""
     problems = []
     for name, value in vars(args).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -130,17 +125,17 @@ def number_problems(args: Any) -> list[str]:
 
 
 def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list[str]:
-    """A line for each setting that differs and may not: "learning_rate: 0.0005 in the run, 0.001 now".
+    """A line for each setting that differs and may not change: "learning_rate: 0.0005 in the run, 0.001 now".
 
-    counts: what the data tell beside args. A field that the run does not know yet counts as what that run
-    did: its default, unless field(metadata={"before": value}) says another. A name equals a list of one."""
+    counts: numbers that follow from the data, compared too. A setting that the run lacks had its default
+    there, or the value of field(metadata={"before": value}). A name equals a list of one name."""
     now, defaults = dataclasses.asdict(args) | (counts or {}), type(args)()
     before = {f.name: f.metadata.get("before", getattr(defaults, f.name)) for f in dataclasses.fields(args)}
     may_change = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
     lines = {}
     for name in sorted((saved.keys() | now.keys()) - may_change):
         values = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
-        was, is_now = map(as_list, without_secrets(values))  # as they were saved
+        was, is_now = map(as_list, without_secrets(values))  # saved without them
         if was != is_now:
             shown = [" ".join(map(str, value)) or "none" for value in (was, is_now)]
             lines[name] = f"{name}: {shown[0]} in the run, {shown[1]} now"
@@ -149,14 +144,14 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
     folder, remedy = shlex.quote(args.output_dir), []
     if lines.keys() <= LENGTH:
-        remedy = ["The learning rate followed that length; runs that may grow: docs/learning.md. For a new "
-                  f"run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
+        remedy = ["The learning rate depends on that length; docs/learning.md has runs that may grow. For a "
+                  f"new run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
                   '--config_overrides "" --output_dir ANOTHER']
     return [first, *lines.values(), *remedy]
 
 
 def folder_problems(name: str, folder: str) -> list[str]:
-    """One line if the folder of setting `name` could not be written; nothing is created."""
+    """A line if the folder of setting `name` could not be written. Nothing is created."""
     path = Path(folder).absolute()
     there = next(place for place in [path, *path.parents] if os.path.lexists(place))
     longest = max(len(os.fsencode(part)) for part in path.parts)
@@ -172,13 +167,13 @@ def folder_problems(name: str, folder: str) -> list[str]:
 
 
 def stop_at(problems: list[str]) -> None:
-    """ValueError with all problems, if there are any."""
+    """ValueError with all problems, if any."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def evaluate_what_is_saved(args: Any) -> None:
-    """With eval_only and no model named: the one in output_dir, as it was saved."""
+    """With eval_only and without model_name_or_path the model is the one saved in output_dir."""
     if args.eval_only and not args.model_name_or_path:
         if not Path(args.output_dir, "config.json").exists():
             stop_at([f"eval_only: no model in output_dir, {args.output_dir}; name one, or another folder."])
@@ -187,26 +182,25 @@ def evaluate_what_is_saved(args: Any) -> None:
 
 
 def saved_data(args: Any) -> dict:
-    """Fingerprints and name of what the run to continue was trained on and evaluated; {} at the beginning."""
+    """Fingerprints and names of the data of the run to resume; {} if there is none."""
     extra = {} if args.eval_only or args.show else newest_extra(args.output_dir, args.resume_from_checkpoint)
     return extra and extra["data"] | {"dataset_name": as_list(extra["settings"].get("dataset_name"))}
 
 
 def save_args(output_dir, settings: dict, code: dict, launch: dict | None = None, origin=None) -> None:
-    """Writes args.json: every setting, what it runs on and with which code, its origin."""
+    """Writes args.json: every setting, what the run computes with, versions, its origin."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
-    write_json(Path(output_dir) / "args.json", {
-        "settings": without_secrets(settings), "launch": launch,
-        "versions": {package: importlib.metadata.version(package) for package in packages},
-        "python": platform.python_version(), "platform": platform.platform(), "code": code, "origin": origin,
-    })  # fmt: skip
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    content = dict(settings=without_secrets(settings), launch=launch, versions=versions)
+    content |= dict(python=platform.python_version(), platform=platform.platform(), code=code, origin=origin)
+    write_json(Path(output_dir) / "args.json", content)
 
 
 def code_version(args: Any) -> dict[str, str | None]:
-    """{"script": sha256 of the file with these settings, "git": git describe --dirty there, or None}"""
+    """{"script": SHA-256 of the script, "git": git describe --dirty in its folder, or None}"""
     script = Path(inspect.getsourcefile(type(args)))
     git, command = None, ["git", "describe", "--always", "--dirty"]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        found = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=10)
-        git = found.stdout.strip() or None
+        done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=10)
+        git = done.stdout.strip() or None
     return {"script": hashlib.sha256(script.read_bytes()).hexdigest(), "git": git}

@@ -1,4 +1,4 @@
-"""What people are shown of each kind of model: an evaluation's numbers, samples, card, what to try next."""
+"""What each kind of model shows: the numbers of an evaluation, samples, card, a command to try it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,39 +15,50 @@ class Task:
     pipeline_tag: str  # of transformers and the Hub
     metrics: Callable[[dict, float], dict]  # (sums and counts, bytes per token) -> what is logged
     samples: Callable[..., list[str]]  # (accelerator, model, tokenizer, prompts, quick) -> texts to print
-    headline: tuple[str, ...]  # metrics in the message of a push
+    headline: tuple[str, ...]  # metrics in the commit message of a push
     label: str  # of the command that tries the model
-    prompt: str  # for that command, and for the card where the run has none
-    options: str = ""  # of its call, ", name=value" each
+    prompt: str  # for that command, and for the card if the run has no prompts
+    options: str = ""  # of the pipeline's call: ", name=value" each
 
 
 CAUSAL = Task(
-    "text-generation", perplexity_metrics, complete_prompts, ("loss/eval", "perplexity"),
-    label="generate", prompt="import numpy as np",
+    pipeline_tag="text-generation",
+    metrics=perplexity_metrics,
+    samples=complete_prompts,
+    headline=("loss/eval", "perplexity"),
+    label="generate",
+    prompt="import numpy as np",
     options="".join(f", {name}={value}" for name, value in DECODING.items()),
-)  # fmt: skip
+)
 MASKED = Task(
-    "fill-mask", lambda totals, bytes_per_token: masked_metrics(totals),
-    fill_masks, ("loss/eval", "accuracy"),
-    label="fill", prompt=f"It is {MASK}.",
-)  # fmt: skip
+    pipeline_tag="fill-mask",
+    metrics=lambda totals, bytes_per_token: masked_metrics(totals),
+    samples=fill_masks,
+    headline=("loss/eval", "accuracy"),
+    label="fill",
+    prompt=f"It is {MASK}.",
+)
 
 
 class Evaluations:
-    """evaluate: the script's function of a batch; modules in keep, such as an average, are evaluated, too."""
+    """Evaluates the script's model. Modules in keep, such as an average of the weights, are in eval mode too.
+
+    evaluate: the script's function of a batch."""
 
     def __init__(self, accelerator, task: Task, model, keep: dict, evaluate, data, prompts: list):
         self.accelerator, self.task, self.model, self.data = accelerator, task, model, data
         self.modules = [thing for thing in (model, *keep.values()) if isinstance(thing, nn.Module)]
         self.evaluate, self.prompts = evaluate, prompts
 
-    def measure(self, names=(), stopped=lambda: 0) -> dict | None:
-        """What is logged of these sets, or of all; None where `stopped()`, a stop signal, ended it early."""
+    def measure(self, names=(), stopped=lambda: 0, quick: bool = False) -> dict | None:
+        """The metrics of these sets, or of all, as they are logged. None if `stopped()` ended it early.
+        quick: of a single batch, to see that it works."""
         record, sets, main = {}, self.data.evals, self.accelerator.is_main_process
         if unknown := set(names) - sets.keys():
             raise ValueError(f"run.evaluate: no evaluation set {unknown.pop()}; there are {', '.join(sets)}")
         for name in [name for name in sets if not names or name in names]:
-            batches = bar(self.data.evaluation(name), "evaluating", is_main_process=main)
+            batches = self.data.evaluation(name)
+            batches = [next(iter(batches))] if quick else bar(batches, "evaluating", is_main_process=main)
             totals = sums_over_dataset(self.accelerator, self.modules, batches, self.evaluate, stopped)
             if totals is None:
                 return None
@@ -57,11 +68,3 @@ class Evaluations:
 
     def samples(self, quick: bool = False) -> list[str]:
         return self.task.samples(self.accelerator, self.model, self.data.tokenizer, self.prompts, quick=quick)
-
-    def rehearse(self) -> None:
-        """A batch of each set, and short samples: what would fail later fails here."""
-        for name, rows in self.data.evals.items():
-            first = [next(iter(self.data.evaluation(name)))]
-            totals = sums_over_dataset(self.accelerator, self.modules, first, self.evaluate)
-            self.task.metrics(totals, rows.bytes_per_token)
-        self.samples(quick=True)

@@ -1,7 +1,8 @@
-"""What PyTorch/XLA (TPU) needs and nothing else does. Elsewhere each of these does nothing.
+"""What only PyTorch/XLA (TPU) needs. Elsewhere these functions do nothing.
 
-XLA records operations instead of running them; `sync` compiles and runs what was recorded. A new sequence or
-shape is a new graph, seconds to minutes each: same shapes every step, values read only after a sync.
+XLA records operations instead of running them; `sync` compiles and runs what was recorded. A new sequence of
+operations or a new shape is a new graph and takes seconds to minutes to compile. So every step has the same
+shapes, and values are read only after a sync.
 """
 
 import os
@@ -11,21 +12,21 @@ from accelerate.utils import is_torch_xla_available as is_xla  # for every launc
 
 
 def launcher_precision() -> str | None:
-    """For Accelerator(mixed_precision=...): None is the launcher's choice.
+    """For Accelerator(mixed_precision=...). None means the launcher's choice.
 
-    On a TPU accelerate's bf16 would turn weights and optimizer state into bfloat16, and its launcher hands
-    the YAML's choice to no process. So accelerate gets "no", and `autocast_forward` does it."""
+    On a TPU accelerate's bf16 turns weights and optimizer state into bfloat16, and its launcher does not pass
+    the YAML's choice on. So accelerate gets "no", and `autocast_forward` uses autocast."""
     if not is_xla():
         return None
     if not is_xla(check_is_tpu=True):
-        os.environ.setdefault("LOCAL_RANK", "0")  # accelerate takes -1 on XLA's CPU, and no process prints
+        os.environ.setdefault("LOCAL_RANK", "0")  # on XLA's CPU accelerate takes -1: no process would print
     return "no"
 
 
 def xla_precision() -> str:
     """ACCELERATE_MIXED_PRECISION, else "bf16" on a TPU and "no" on XLA's CPU device.
 
-    ValueError for what XLA cannot: fp16 has no gradient scaler there."""
+    ValueError for other values: on XLA there is no gradient scaler for fp16."""
     usual = "bf16" if is_xla(check_is_tpu=True) else "no"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION") or usual
     if precision not in ("bf16", "no"):
@@ -34,13 +35,13 @@ def xla_precision() -> str:
 
 
 def autocast_forward(model: torch.nn.Module) -> None:
-    """On XLA, `model` computes in `xla_precision` from now on; parameters and state stay float32."""
+    """On XLA, make `model` compute in `xla_precision`. Parameters and optimizer state stay float32."""
     if is_xla() and xla_precision() == "bf16":
         model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
 
 
 def sync() -> None:
-    """Run what was recorded. After each optimizer step, before anything is read or saved."""
+    """Run what was recorded: after each optimizer step, and before anything is read or saved."""
     if is_xla():
         import torch_xla
 
@@ -48,7 +49,7 @@ def sync() -> None:
 
 
 def compiled_graphs() -> int:
-    """Graphs this process has compiled so far, on XLA. Constant once everything happened once."""
+    """Graphs that this process has compiled on XLA: constant once everything has happened once."""
     import torch_xla.debug.metrics
 
     compilations = torch_xla.debug.metrics.metric_data("CompileTime")  # None before the first

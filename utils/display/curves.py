@@ -1,4 +1,4 @@
-"""The curves of a run, from its metrics.jsonl: output_dir/curves.png, drawn anew at every evaluation."""
+"""The curves of a run's metrics.jsonl: output_dir/curves.png, drawn anew at every evaluation."""
 
 import textwrap
 import warnings
@@ -11,9 +11,9 @@ from utils.display.progress import numbers, readable
 from utils.io.files import replacing
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
-DASHES = [(0, (6, 1, 1, 1, 1, 1)), "--", "-.", ":"]  # of evaluation sets, from the second on
-FEW = 40  # up to here a curve shows its points, beyond it is smoothed
-PALE = 0.3  # how opaque the curve of all points is, below the smoothed one
+DASHES = [(0, (6, 1, 1, 1, 1, 1)), "--", "-.", ":"]  # of evaluation sets, the second comes first
+FEW = 40  # a curve of at most so many points shows them; a longer one is smoothed
+PALE = 0.3  # opacity of the curve of all points behind the smoothed one
 PANELS = {"learning_rate": "learning rate", "grad_norm": "gradient norm"}
 PANELS |= {"tokens_per_second": "tokens per second"}
 STYLE = {
@@ -24,13 +24,13 @@ STYLE = {
 
 
 def draw_curves(output_dir) -> None:
-    """Redraw output_dir/curves.png, atomically. A failure warns: no run ends over it."""
+    """Redraws output_dir/curves.png atomically. A failure is a warning: it ends no run."""
     run = Path(output_dir)
     try:
         if not (lines := read_metrics(run)):
             raise ValueError(f"no metrics.jsonl with lines in {run}")
         import matplotlib
-        from matplotlib.figure import Figure  # without pyplot no display is needed
+        from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
         with matplotlib.rc_context(STYLE), replacing(run / "curves.png") as temporary:
             figure = Figure((9.0, 7.0), 110, layout="constrained")
@@ -44,9 +44,10 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     from matplotlib.ticker import EngFormatter
 
     logged = dict.fromkeys(key for line in lines for key in line)
-    evals = [(f"evaluation, {name}".removesuffix(", "), f"/{name}".removesuffix("/"))
-             for name in by_set(logged, "loss/eval")]  # fmt: skip
-    evals = [(label, f"loss/eval{name}", f"accuracy{name}") for label, name in evals]
+    evals = []  # (label, key of the loss, key of the accuracy)
+    for name in by_set(logged, "loss/eval"):
+        label, suffix = (f"evaluation, {name}", f"/{name}") if name else ("evaluation", "")
+        evals.append((label, f"loss/eval{suffix}", f"accuracy{suffix}"))
     if "loss/nsp" in logged:
         evals += [("masked LM", "loss/mlm", ""), ("next sentence", "loss/nsp", "nsp_accuracy")]
     panels = PANELS | ({"accuracy": "accuracy"} if by_set(logged, "accuracy") else {})
@@ -70,7 +71,7 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
         axis.yaxis.set_major_formatter(lambda value, _: readable(value))
         if key != "loss":
             axis.set_title(panels[key])
-            high = np.percentile(_values(axis.lines), 98, method="higher")  # spikes may leave the picture
+            high = np.percentile(_values(axis.lines), 98, method="higher")  # spikes may be cut off
             axis.set_ylim(0, 1 if key == "accuracy" else 1.2 * high or 1)
     _scale_loss(loss, "exp(loss)" if "loss/nsp" in logged else "perplexity")
     loss.set_xlabel("step")
@@ -91,7 +92,7 @@ def _title(name: str, lines: list[dict]) -> str:
 
 
 def _plot(axis, lines: list[dict], key: str, noisy: bool = False, **style) -> None:
-    """Few points are marked; many noisy ones are smoothed, over a pale curve of them all. null is a gap."""
+    """Marks few points, and smooths many noisy ones, over a pale curve of all points. null is a gap."""
     points = [(line["step"], line[key]) for line in lines if key in line and "step" in line]
     at, values = np.array(points, float).reshape(-1, 2).T
     if len(values) <= FEW:
@@ -108,10 +109,10 @@ def _values(lines) -> np.ndarray:
 
 
 def _smooth(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At up to 500 places the mean of the middle half of the neighbouring 2 % of points, without spikes."""
+    """At up to 500 positions the mean of the middle half of the nearest 2 % of points."""
     half, stride, known = max(3, len(values) // 100), 1 + len(values) // 500, np.isfinite(values)
     filled = np.interp(np.arange(len(values)), np.flatnonzero(known), values[known])
-    filled = np.pad(filled, (half, 0), "reflect", reflect_type="odd")  # as if it fell as steeply before
+    filled = np.pad(filled, (half, 0), "reflect", reflect_type="odd")  # continues the slope
     filled = np.pad(filled, (0, half), "reflect")
     windows = np.sort(np.lib.stride_tricks.sliding_window_view(filled, 2 * half + 1)[::stride])
     means = windows[:, half // 2 : -(half // 2)].mean(axis=1)
@@ -119,19 +120,19 @@ def _smooth(at: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _mark_events(axes, resumes: list, lines: list[dict]) -> None:
-    """Dotted lines where the run was resumed, triangles where updates were skipped."""
+    """Draws dotted lines where the run was resumed, triangles where updates were skipped."""
     skipped = [line["step"] for line in lines if line.get("event") == "skipped_update"]
     for axis in axes:
         for i, at in enumerate(resumes):
             axis.axvline(at, color="#8a8f98", lw=0.9, ls=":", label="" if i else f"resumed ({len(resumes)})")
         if skipped:
             style = {"color": "#c53030", "ms": 5, "label": f"skipped updates ({len(skipped)})"}
-            foot = axis.get_xaxis_transform()  # x in data, y in heights of the axes
-            axis.plot(skipped, [0.02] * len(skipped), "^", transform=foot, **style)
+            bottom = axis.get_xaxis_transform()  # x in data, y as a share of the height
+            axis.plot(skipped, [0.02] * len(skipped), "^", transform=bottom, **style)
 
 
 def _scale_loss(axis, right_label: str) -> None:
-    """Limits that a steep start cannot flatten; on the right the same scale read as perplexity."""
+    """Sets limits that a steep start does not stretch, and on the right the same scale as perplexity."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     values = _values(line for line in axis.lines if line.get_alpha() != PALE)
@@ -139,7 +140,7 @@ def _scale_loss(axis, right_label: str) -> None:
     pad = 0.06 * (high - low) or 0.1
     axis.set_ylim(low - pad, high + pad)
     axis.set_ylabel("loss (nats per token)")
-    if axis.get_ylim()[1] < 30:  # beyond, the run has diverged
+    if axis.get_ylim()[1] < 30:  # else the run has diverged
         low, high = np.exp(axis.get_ylim())
         locator = LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(6)
         ticks = [tick for tick in locator.tick_values(low, high) if low <= tick <= high]

@@ -1,4 +1,4 @@
-"""What a run is about to do, in a few lines before it starts, and what will not do what the user thinks."""
+"""A few lines on what a run will do, before it starts, with warnings of what the user may not expect."""
 
 import os
 from pathlib import Path
@@ -11,14 +11,14 @@ from utils.display.throughput import device_name
 from utils.state.folders import list_checkpoints, step_of
 from utils.xla import is_xla, xla_precision
 
-DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # there while the driver is loaded
+DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # files of a loaded driver
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
 
 
 def check_devices() -> None:
-    """Before the Accelerator is made: ValueError if this machine was given more processes than accelerators,
-    of which some would end with "invalid device ordinal". None at all is for `check_launch`."""
+    """Before the Accelerator is made: ValueError if this machine has more processes than accelerators, as
+    some would fail with "invalid device ordinal". `check_launch` deals with machines without any."""
     processes, devices = local_processes(), torch.accelerator.device_count()
     if processes > devices > 0 and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         raise ValueError(
@@ -29,7 +29,7 @@ def check_devices() -> None:
 
 
 def check_launcher() -> None:
-    """ValueError for a precision or a compiler of the launcher's in which nothing can be trained here."""
+    """ValueError if the launcher's precision or compiler cannot be used here."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in PRECISIONS:
         raise ValueError(f"mixed_precision: {precision!r} from the launcher; give no, bf16 or fp16.")
@@ -42,8 +42,8 @@ def check_launcher() -> None:
 
 
 def check_launch(accelerator) -> None:
-    """ValueError if several processes were started and each believes to be alone (a GPU configuration on a
-    machine without GPUs), or where the environment makes accelerate divide each loss a second time."""
+    """ValueError if several processes were started and each takes itself for the only one (a GPU
+    configuration without GPUs), or if the environment makes accelerate divide each loss a second time."""
     if (steps := accelerator.gradient_accumulation_steps) != 1:
         cause = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps} in the environment"
         raise ValueError(f"{cause}: unset it, and give --gradient_accumulation_steps {steps} to the script.")
@@ -62,7 +62,7 @@ def check_launch(accelerator) -> None:
 
 
 def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
-    """The first line of a run: what is trained on what, for how long, where, and that it may be stopped."""
+    """Prints the first line of a run: what it trains on what, for how long, where, and how to stop it."""
     if args.eval_only or args.show or not is_main_process:
         return
     model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
@@ -72,23 +72,21 @@ def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
     if checkpoints and args.resume_from_checkpoint == "auto":
         length += f" ({counted(step_of(checkpoints[-1]), 'step')} done)"
     what = f"trains {model} on {dataset} for {length}, in {args.output_dir}"
-    print(f"run        {what}; stop it any time, the same command resumes", flush=True)
+    print(f"run        {what}; stop it any time; the same command resumes it", flush=True)
 
 
 def launch_facts(accelerator, attention: str) -> dict:
-    """What a run computes with, as it is recorded; attention: what computes it."""
+    """What the run computes with, for args.json and run.json. attention: transformers' name of its kernel."""
     precision = xla_precision() if is_xla() else accelerator.mixed_precision
-    return {
-        "device": device_name(accelerator.device), "processes": accelerator.num_processes,
-        "precision": PRECISIONS.get(precision, precision), "attention": attention,
-        "compiler": accelerator.state.dynamo_plugin.backend.value.lower(),
-    }  # fmt: skip
+    facts = dict(device=device_name(accelerator.device), processes=accelerator.num_processes)
+    facts |= dict(precision=PRECISIONS.get(precision, precision), attention=attention)
+    return facts | dict(compiler=accelerator.state.dynamo_plugin.backend.value.lower())
 
 
 def report(accelerator, steps, start: int, launch: dict, model: str, parameters: int) -> str:
-    """The block printed before training starts, warnings at its end.
+    """The lines printed before training starts, the last ones warnings.
 
-    start: steps that are done; launch: as launch_facts; parameters: of the whole model."""
+    start: steps already done; launch: as launch_facts; parameters: of the whole model."""
     processes, local, kind = accelerator.num_processes, local_processes(), accelerator.distributed_type
     micro, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
     factors = (rows // (micro * processes), "row"), (micro, "micro-batch"), (processes, "process")
@@ -102,15 +100,15 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
         f"steps      {steps.last:,} steps = {_millions(total)} tokens{done}",
         f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}",
     ]
-    doubts = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
-    doubts += precision_warnings(launch["precision"], accelerator.device)
+    warnings = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
+    warnings += precision_warnings(launch["precision"], accelerator.device)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and kind != DistributedType.FSDP:
-        doubts.append("FSDP: asked for, but not in use on this device: every process holds the whole model.")
-    return "\n".join(lines + [f"warning    {text}" for text in doubts])
+        warnings.append("FSDP: does not work on this device, so every process holds the whole model.")
+    return "\n".join(lines + [f"warning    {text}" for text in warnings])
 
 
 def device_warnings(device: str, devices: int, processes: int) -> list[str]:
-    """device: the type in use; devices: visible here; processes: on this machine."""
+    """device: the type in use; devices: how many are visible; processes: how many on this machine."""
     lines, env = [], os.environ
     if device == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU"):
         loaded = f"driver is loaded, but torch {torch.__version__} sees none of its devices{hiding()}"
@@ -131,7 +129,7 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
         return []
     try:
         native = ask(including_emulation=False)
-    except TypeError:  # only one maker's emulates
+    except TypeError:  # only CUDA's function has this option
         native = ask()
     slow = "mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."
     return [] if native else [slow]
@@ -152,8 +150,8 @@ def counted(number: int, noun: str) -> str:
 
 def hiding() -> str:
     """" (CUDA_VISIBLE_DEVICES=...)" if such a variable is set, else ""."""
-    found = [f"{name}={os.environ[name]!r}" for name in VISIBILITY if name in os.environ]
-    return f" ({', '.join(found)})" if found else ""
+    settings = [f"{name}={os.environ[name]!r}" for name in VISIBILITY if name in os.environ]
+    return f" ({', '.join(settings)})" if settings else ""
 
 
 def _millions(number: int) -> str:

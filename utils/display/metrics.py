@@ -13,14 +13,14 @@ from utils.io.files import write_json
 
 
 class MetricsLog:
-    """output_dir/metrics.jsonl: one JSON object per line and event, in the file when `write` returns.
+    """output_dir/metrics.jsonl: one JSON object per line and event, written when `write` returns.
 
-    offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, kept in
-    checkpoints) cuts the file there, so that a resumed run repeats no line. A line that a crash cut short is
-    dropped. step: where the run continues. Only the main process writes.
+    offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, saved in
+    checkpoints) truncates the file there, so that a resumed run repeats no line. A line that a crash cut
+    short is dropped. step: where the run continues. Only the main process writes.
 
-    run.json has the trackers' run id, the steps of the resumes, what each start ran on (`launch`), and the
-    origin of a branch: {"run": name, "step": step}."""
+    run.json has the trackers' run id, the steps of the resumes, what each start computed with (`launch`), and
+    the origin of a branch: {"run": name, "step": step}."""
 
     def __init__(self, output_dir, offset=None, is_main_process=True, step=0, origin=None, launch=None):
         self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0
@@ -33,7 +33,7 @@ class MetricsLog:
         self.offset = kept.rfind(b"\n") + 1
         self.file.truncate(self.offset)
         run = (read_run(output_dir) if self.offset else _new_run()) | ({"origin": origin} if origin else {})
-        if self.offset:  # noted here, so that metrics.jsonl reads like one uninterrupted run
+        if self.offset:  # not in metrics.jsonl, which reads like one uninterrupted run
             run["resumes"] = [earlier for earlier in run["resumes"] if earlier < step] + [step]
         if launch:
             begin = step if self.offset else 0
@@ -42,7 +42,7 @@ class MetricsLog:
         write_json(self.path.with_name("run.json"), run)
 
     def write(self, record: dict) -> None:
-        """Append one line; NaN and infinity become null. A full disk costs the line, with a warning."""
+        """Append a line; NaN and infinity become null. On a full disk the line is lost, with a warning."""
         if self.file is None:
             return
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -59,7 +59,7 @@ class MetricsLog:
 
 
 def read_metrics(output_dir) -> list[dict]:
-    """The lines of metrics.jsonl in order; lines that are not (yet) complete JSON objects are left out."""
+    """The lines of metrics.jsonl in order, without those that are not complete JSON objects."""
     path, records = Path(output_dir) / "metrics.jsonl", []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
@@ -68,13 +68,13 @@ def read_metrics(output_dir) -> list[dict]:
 
 
 def by_set(record: Mapping, metric: str) -> dict[str, Any]:
-    """{evaluation set: its value} of the keys METRIC/NAME; a single one has the key METRIC and is ""."""
+    """{evaluation set: value} of the keys METRIC/NAME. A single set has the key METRIC and the name ""."""
     named = {key: value for key, value in record.items() if f"{key}/".startswith(f"{metric}/")}
     return {key[len(metric) + 1 :]: value for key, value in named.items()}
 
 
 def read_run(output_dir) -> dict:
-    """run.json; that of a new run where there is none or it is damaged."""
+    """run.json; a new run's if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         run = _new_run() | json.loads((Path(output_dir) / "run.json").read_text())
         steps = [*run["resumes"], *(start["step"] for start in run["launches"])]

@@ -1,10 +1,10 @@
-"""What a training run will need, before it is started: memory per device, what is sent, time.
+"""What a training run will need, before it is started: memory per device, bytes that are sent, time.
 
     python -m utils.display.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
         --devices 8 --device_name "NVIDIA H100" --mfu 0.4 --tokens 10e9
 
-With several numbers of devices a table of DDP and FSDP, AdamW and Muon, whose rows per step are those of the
-first number. Formulas, their sources and what they leave out: docs/scaling.md.
+With several numbers of devices it prints a table of DDP and FSDP, AdamW and Muon; all have the rows per step
+of the first number. Formulas, their sources and what they leave out: docs/scaling.md.
 """
 
 import argparse
@@ -25,25 +25,25 @@ from utils.learning.model import use_one_kernel_gelu
 from utils.learning.muon import hidden_matrices
 from utils.learning.shares import iteration_flops
 
-MACHINE, LINK = 8, 347e9  # H100s; bytes per second of a ring, on NVLink or through 8 network adapters
-RING, TREE = (1.9e-6, 4e-6), (1.25e-6, 8.5e-6)  # seconds of a hop within a machine, and to another
-LAYER, BUCKET = 2.9e-3, 100 * 2**20  # seconds of the host to enqueue a layer; bytes that DDP sends at once
+MACHINE, LINK = 8, 347e9  # H100s; bytes per second of a ring, over NVLink or 8 network adapters
+RING, TREE = (1.9e-6, 4e-6), (1.25e-6, 8.5e-6)  # seconds of a hop within a machine, and between two
+LAYER, BUCKET = 2.9e-3, 100 * 2**20  # seconds in which the host enqueues a layer; bytes of a DDP bucket
 
 
 def measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted) -> dict:
-    """What a micro-batch takes: the bytes that autograd keeps of a forward pass on tensors without data
-    (compiled, it keeps less), and the head's. Off the CPU attention is fused and dropout has no masks."""
+    """The memory of a micro-batch: what autograd saves in a forward pass on fake tensors (compiled it saves
+    less), and what the head takes. Except on the CPU attention is fused and dropout has no masks."""
     values, kept = config.to_dict(), {}
     if device_type != "cpu":
         off = {name: 0.0 for name, share in values.items() if "drop" in name and isinstance(share, float)}
         config = type(config)(**values | off)
 
     def keep(tensor):
-        kept[tensor.untyped_storage()._cdata] = tensor  # the tensor too: its address must not be used again
+        kept[tensor.untyped_storage()._cdata] = tensor  # keeps it alive, so that its address is not reused
         return tensor
 
     with FakeTensorMode(), no_init_weights():
-        gathered = torch.bfloat16 if bf16 and fsdp else torch.float32  # of float32 autocast keeps a copy
+        gathered = torch.bfloat16 if bf16 and fsdp else torch.float32  # autocast keeps a copy of float32
         model = MODEL_CLASSES[kind].from_config(config, dtype=gathered).train()
         model.tie_weights()
         use_one_kernel_gelu(model)
@@ -59,63 +59,66 @@ def measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted) 
     loss += positions * head.shape[1] * (2 * hidden.element_size() + half)  # the head's input, its gradient
     activations = sum(sizes)
     if device_type == "cpu":
-        # glibc's heap holds on to freed blocks below 32 MiB, sometimes more and sometimes less
+        # glibc's heap keeps freed blocks below 32 MiB: a part of them, which varies.
         activations += 0.3 * sum(size for size in sizes if size < 2**25)
-        loss += head.numel() * half  # oneDNN's own arrangement of the weight
+        loss += head.numel() * half  # oneDNN keeps a reordered copy of the weight
     blocks = [child for m in model.modules() if isinstance(m, torch.nn.ModuleList) for child in m]
     return {
-        "parameters": sum(p.numel() for p in model.parameters()), "activations": activations, "loss": loss,
-        "blocks": [sum(p.numel() for p in block.parameters()) for block in blocks], "head": head.numel(),
-        "tied": head is model.get_input_embeddings().weight, "matrices": hidden_matrices(model),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "blocks": [sum(p.numel() for p in block.parameters()) for block in blocks],
+        "head": head.numel(),
+        "tied": head is model.get_input_embeddings().weight,
+        "matrices": hidden_matrices(model),
+        "activations": activations,
+        "loss": loss,
         "flops_per_token": flops_per_token(model, block_size, predicted),
-    }  # fmt: skip
+    }
 
 
 def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: bool = False,
              accumulation: int = 1, devices: int = 1, sharding: str = "ddp", device_type: str = "cpu",
-             predicted: float = 1.0, optimizer: str = "adamw") -> dict:  # fmt: skip
+             predicted: float = 1.0, optimizer: str = "adamw") -> dict:
     """Bytes per device, FLOPs per token and bytes sent per update, for float32 weights.
 
-    kind: as in learning/model.py; sharding: "ddp" or "fsdp" (all of it); predicted: the share of positions
-    that pass the head (masked LM); optimizer: "adamw" or "muon". Raises RuntimeError for a model that looks
-    into its data."""
+    kind: as in learning/model.py; sharding: "ddp" or "fsdp" (of everything); predicted: the share of
+    positions that pass the head (masked LM); optimizer: "adamw" or "muon". RuntimeError for a model whose
+    forward pass reads its data."""
     fsdp, ddp, several = sharding == "fsdp", sharding == "ddp" and devices > 1, accumulation > 1
-    found = measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted)
-    flops = [iteration_flops(*weight.shape) for weight in found["matrices"] if optimizer == "muon"]
-    moved = sum(weight.numel() for weight in found["matrices"] if flops)
-    parameters, blocks, wire, shards = found["parameters"], found["blocks"], 2 if bf16 else 4, devices**fsdp
+    model = measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted)
+    flops = [iteration_flops(*weight.shape) for weight in model["matrices"] if optimizer == "muon"]
+    moved = sum(weight.numel() for weight in model["matrices"] if flops)
+    parameters, blocks, wire, shards = model["parameters"], model["blocks"], 2 if bf16 else 4, devices**fsdp
     root, weights = parameters - sum(blocks), 4 * parameters / shards
-    copies, sent = weights if ddp and several else 0, 8 * parameters  # beside the buckets; by a ring, twice
-    if fsdp:  # two blocks are gathered, and one's gradients; a block twice in a micro-batch, the rest once
+    copies, sent = weights if ddp and several else 0, 8 * parameters  # a ring sends all gradients twice
+    if fsdp:  # gathered: two blocks, one block's gradients; a block twice per micro-batch, the rest once
         copies = wire * (2 * root + 3 * max(blocks, default=0) + parameters * several)
         sent = wire * (accumulation * (2 * parameters - root) + parameters)
     sharing = devices if fsdp else min(devices, MACHINE)  # Muon's iteration
     sent = sent * (1 - 1 / devices) + wire * moved * (1 - 1 / sharing) * (2 / devices if fsdp else 1)
-    forward = found["activations"] + found["loss"] + (weights if ddp or several and not fsdp else 0)
-    backward = weights + 8 * found["head"] * found["tied"]  # the lookups' gradient and the sum
-    update = weights + 3 * wire * moved / shards  # matrices, updates to send and received ones
+    forward = model["activations"] + model["loss"] + (weights if ddp or several and not fsdp else 0)
+    backward = weights + 8 * model["head"] * model["tied"]  # the gradient of the lookups, and the sum
+    update = weights + 3 * wire * moved / shards  # matrices, updates to send, received updates
     state = 2 * weights - 4 * moved / shards
-    return found | {
-        "weights": weights, "gradients": weights, "optimizer": state, "copies": copies, "sharing": sharing,
-        "peak": weights + state + copies + max(forward, backward, update), "sent_per_update": sent,
-        "tokens_per_update": rows * block_size * accumulation * devices, "wire": wire, "root": root,
-        "devices": devices, "accumulation": accumulation, "fsdp": fsdp, "moved": moved,
-        "iteration": max([sum(flops) / sharing, *flops]),  # FLOPs of who has most
-    }  # fmt: skip
+    peak = weights + state + copies + max(forward, backward, update)
+    iteration = max([sum(flops) / sharing, *flops])  # FLOPs of the process that has most
+    plan = dict(weights=weights, gradients=weights, optimizer=state, copies=copies, peak=peak, wire=wire)
+    plan |= dict(devices=devices, accumulation=accumulation, fsdp=fsdp, moved=moved, iteration=iteration)
+    plan |= dict(sharing=sharing, root=root, sent_per_update=sent)
+    return model | plan | dict(tokens_per_update=rows * block_size * accumulation * devices)
 
 
 def step_seconds(plan: dict, rate: float) -> float:
-    """Of an update, at `rate` FLOP/s of a device. DDP sends beside the last backward pass, but for the last
-    bucket, which has the embeddings; FSDP gathers a block beside another's work; nothing is beside Muon."""
+    """Seconds of an update, at `rate` FLOP/s per device. DDP sends all but the last bucket (the embeddings)
+    during the last backward pass; FSDP gathers a block during another's work; nothing is sent during Muon."""
     devices, accumulation, wire, moved = (plan[key] for key in ("devices", "accumulation", "wire", "moved"))
     one = plan["tokens_per_update"] / devices / accumulation * plan["flops_per_token"] / rate
     forward, backward = (part / 3 * max(one, LAYER * len(plan["blocks"])) for part in (1, 2))
     if plan["fsdp"]:
         gather = sum(sending(wire * block, devices) for block in plan["blocks"])
         seconds = accumulation * (max(forward, gather) + max(backward, gather))
-        seconds += max(backward, 2 * gather) - max(backward, gather)  # gradients go with the last
+        seconds += max(backward, 2 * gather) - max(backward, gather)  # gradients are sent in the last one
         seconds += (accumulation + 1) * sending(wire * plan["root"], devices)
-        moved *= 2 * (MACHINE if devices > MACHINE else 1) / devices  # there and back, by the machine's link
+        moved *= 2 * (MACHINE if devices > MACHINE else 1) / devices  # to a process and back
     else:
         buckets = math.ceil(4 * plan["parameters"] / BUCKET)
         bucket = 4 * plan["parameters"] / buckets
@@ -126,7 +129,7 @@ def step_seconds(plan: dict, rate: float) -> float:
 
 
 def sending(size: float, devices: int, reduce: bool = False) -> float:
-    """Seconds to gather `size` bytes on each device or to scatter their sum, by a ring; a tree reduces."""
+    """Seconds to gather `size` bytes on each device by a ring, or to reduce them by a tree."""
     machines = math.ceil(devices / MACHINE)
     hops = (devices - machines) * RING[0] + (machines - 1) * RING[1]
     if reduce:
@@ -139,11 +142,11 @@ def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
     lines = [("parameters", plan["parameters"] / 1e6, ".1f", "M")]
     parts = ["weights", "gradients", "optimizer", "activations", "loss", "copies"]
     lines += [(part, plan[part] / 2**20, ".0f", "MiB") for part in parts]
-    # the peak is less than the sum: gradients grow while activations go
-    lines += [("peak per device", plan["peak"] / 2**20, ".0f", "MiB  (libraries come on top)"),
-              ("FLOPs per token", plan["flops_per_token"] / 1e6, ".0f", "M"),
-              ("tokens per update", plan["tokens_per_update"], "", ""),
-              ("sent per update", plan["sent_per_update"] / 2**20, ".0f", "MiB  by each device")]  # fmt: skip
+    # The peak is less than the sum: activations are freed while gradients are made.
+    lines += [("peak per device", plan["peak"] / 2**20, ".0f", "MiB  (libraries come on top)")]
+    lines += [("FLOPs per token", plan["flops_per_token"] / 1e6, ".0f", "M")]
+    lines += [("tokens per update", plan["tokens_per_update"], "", "")]
+    lines += [("sent per update", plan["sent_per_update"] / 2**20, ".0f", "MiB  by each device")]
     if seconds:
         rate, run = plan["tokens_per_update"] / seconds, f"for {readable(tokens / 1e9)} B tokens"
         lines += [("tokens per second", rate, ".0f", ""), ("seconds per update", seconds, ".3f", "")]
@@ -153,7 +156,7 @@ def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    for name, default, told in [
+    for name, default, what in [
         ("model_type", "gpt2", ""), ("config_overrides", "", "n_layer=4,n_embd=256,vocab_size=8192"),
         ("model_name_or_path", "", "instead: a folder with config.json or a Hub id"),
         ("kind", [*MODEL_CLASSES], ""), ("predicted", 1.0, "share of positions (masked LM)"),
@@ -164,28 +167,29 @@ def main():
         ("mfu", 0.4, "share of the bf16 peak that computing uses"),
     ]:  # fmt: skip
         choices, first = (default, default[0]) if isinstance(default, list) else (None, default)
-        parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=told)
+        parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=what)
     parser.add_argument("--devices", type=int, nargs="+", default=[1])
     args = parser.parse_args()
     try:
-        made = AutoConfig.from_pretrained if args.model_name_or_path else AutoConfig.for_model
-        config = made(args.model_name_or_path or args.model_type)
+        build = AutoConfig.from_pretrained if args.model_name_or_path else AutoConfig.for_model
+        config = build(args.model_name_or_path or args.model_type)
         if args.config_overrides:
             config.update_from_string(args.config_overrides)
     except (ValueError, OSError) as error:
         parser.exit(2, f"{error}\n")
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     cpu, rate = args.device_name == "cpu", (peak_flops(args.device_name) or 0) * args.mfu
-    plan_of = partial(estimate, config, block_size=args.block_size, kind=args.kind, predicted=args.predicted,
-                      bf16=args.precision == "bf16", device_type="cpu" if cpu else "cuda")  # fmt: skip
+    options = dict(kind=args.kind, predicted=args.predicted, bf16=args.precision == "bf16")
+    options |= dict(block_size=args.block_size, device_type="cpu" if cpu else "cuda")
+    plan_of = partial(estimate, config, **options)
     if len(args.devices) == 1:
-        hint = ': --device_name "NVIDIA H100" for a GPU, which attends in less memory' if cpu else ""
+        hint = ': --device_name "NVIDIA H100" for a GPU, whose attention takes less memory' if cpu else ""
         print(f"{rows} rows of {args.block_size:,} tokens, {args.precision}, on one {args.device_name}{hint}")
         how = dict(devices=args.devices[0], sharding=args.sharding, optimizer=args.optimizer_type)
         plan = plan_of(rows, accumulation=accumulation, **how)
         return print(describe(plan, rate and step_seconds(plan, rate), args.tokens))
     if not rate:
-        parser.exit(2, f"--device_name {args.device_name}: no peak is known, and no time follows from it\n")
+        parser.exit(2, f"--device_name {args.device_name}: its peak is unknown, and so is the time\n")
     head = "| devices | | rows x micro-batches | AdamW: GiB | tokens/s | | Muon: GiB | tokens/s | |"
     print(f"{head}\n{'|---' * 9}|")
     step_rows = rows * accumulation * args.devices[0]

@@ -1,4 +1,4 @@
-"""What the model is fed: `--show 5` prints the first rows of a run as `update` would get them, and ends."""
+"""What the model is fed: `--show 5` prints the first rows of a run as `update` gets them, and ends."""
 
 import os
 import sys
@@ -9,35 +9,35 @@ from utils.learning.losses import keytoken_row_weights
 
 
 def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> None:
-    """Prints the first rows of the run that the main process takes. All processes call it.
+    """Prints the first rows that the main process takes in this run. All processes call it.
 
-    keytokens, alpha: as for keytoken_row_weights; None where rows have no weights."""
+    keytokens, alpha: as for keytoken_row_weights; None if rows have no weights."""
     rows = list(islice(_rows(data, steps, keytokens, alpha), number))
     if not data.accelerator.is_main_process:
         return
     tokenizer, sources = data.tokenizer, list(data.train.sources)
     end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
-    legend = {
-        "key": f"  «plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without",
-        "slots": f"  «the→{mask}» is to be predicted: the model must say «the», and is given {mask}, or "
-                 "another token, or the token itself",
-        "next_sentence_label": "  label 0: B follows A; 1: B is from another document",
-    }  # fmt: skip
-    lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run",
-             f"  {end} ends a document; all special tokens go by their names"]  # fmt: skip
-    lines += [line for column, line in legend.items() if rows and column in rows[0]]
+    hidden = f"is given {mask}, or another token, or the token itself"
+    legend = {  # column -> what it shows
+        "key": f"«plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without",
+        "slots": f"«the→{mask}» is to be predicted: the model must say «the», and {hidden}",
+        "next_sentence_label": "label 0: B follows A; 1: B is from another document",
+    }
+    lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run"]
+    lines += [f"  {end} ends a document; all special tokens are shown by their names"]
+    lines += [f"  {line}" for column, line in legend.items() if rows and column in rows[0]]
     for row in rows:
         total = sources[row["source"]] if len(sources) > 1 else data.length and f"{data.length:,}"
         lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
     text, encoding = "\n".join(lines), sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except BrokenPipeError:  # by `| head`: what is left must not fail again when Python flushes it at its end
+    except BrokenPipeError:  # of `| head`: Python must not fail again when it flushes the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _rows(data, steps, keytokens, alpha):
-    """Row by row what the micro-batches of this process hold, {name: list or number}, and the `step`."""
+    """The rows of this process's micro-batches, {name: list or number} with their `step`."""
     for step, micro_batches in enumerate(data.batches(steps, 0), start=1):
         for batch in micro_batches:
             if keytokens is not None:
@@ -67,12 +67,12 @@ def _facts(row: dict, total: str | None) -> str:
 
 
 def _text(row: dict, tokenizer, end: str) -> str:
-    """Lines of a row; each begins at a "│", beside it the part of a pair."""
+    """The lines of a row. Each begins with "│", for a pair after the letter of its part."""
     ids, key, pair, real = row["input_ids"], row.get("key"), row.get("token_type_ids"), _real(row)
     slots = zip(row.get("slots", []), row.get("slot_labels", []), strict=True)
     labels = {place: label for place, label in slots if label != -100}  # -100: an empty slot
     special, margin, parts = set(tokenizer.all_special_ids), None, []
-    anchor = tokenizer("a", add_special_tokens=False)["input_ids"]  # some decoders drop the first one's space
+    anchor = tokenizer("a", add_special_tokens=False)["input_ids"]  # some decoders drop the first space
 
     def decoded(tokens: list[int]) -> str:
         texts = [tokenizer.decode(t, clean_up_tokenization_spaces=False) for t in (anchor, anchor + tokens)]
@@ -84,7 +84,7 @@ def _text(row: dict, tokenizer, end: str) -> str:
         return text.replace("\n", "\\n").replace("\t", "\\t")
 
     def own_part(place: int) -> int | None:
-        """A token that is marked stands alone; the others are decoded together."""
+        """A marked token is shown alone; the others are decoded together."""
         return place if ids[place] in special or place in labels or key and key[place] else None
 
     for marked, places in groupby(range(real), own_part):  # padding comes last

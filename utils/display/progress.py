@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines in a log file, no noise from libraries."""
+"""What the user sees of a run: a bar on a terminal, plain lines in a log file, few messages of libraries."""
 
 import logging
 import os
@@ -13,36 +13,38 @@ from utils.display.metrics import by_set
 from utils.io.files import write_json
 
 SHOWN = {  # name in the line -> metric, format
-    "eval loss": ("loss/eval", ".4f"), "perplexity": ("perplexity", ",.2f"), "accuracy": ("accuracy", ".1%"),
+    "eval loss": ("loss/eval", ".4f"),
+    "perplexity": ("perplexity", ",.2f"),
+    "accuracy": ("accuracy", ".1%"),
     "tok/s": ("tokens_per_second", ",.0f"),
-}  # fmt: skip
-BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # first what narrow terminals keep
+}
+BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # a narrow terminal shows the first
+BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}"
 
 
 def on_terminal() -> bool:
-    """Bars go to stderr; they need a terminal there that can move its cursor."""
+    """Whether stderr, where bars go, is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def bar(iterable, description="", is_main_process=True):
-    """A tqdm bar for evaluation: shown on a terminal by the main process, gone when done."""
+    """A tqdm bar for evaluation: the main process shows it on a terminal and removes it at the end."""
     hidden = not (is_main_process and on_terminal())
     return tqdm(iterable, description, disable=hidden, leave=False, dynamic_ncols=True)
 
 
 class Progress:
-    """The main process's bar on a terminal; elsewhere a line per log interval, without control characters."""
+    """The main process's bar on a terminal; elsewhere plain lines, one per log interval."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
-        self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file wants lines beside the bar
-        self.bar = tqdm(
-            total=total_steps, initial=step, disable=not (is_main_process and on_terminal()), smoothing=0,
-            dynamic_ncols=True, bar_format="{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}",
-        )  # fmt: skip
+        self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file gets lines beside the bar
+        options = dict(dynamic_ncols=True, bar_format=BAR_FORMAT, smoothing=0)
+        hidden = not (is_main_process and on_terminal())
+        self.bar = tqdm(total=total_steps, initial=step, disable=hidden, **options)
 
     def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = "") -> None:
-        """Moves the bar; shows a metrics record (train or eval), seconds left, words on pushes."""
+        """Move the bar; show a record of training or evaluation, seconds left, the status of pushes."""
         if not self.is_main_process:
             return
         self.bar.update(step - self.bar.n)
@@ -50,7 +52,7 @@ class Progress:
             return
         train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
         new = {name: numbers(record, *shown) for name, shown in {"loss": (train, ".4f"), **SHOWN}.items()}
-        if record.get("loss/eval_stderr") is not None:  # of a single evaluation set
+        if record.get("loss/eval_stderr") is not None:  # with a single evaluation set
             new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
         new["mfu"] = numbers(record, "mfu", ".1%").strip("-")
         new["skipped"] = str(record.get("skipped_updates") or "")
@@ -72,8 +74,8 @@ class Progress:
 
 
 def quiet_libraries(log_level: str = "error") -> None:
-    """Show libraries' messages from `log_level` on; processes other than the first show errors only. Python's
-    warnings come with "warning", progress bars with "info"."""
+    """Show libraries' messages from `log_level` on; processes other than the first show only errors. Python's
+    warnings need "warning", progress bars "info"."""
     levels = ("debug", "info", "warning", "error", "critical")
     if log_level not in levels:
         raise ValueError(f"log_level is {log_level!r}: choose one of {', '.join(levels)}.")
@@ -81,13 +83,13 @@ def quiet_libraries(log_level: str = "error") -> None:
     import huggingface_hub.utils
     import transformers
 
-    # datasets reads these when it is imported, which only sources of its own are worth (60 MB, half a second)
+    # datasets reads these when it is imported, which takes 60 MB and half a second: only if it is needed.
     os.environ["DATASETS_VERBOSITY"] = logging.getLevelName(level).lower()
     for name in ("transformers", "huggingface_hub", "accelerate", "torch", "fsspec", "httpx"):
         logging.getLogger(name).setLevel(level)
     if level > logging.WARNING:
         warnings.filterwarnings("ignore")
-        # what our own modules say is meant to be read
+        # The warnings of our own modules are for the user.
         warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
     if level > logging.INFO:
         transformers.utils.logging.disable_progress_bar()
@@ -105,21 +107,22 @@ def duration(seconds: float) -> str:
 
 
 def numbers(record: Mapping, metric: str, spec: str) -> str:
-    """1.65, or of several evaluation sets: books 1.65, news 2.10; "" without the metric"""
-    found = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
-    return ", ".join(f"{name} {number}".lstrip() for name, number in found.items())
+    """1.65; with several evaluation sets: books 1.65, news 2.10; "" without the metric"""
+    texts = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
+    return ", ".join(f"{name} {text}".lstrip() for name, text in texts.items())
 
 
 def readable(value) -> str:
-    """As people write it: 0.3333, 12.18, 65,024"""
+    """0.3333, 12.18, 65,024"""
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
-    """The block printed at the end of a run, also written to output_dir/summary.json.
-    results: label -> text or number; commands: what for -> what to try."""
+    """The lines printed at the end of a run; also writes output_dir/summary.json.
+
+    results: label -> text or number; commands: purpose -> what to type."""
     write_json(Path(output_dir) / "summary.json", {"title": title, **results, "next": commands})
     width = max(map(len, [*results, *commands]))
     lines = [title, *(f"  {label:<{width}}  {readable(value)}" for label, value in results.items())]

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, dashboards, the bar or lines on the terminal."""
+"""Where a run's numbers go: metrics.jsonl, dashboards, the bar or lines on the terminal."""
 
 import sys
 from pathlib import Path
@@ -14,10 +14,10 @@ from utils.learning.optim import skipped_updates
 
 
 class Report:
-    """Made when the run starts or resumes; on all processes, of which the first writes.
+    """Made when the run starts or resumes, on all processes; only the first writes.
 
-    flops: of a token; launch: as doctor.launch_facts; settings: for dashboards; offset: bytes of
-    metrics.jsonl that are the run's so far; publisher: whose events are logged with the numbers."""
+    flops: per token; launch: as doctor.launch_facts; settings: for dashboards; offset: bytes of metrics.jsonl
+    that a resume keeps; publisher: its events are logged too."""
 
     def __init__(self, args, accelerator, steps, state, flops, launch, settings, offset, publisher):
         self.accelerator, self.steps, self.publisher = accelerator, steps, publisher
@@ -28,21 +28,20 @@ class Report:
         self.metrics = MetricsLog(args.output_dir, offset, main, step, state.get("origin"), launch)
         project = Path(sys.modules[type(args).__module__].__file__).stem
         self.tracked_from = start_trackers(accelerator, project, args.output_dir, settings, step)
-        peak = peak_flops(launch["device"])
-        self.throughput = Throughput(steps, flops, peak and peak * launch["processes"], step=step,
-                                     seconds=state["seconds"])  # fmt: skip
+        peak = (peak_flops(launch["device"]) or 0) * launch["processes"]
+        self.throughput = Throughput(steps, flops, peak or None, step=step, seconds=state["seconds"])
         self.progress = Progress(steps.last, step, main)
         publisher.say = self.progress.write  # above the bar
 
-    def changes(self, step: int, found: list[tuple]) -> None:
-        """(line, name of an event or None) of what differs from the run so far."""
-        for line, event in found:
+    def changes(self, step: int, changes: list[tuple]) -> None:
+        """changes: (line, name of an event or None) for each difference from the run so far."""
+        for line, event in changes:
             self.accelerator.print(line)
             if event:
                 self.metrics.write({"step": step, "event": event})
 
     def rehearsed(self, seconds: float) -> None:
-        """seconds: of a step. Says what the run will take, by what the rehearsed steps have taken."""
+        """Print how long the run will take, and the memory of the rehearsed steps. seconds: of a step."""
         left = seconds * self.steps.tokens_before(self.steps.last) / self.steps.tokens_before(1)
         rate, device = f"{1000 * seconds:,.0f} ms a step", self.accelerator.device
         lines = [f"time       about {duration(left)} here, at {rate}; evaluations and saves come on top"]
@@ -52,8 +51,7 @@ class Report:
         self.accelerator.print(*lines, sep="\n")
 
     def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
-        """The line of a log interval. state: skipped_updates and seen are kept up to date; epochs: of each
-        data set of a mixture."""
+        """Log a record of training; update skipped_updates and seen in `state`. epochs: of each data set."""
         steps = self.steps
         for event in skipped_updates(skipped, step, steps.rows_before):
             self.metrics.write(event)
@@ -69,14 +67,14 @@ class Report:
         self.numbers(record | self.throughput.measure(step))
 
     def show(self, samples: list[str]) -> None:
-        """After an evaluation: samples, and the curves drawn anew."""
+        """After an evaluation: show samples and redraw the curves."""
         for text in samples:
             self.progress.write(text)
         if self.accelerator.is_main_process:
             draw_curves(self.metrics.path.parent)
 
     def numbers(self, record: dict) -> None:
-        """A record of training or evaluation, with its step; 0-d tensors become numbers."""
+        """Log a record of training or evaluation with its step; 0-d tensors become numbers."""
         self.pushes(record["step"])
         scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
         record = record | scalars

@@ -7,15 +7,15 @@ from accelerate.utils import DistributedType
 
 from utils.learning.overrides import setting
 
-# The most likely token each time. Those that have occurred count 1.2 times less (CTRL, arXiv 1909.05858,
-# section 4.1), or models that are small or young repeat one phrase for ever.
+# Always the most likely token. The scores of tokens that have occurred are divided by 1.2 (CTRL, arXiv
+# 1909.05858, section 4.1), or small or young models would repeat one phrase forever.
 DECODING = {"do_sample": False, "repetition_penalty": 1.2}
-MASK = "[MASK]"  # written so in prompts; each tokenizer has its own
+MASK = "[MASK]"  # in prompts, replaced by the tokenizer's own mask token
 
 
 @contextlib.contextmanager
 def _for_samples(accelerator, model):
-    """The model of transformers, on the main process. Not compiled, as each length would be."""
+    """The transformers model, uncompiled: each length of a text would compile another graph."""
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), accelerator.autocast():
         yield lm
@@ -23,9 +23,8 @@ def _for_samples(accelerator, model):
 
 
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
-    """The last line of each prompt and what follows; quick: two tokens, to see that it works. [] of processes
-    but the main one, under FSDP, where no process holds the weights, and on XLA, where each length would be a
-    graph of its own to compile."""
+    """The last line of each prompt and its completion; quick: two tokens, to see that it works. [] on other
+    processes than the first, under FSDP (nobody holds all weights), on XLA (each length is a graph)."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []
@@ -44,12 +43,12 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: b
 
 
 def fill_masks(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
-    """A line per mask, with its most likely tokens and their probabilities, from the main process; [] as
-    above. All prompts go through in one batch of fixed shape, so on XLA this is one graph, always quick."""
+    """A line per mask, with its most likely tokens and their probabilities. [] on all processes but the
+    first, and under FSDP. All prompts are one batch of fixed shape, one graph on XLA, and always quick."""
     if accelerator.distributed_type == DistributedType.FSDP or not accelerator.is_main_process or not prompts:
         return []
     texts, lines = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts], []
-    # Padded and cut here: asked to, the tokenizer would remember it, and save it with the model.
+    # Truncated and padded here: the tokenizer would remember such options, and save them with the model.
     ids = [{"input_ids": tokenizer(text)["input_ids"][: tokenizer.model_max_length]} for text in texts]
     inputs = tokenizer.pad(ids, return_tensors="pt")  # [prompts, T]
     places = (inputs["input_ids"] == tokenizer.mask_token_id).nonzero().tolist()

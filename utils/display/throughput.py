@@ -1,4 +1,4 @@
-"""How fast a run is: tokens per second, model FLOPs utilisation, time left."""
+"""How fast a run is: tokens per second, model FLOPs utilisation (MFU), time left."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ def device_name(device: torch.device) -> str:
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s of one device by its name; None if PEAK_TFLOPS lacks it, and for laptop and MIG parts."""
+    """FLOP/s of one device by its name; None if it is unknown, a laptop's, or a part of one (MIG)."""
     if re.search(r"laptop|\bMIG\b", name, re.IGNORECASE):
         return None
     peaks = (peak for known, peak in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name, re.IGNORECASE))
@@ -53,7 +53,7 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     the lookups (token, position and type embeddings).
     12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
     size; not halved because of the causal mask. Take it before FSDP shards the parameters."""
-    head = getattr(model.get_output_embeddings(), "weight", None)  # some models do not tell
+    head = getattr(model.get_output_embeddings(), "weight", None)  # some models have none
     lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
     parameters = sum(p.numel() for p in set(model.parameters()) - lookups)
     parameters -= (1 - head_share) * (0 if head is None else head.numel())
@@ -65,10 +65,10 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
 
 
 class Throughput:
-    """Tokens per second over the last log interval, model FLOPs utilisation, time left for the whole run.
+    """Tokens per second over the last log interval, MFU, and the time left of the run.
 
     Tokens are rows x T over all processes, padding included. mfu = flops_per_token * tokens/s / peak.
-    peak: bf16 FLOP/s of all devices, whatever the precision; or None. seconds: of the run before a resume."""
+    peak: bf16 FLOP/s of all devices, whatever the precision, or None. seconds: of the run before a resume."""
 
     def __init__(self, steps, flops_per_token=0.0, peak: float | None = None, *, step=0, seconds=0.0):
         self.steps, self.flops_per_token, self.peak, self.measured = steps, flops_per_token, peak, 0
@@ -78,23 +78,23 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """Seconds the run has taken: training, evaluation and saving, over all its parts."""
+        """Seconds that the run has taken, with evaluation and saving, over all resumes."""
         return time.perf_counter() - self.run_start
 
     @contextlib.contextmanager
     def apart(self, name: str):
-        """Evaluation, saving: time that is not counted in tokens/s, but in the time left."""
+        """For evaluation and saving: this time counts for the time left, but not for tokens/s."""
         start = time.perf_counter()
         yield
         self.apart_seconds[name] += time.perf_counter() - start
 
     def measure(self, step: int) -> dict:
-        """What is logged at the end of a log interval; "save_seconds" where training stood still for a save.
+        """The record of a log interval; "save_seconds" is how long training waited for a save.
 
-        Call it when the device has finished (after reading the loss): before, it would time the queueing."""
+        Call it after the device has finished (after reading the loss), or it would time the queueing only."""
         now, saving, before = time.perf_counter(), self.apart_seconds["save"], self.tokens
         spent = max(now - self.interval_start - self.apart_seconds.total(), 1e-9)
-        if self.measured < 2:  # the first interval holds compilation and warm-up: the second replaces it
+        if self.measured < 2:  # the first interval includes compilation: the second one replaces it
             self.first = self.interval_start, before
         self.measured += 1
         self.tokens, self.interval_start, self.apart_seconds = self.steps.tokens_before(step), now, Counter()
@@ -105,7 +105,7 @@ class Throughput:
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, at the mean speed with evaluations and saves; None before the first measurement."""
+        """Seconds left at the mean speed, evaluations and saves included; None before the first `measure`."""
         if self.measured:
             start, tokens = self.first
             left = self.steps.tokens_before(self.steps.last) - self.tokens

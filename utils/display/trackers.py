@@ -1,4 +1,4 @@
-"""Accelerate's trackers, for the numbers of metrics.jsonl on a dashboard."""
+"""Accelerate's trackers: the numbers of metrics.jsonl on a dashboard."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,8 @@ from utils.display.metrics import read_metrics, read_run
 
 
 def check_trackers(report_to: str) -> list[str]:
-    """report_to ("none", or names separated by commas) -> what Accelerator(log_with=...) takes. ValueError
-    for a tracker whose package is missing, which accelerate leaves out without a word."""
+    """report_to ("none", or names separated by commas) as Accelerator(log_with=...) takes it. ValueError if a
+    tracker's package is missing: accelerate would leave it out silently."""
     from accelerate.tracking import get_available_trackers
 
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
@@ -20,23 +20,23 @@ def check_trackers(report_to: str) -> list[str]:
 
 
 def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> dict[str, int]:
-    """accelerator.init_trackers such that a resumed run (step > 0) continues its curves: what metrics.jsonl
-    holds and a kill has kept from a tracker is told again. On all processes, metrics.jsonl being cut.
+    """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves: records of
+    metrics.jsonl, once it is truncated, that a tracker lost in a kill are sent again. All processes call it.
 
-    Returns {tracker: the first step that it is still to be told}, for log_to_trackers."""
+    Returns {tracker: the first step that it lacks}, for log_to_trackers."""
     if not accelerator.log_with:
         return {}
     run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name
     options = {
         "wandb": {"id": run_id, "name": name, "resume": "allow"},
         "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
-        "tensorboard": {"purge_step": 0 if step else None},  # hides what is told again, which is all
+        "tensorboard": {"purge_step": 0 if step else None},  # hides all earlier records: all are sent again
     }
     accelerator.init_trackers(project, init_kwargs=options)
     plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in settings.items()}
     lacks = {"tensorboard": 0}
     for tracker in accelerator.trackers:
-        if not step or tracker.name != "tensorboard":  # where each start would be one more run
+        if not step or tracker.name != "tensorboard":  # there it would make each start another run
             tracker.store_init_configuration(plain)
         next_step = {"wandb": "step", "trackio": "_next_step"}.get(tracker.name, "")
         lacks.setdefault(tracker.name, getattr(tracker.tracker, next_step, step + 1))
@@ -48,7 +48,7 @@ def start_trackers(accelerator, project: str, output_dir, settings: dict, step: 
 
 
 def log_to_trackers(accelerator, record: dict, lacks: Mapping[str, int]) -> None:
-    """Send one metrics.jsonl record to the trackers, if there are any: numbers only, at the record's step."""
+    """Send the numbers of a record of metrics.jsonl to the trackers, if any, at the record's step."""
     numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
     for tracker in accelerator.trackers if numbers else ():
         if record["step"] >= lacks.get(tracker.name, 0):

@@ -1,4 +1,4 @@
-"""Files and sealed folders that are complete or absent, down on the disk, with checksums."""
+"""Files, and sealed folders with checksums: complete or absent, and flushed to the disk."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ CHUNK = 1 << 24  # bytes read and checksummed at a time
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file, renamed once it is written: readers see the old file or the new one, never a half."""
+    """A temporary file that is renamed to `path` at the end: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     yield temporary
     os.replace(temporary, path)
@@ -26,7 +26,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_file(path: Path, chunks: Iterable) -> dict:
-    """Write chunks of bytes down to the disk. Returns size and checksum of what was handed over."""
+    """Writes chunks of bytes and flushes them to the disk. Returns their size and checksum."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "wb", buffering=1 << 20) as file:
         for chunk in chunks:
@@ -38,7 +38,7 @@ def write_file(path: Path, chunks: Iterable) -> dict:
 
 
 def checksum_file(path: Path, algorithm=xxhash.xxh3_128) -> dict:
-    """Size and checksum of a file, as write_file returns them; or with another algorithm: hashlib.sha256."""
+    """Size and checksum of a file, as write_file returns them. algorithm: this one, or hashlib.sha256."""
     digest, size = algorithm(), 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
@@ -52,7 +52,7 @@ def checksum_json(value) -> str:
 
 
 def seal(folder: Path, files: dict, **more) -> None:
-    """manifest.json, written last: the folder is complete. files: {name: its size and checksum}"""
+    """Writes manifest.json, which shows that the folder is complete. files: {name: size and checksum}"""
     manifest = more | {"files": files}
     manifest["checksum"] = checksum_json(manifest)
     write_file(folder / "manifest.json", [json.dumps(manifest, indent=1).encode()])
@@ -60,7 +60,7 @@ def seal(folder: Path, files: dict, **more) -> None:
 
 
 def find_problem(folder: Path) -> str:
-    """What is wrong with a sealed folder; "" when every file has the size and checksum of its manifest."""
+    """What is wrong with a sealed folder; "" if every file has the size and checksum in its manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         if manifest.pop("checksum") != checksum_json(manifest):
@@ -70,7 +70,7 @@ def find_problem(folder: Path) -> str:
         for name, entry in manifest["files"].items():
             if (size := (folder / name).stat().st_size) != entry["bytes"]:
                 return f"{name}: {size} bytes instead of {entry['bytes']}"
-            algorithm = hashlib.sha256 if "sha256" in entry else xxhash.xxh3_128  # of a milestone
+            algorithm = hashlib.sha256 if "sha256" in entry else xxhash.xxh3_128  # a milestone's
             if checksum_file(folder / name, algorithm) != entry:
                 return f"{name}: wrong checksum"
     except OSError as error:
@@ -81,16 +81,16 @@ def find_problem(folder: Path) -> str:
 
 
 def retire(path: Path, prefix: str = "replaced-") -> None:
-    """Rename it to prefix + its name, with a number if that is taken."""
-    to, number = path.with_name(f"{prefix}{path.name}"), 1
-    while to.exists():
+    """Renames it to prefix + its name, with a number if that name is taken."""
+    target, number = path.with_name(f"{prefix}{path.name}"), 1
+    while target.exists():
         number += 1
-        to = path.with_name(f"{prefix}{path.name}-{number}")
-    path.rename(to)
+        target = path.with_name(f"{prefix}{path.name}-{number}")
+    path.rename(target)
 
 
 def flush(path: Path) -> None:
-    """Down to the disk: a file's content, a folder's names."""
+    """Flushes a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Whose mistake an exception is, and the exit status that says so: 2 the user's, 1 anything else."""
+"""The exit status and message of an exception: 2 for the user's mistakes, 1 for anything else."""
 
 import contextlib
 import errno
@@ -17,10 +17,10 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 @contextlib.contextmanager
 def user_mistakes() -> Iterator[None]:
-    """A ValueError raised by a line of this project is the user's mistake: its text on stderr, exit status 2.
+    """A ValueError raised by this project's code is the user's mistake: its text on stderr, exit status 2.
 
-    A library's keeps its traceback. A full disk, a source that stays away and a lost process are one line,
-    exit status 1. Processes but the first wait a moment, in which the launcher ends them."""
+    A library's keeps its traceback. A full disk, a source that does not answer and a lost process are a line
+    and exit status 1. All processes but the first wait a moment, so that the launcher ends them first."""
     try:
         yield
     except ValueError as error:
@@ -34,7 +34,7 @@ def user_mistakes() -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _end(f"{error.filename or 'a disk'}: no space is left; make room and run the same command again: "
                  "it resumes", 1)
-        if type(error) is not ConnectionError:  # which utils/io/retry.py raises, with a message of ours
+        if type(error) is not ConnectionError:  # utils/io/retry.py raises this one, with our message
             raise
         _end(f"{error}\nRun the same command again to resume.", 1)
     except RuntimeError as error:
@@ -49,8 +49,8 @@ def _end(message: str, status: int) -> None:
 
 
 def lost_peer(error: RuntimeError) -> str | None:
-    """The message for an error that another process's end, or silence, has caused; None for other errors.
-    NCCL, and gloo where a machine falls silent, raise after the process group's timeout."""
+    """The message for an error that is caused by another process's end or silence; None for other errors.
+    NCCL, and gloo if a machine is silent, raise it after the process group's timeout."""
     text = str(error)
     if not re.search(r"(closed|reset) by peer|[Tt]imed out|NCCL .*(abort|timeout|remote)", text):
         return None

@@ -1,4 +1,4 @@
-"""What an exception of a network client means, and patience with what may pass."""
+"""What an exception of a network client means, and retries of what may pass."""
 
 import errno
 import re
@@ -13,32 +13,32 @@ from huggingface_hub.utils._http import default_client_factory
 from utils.io.secrets import HIDDEN, without_secrets
 
 DELAYS = (1, 2, 4, 8, 16, 32, 64)  # seconds between tries: a source may be away for two minutes
-FIRST_CONTACT = 2  # tries again when a URL is used for the first time: a mistyped one is told in seconds
-SILENCE = 60  # seconds without an answer of the Hub that end a try
+FIRST_CONTACT = 2  # retries at the first use of a URL: a mistyped one must fail within seconds
+SILENCE = 60  # seconds without an answer of the Hub after which a try fails
 NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpcore2", "httpx",
                    "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"}
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-# None: a damaged file, which the libraries tell as an OSError without a number.
+# None: libraries raise an OSError without a number for a damaged file.
 PERMANENT_ERRNO = {None, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EINVAL, errno.ENAMETOOLONG}
-WORTH_A_RETRY = (408, 409, 412, 423, 425, 429)  # of the statuses below 500
+WORTH_A_RETRY = (408, 409, 412, 423, 425, 429)  # HTTP statuses below 500
 
 
 class Trouble(NamedTuple):
     """What an exception means."""
 
     passing: bool  # the same request may succeed later
-    retry_after: float  # seconds, 0 where the server names none
+    retry_after: float  # seconds that the server asks to wait, or 0
     status: int | None  # of HTTP
-    text: str  # one line, without secrets
+    text: str  # a line without secrets
 
 
 def of_network(error: BaseException) -> bool:
-    """Whether a network client's library has raised it."""
+    """Whether a network client's library raised it."""
     return type(error).__module__.split(".")[0] in NETWORK_MODULES
 
 
 def diagnose(error: BaseException) -> Trouble:
-    """Reads the chain of causes: LFS errors come wrapped, and Xet's have their status in the text only."""
+    """Reads the whole chain of causes: LFS errors are wrapped, Xet's have their status only in the text."""
     chain = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
@@ -54,7 +54,7 @@ def diagnose(error: BaseException) -> Trouble:
     else:
         passing = any(map(_passing, chain))
     asked = getattr(response, "headers", {}).get("retry-after", "")
-    # A date, or nonsense: then our own backoff has to do.
+    # A date or nonsense counts as 0: our own backoff is used.
     retry_after = min(float(asked), 3600.0) if re.fullmatch(r"\d+", asked) else 0.0
     telling = chain[-1] if response is None else error
     text = " ".join(f"{type(telling).__name__}: {telling}".split()).replace(get_token() or HIDDEN, HIDDEN)
@@ -62,7 +62,7 @@ def diagnose(error: BaseException) -> Trouble:
 
 
 def _passing(error: BaseException) -> bool:
-    """Time-outs, broken connections and what may be one, of an error that has no HTTP status."""
+    """Whether an error without HTTP status is or may be a timeout or a broken connection."""
     if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
         return False
     if of_network(error) or isinstance(error, ConnectionError | TimeoutError):
@@ -71,15 +71,15 @@ def _passing(error: BaseException) -> bool:
 
 
 def with_retries(action: Callable[[], Any], what: str, tries: int | None = None) -> Any:
-    """action(), again with exponential backoff while it fails for a reason that may pass.
+    """action(), repeated with exponential backoff while it fails for a reason that may pass.
 
-    ConnectionError naming `what` when it did not in time, or after `tries` more tries the error itself."""
+    ConnectionError that names `what` if it never succeeds; with `tries` the error itself, after so many."""
     return next(retried(lambda _: iter([action()]), what, tries=tries))
 
 
 def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: int | None = None) -> Iterator:
-    """The items of start_at(position); after a failure that may pass, of start_at(items seen so far), with
-    the backoff of `with_retries`, which starts over with every item that arrives."""
+    """The items of start_at(position). After a failure that may pass it continues with start_at(items seen so
+    far); the backoff of `with_retries` starts over with every item."""
     failures, delays = 0, DELAYS[:tries]
     while True:
         try:
@@ -103,11 +103,11 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: i
 
 
 def bound_waiting(seconds: float = SILENCE) -> None:
-    """Limits each connect, read and write of the Hub's client, which by itself waits for ever."""
+    """Sets a timeout for each connect, read and write of the Hub's client, which has none."""
 
-    def client():
-        made = default_client_factory()
-        made.timeout = seconds
-        return made
+    def factory():
+        client = default_client_factory()
+        client.timeout = seconds
+        return client
 
-    set_client_factory(client)
+    set_client_factory(factory)

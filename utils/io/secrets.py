@@ -1,4 +1,4 @@
-"""What is written, printed and published carries no credentials: all of it goes through without_secrets."""
+"""Removes credentials: everything that is written, printed or published goes through without_secrets."""
 
 import os
 import re
@@ -11,18 +11,18 @@ PATTERNS = (
     # User and password of a URL, up to its last @, as a password may hold any of :/@; not http://host:80/x@2.
     (re.compile(r"(?i)(://)(?:[^\s/@:]*:(?!\d{1,5}/)[^\s'\"]*"
                 r"|(?<!http://)(?<!https://)[^\s/@:]*:[^\s'\"]*|[^\s/]+)@"), rf"\1{HIDDEN}@"),
-    # The query of a URL; in other URLs than http a ? may be a glob's.
+    # The query of a URL. In URLs other than http a ? may belong to a glob.
     (re.compile(r"(https?://[^\s?'\"]*\?|://[^\s?'\"]*\?(?=[^\s'\"]*=))[^\s'\"]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)\b(\w*{NAMES}=)[^\s,;&'\"]+"), rf"\1{HIDDEN}"),  # name=value, as in config_overrides
-    # Tokens by their makers' prefixes: Hugging Face, AWS, GitHub, GitLab, OpenAI and its like.
+    # Tokens with the prefixes of Hugging Face, AWS, GitHub, GitLab, OpenAI and others.
     (re.compile(r"\b(?:hf_|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk-)[\w-]{16,}"), HIDDEN),
 )
 ENVIRONMENT = re.compile(rf"(?i){NAMES}$|_key$|_pass$|_pwd$|^sshpass$")
 
 
 def without_secrets(value: Any) -> Any:
-    """The same with *** for passwords in URLs, their queries, tokens, and secrets of the environment; also
-    inside lists and dictionaries. Doing it twice changes nothing more."""
+    """`value` with *** for passwords and queries of URLs, tokens, and secrets of the environment, also inside
+    lists and dictionaries. Applying it twice changes nothing more."""
     if isinstance(value, Mapping):
         return {name: without_secrets(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Files at any fsspec URL (local path, s3://, gs://, hf://): whole writes, and patience with what fails."""
+"""Files at any fsspec URL (local path, s3://, gs://, hf://), written whole and with retries."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from utils.io.secrets import HIDDEN, without_secrets
 
 @contextlib.contextmanager
 def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> Iterator[None]:
-    """What a wrong URL, a missing package or missing rights raise, as a ValueError that names the remedy."""
+    """Errors of a wrong URL, a missing package or missing rights, as a ValueError that names the remedy."""
     try:
         yield
     except Exception as error:
@@ -32,20 +32,19 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
 
 
 def open_url(url: str, **options) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system that answers to `url` and the path in it; options: of fsspec. ValueError where the file
-    system takes credentials for a part of that path: they would be in every message."""
+    """The file system of `url` and the path in it; options: of fsspec. ValueError if the file system takes
+    credentials for a part of the path, as they would be in every message."""
     files, path = fsspec.core.url_to_fs(url, **options)
     if "://" in url and "://" not in path and f"{HIDDEN}@" in without_secrets(f"://{path}"):
-        raise ValueError("credentials are no part of such a URL, set them as its file system wants them")
+        raise ValueError("credentials cannot be part of such a URL, set them as its file system expects")
     return files, path
 
 
 class Folder:
-    """A folder at a URL. Paths are relative to it; requests are repeated after passing failures, but for
-    those of find, put and get."""
+    """A folder at a URL. Names are relative to it. Requests are retried, except by find, put and get."""
 
     def __init__(self, url: str, **options):
-        """Raises ValueError when no file system answers to `url`; makes no request. options: of fsspec."""
+        """ValueError if no file system knows `url`. Makes no request. options: of fsspec."""
         url = str(url).rstrip("/") or "/"
         self.url = without_secrets(url)
         with explained(self.url, "opened"):
@@ -54,12 +53,12 @@ class Folder:
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 
     def make(self, tries: int | None = None) -> None:
-        """The repository, private, that a hf:// URL names, where there is none; nothing for other stores."""
+        """Creates the repository of a hf:// URL, private, if it is missing. Does nothing for other stores."""
         kind, *name = self.root.split("@")[0].split("/")[:3]
         if self.fs.protocol == "hf" and kind == "datasets":
             create = partial(HfApi().create_repo, "/".join(name), repo_type="dataset", private=True)
             with_retries(partial(create, exist_ok=True), f"making {self.url}", tries)
-            self.fs.invalidate_cache()  # it remembers that there was none
+            self.fs.invalidate_cache()  # which says that there is none
 
     def path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
@@ -68,7 +67,7 @@ class Folder:
         return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}")
 
     def write(self, name: str, data: bytes, tries: int | None = None) -> None:
-        """The whole file or none of it: object stores do so, local files are renamed into place."""
+        """Writes the whole file or nothing: object stores do so, and a local file is renamed into place."""
         path = self.path(name)
 
         def store() -> None:
@@ -83,7 +82,7 @@ class Folder:
         with_retries(store, f"writing {self.url}/{name}", tries)
 
     def names(self, name: str = "", tries: int | None = None) -> list[str]:
-        """Names (without folders) of what lies in the folder, sorted; [] where there is none."""
+        """The sorted names of what is in the folder, not in its subfolders; [] if there is no folder."""
         self.fs.invalidate_cache()
         entries = partial(self.fs.ls, self.path(name), detail=False)
         try:
@@ -93,22 +92,21 @@ class Folder:
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def remove(self, name: str) -> None:
-        """Deletes a file or a folder with what it holds; nothing happens where there is none."""
+        """Deletes a file, or a folder and its content, if there is one."""
         with contextlib.suppress(FileNotFoundError):
             with_retries(lambda: self.fs.rm(self.path(name), recursive=True), f"deleting {self.url}/{name}")
 
     def find(self) -> list[str]:
-        """Names of the files in it and in its folders; [] where there is none."""
+        """The names of all files in the folder and its subfolders; [] if there is no folder."""
         try:
             return [path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root)]
         except FileNotFoundError:
             return []
 
     def put(self, file: Path, name: str) -> None:
-        """The whole file or none of it: object stores do so, and would make a bucket of a mistyped folder's
-        name; elsewhere it becomes so when it is renamed."""
+        """Copies the whole file or nothing there: object stores do so, elsewhere it is renamed into place."""
         path = self.path(name)
-        if self.fs.async_impl:
+        if self.fs.async_impl:  # an object store; makedirs could create a bucket
             return self.fs.put_file(str(file), path)
         self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.fs.put_file(str(file), f"{path}.part")

@@ -1,29 +1,29 @@
-"""torch.compile by blocks (regional compilation): the layers of the model and the softmax of the loss, in
-place, so that the names of weights stay. And what was compiled, how often, in how many seconds."""
+"""Regional compilation: torch.compile of the model's blocks and the loss's softmax, in place, so that weights
+keep their names. And a record of what was compiled, how often, in how many seconds."""
 
 import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
 
 from utils.learning.configuration import one_line
-from utils.learning.fused_head import softmax_for
+from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax
 
-GRAPHS = 64  # allowed for one function: all blocks share Module._call_impl, and evaluation has its own
-SETTLED = 10  # steps; a graph compiled later means that shapes or types still change
+GRAPHS = 64  # per function: all blocks share Module._call_impl, and evaluation has graphs of its own
+SETTLED = 10  # steps; a graph that is compiled later means that shapes or types still change
 
 
 def compile_blocks(accelerator, model):
-    """Compile what the launcher's YAML asks for. Call it before `prepare`, which compiles the whole model
-    where the YAML asks for that. Blocks that do not compile run eagerly, and a line says so."""
+    """Compile blocks if the launcher's YAML asks for that. Call it before `prepare`, which compiles the whole
+    model if the YAML asks for that. If blocks fail to compile, a warning is printed and they run eagerly."""
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
         return
-    model.chunk_softmax = softmax_for(accelerator.device.type, compiled=True)
+    model.chunk_softmax = ChunkSoftmax() if accelerator.device.type == "cpu" else CompilerSoftmax()
     compilations.start()
     if not plugin.use_regional_compilation:
         return
     blocks, options = _blocks(model), plugin.to_kwargs()
-    plugin.use_regional_compilation, plugin.disable = False, True  # nothing is left to `prepare`
+    plugin.use_regional_compilation, plugin.disable = False, True  # nothing is left for `prepare`
     parts = [*blocks, model.chunk_softmax]
     for part in parts:
         part._compiled_call_impl = _or_eager(part, parts, options, accelerator.print)
@@ -33,13 +33,13 @@ def compile_blocks(accelerator, model):
 
 
 def _blocks(module):
-    """The members of the outermost ModuleLists."""
+    """The modules in the outermost ModuleLists."""
     if isinstance(module, nn.ModuleList):
         return [*module]
     return [block for child in module.children() for block in _blocks(child)]
 
 
-def _or_eager(part, parts, options, tell):
+def _or_eager(part, parts, options, say):
     from torch._dynamo.exc import TorchDynamoException
 
     compiled = torch.compile(part._call_impl, **options)
@@ -50,14 +50,14 @@ def _or_eager(part, parts, options, tell):
         except TorchDynamoException as error:
             for each in parts:
                 each._compiled_call_impl = None
-            tell(f"warning: not compiled, {type(part).__name__} failed: {one_line(error)}")
+            say(f"warning: not compiled, {type(part).__name__} failed: {one_line(error)}")
             return part._call_impl(*args, **kwargs)
 
     return call
 
 
 class Compilations:
-    """Graphs that this process has compiled, as torch records them."""
+    """The graphs that this process has compiled, from torch's own records."""
 
     newest, graphs, seconds, steps, active = 0.0, 0, 0.0, 0, False
 
@@ -68,7 +68,7 @@ class Compilations:
         self.active = True
 
     def news(self):
-        """Lines on what was compiled since the last call. Call it once per step."""
+        """Lines about what was compiled since the last call. Call it once per step."""
         self.steps += 1
         if not self.active:
             return []

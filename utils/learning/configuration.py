@@ -1,6 +1,5 @@
-"""The configuration of a model: what the settings choose, what tokenizer and block size ask for, and whether
-such a model can be made and run. It is tried on the meta device, which takes no memory.
-"""
+"""The configuration of a model: what the settings choose, what tokenizer and block size require, and whether
+such a model can be built and run, which is tried on the meta device without memory."""
 
 import contextlib
 import copy
@@ -18,35 +17,36 @@ MODEL_CLASSES = {
     "masked": transformers.AutoModelForMaskedLM,
     "pretraining": transformers.AutoModelForPreTraining,  # masked LM and next sentence: BertForPreTraining
 }
-CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of every forward pass
-# (setting, its value in an encoder, its value in a causal model): BERT and its kin, XLM, XLNet
+CALL = {"causal": {"use_cache": False}, "masked": {}, "pretraining": {}}  # options of each forward pass
+# (setting, its value in an encoder, its value in a causal model): of BERT and similar types, XLM, XLNet
 LEFT_TO_RIGHT = (("is_decoder", False, True), ("causal", False, True), ("attn_type", "bi", "uni"))
 
 
 def read_config(name_or_path):
-    """The configuration in a folder or on the Hub. ValueError where there is none that can be read."""
+    """The configuration in a folder or on the Hub. ValueError if there is none that can be read."""
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
-    except Exception as error:  # of a damaged file any
-        told = "no folder with a config.json and no model on the Hub that can be reached"
-        raise ValueError(f"model_name_or_path, {name_or_path!r}: {told} ({one_line(error)})") from None
+    except Exception as error:  # a damaged file may raise any
+        problem = "no folder with a config.json and no model on the Hub that can be reached"
+        raise ValueError(f"model_name_or_path, {name_or_path!r}: {problem} ({one_line(error)})") from None
 
 
 def configure(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer):
-    """(configuration, problems as lines); the configuration is usable if there are none."""
+    """(configuration, problems as lines). The configuration can be used if there are no problems."""
     problems = []
     if tokenizer is not None and kind != "causal":
         roles = "pad", "mask", "cls", "sep"
         if missing := [role for role in roles if getattr(tokenizer, f"{role}_token_id") is None]:
-            named = ", ".join(missing)
-            problems.append(f"tokenizer: a masked language model needs its {named} token, which it lacks")
+            names = ", ".join(missing)
+            problems.append(f"tokenizer: a masked language model needs its {names} token, which it lacks")
     if model_name_or_path and config_overrides:
-        problems.append(f"config_overrides, {config_overrides!r}: not with model_name_or_path, add "
-                        '--config_overrides "", which leaves it out')  # fmt: skip
-    chosen = (model_name_or_path,) if model_name_or_path else (model_type, config_overrides)
-    find = _of_weights if model_name_or_path else _from_scratch
-    config, found = find(kind, *chosen, block_size, tokenizer)
-    return config, problems + found
+        problems.append(f"config_overrides, {config_overrides!r}: cannot go with model_name_or_path; add "
+                        '--config_overrides ""')
+    if model_name_or_path:
+        config, more = _of_weights(kind, model_name_or_path, block_size, tokenizer)
+    else:
+        config, more = _from_scratch(kind, model_type, config_overrides, block_size, tokenizer)
+    return config, problems + more
 
 
 def _of_weights(kind, name_or_path, block_size, tokenizer):
@@ -59,10 +59,10 @@ def _of_weights(kind, name_or_path, block_size, tokenizer):
         if reason := _unfit(kind, config):
             return None, [f"{blamed}: {reason}"]
         values, problems = _agreement(config, {}, kind, block_size, tokenizer, blamed)
-    except Exception as error:  # values of other types than they should be
+    except Exception as error:  # values of wrong types
         return None, [f"{blamed}: its config.json cannot be used ({one_line(error)})"]
     for name, value in values.items():
-        with contextlib.suppress(StrictDataclassFieldValidationError):  # some cannot be None, and stay
+        with contextlib.suppress(StrictDataclassFieldValidationError):  # keep those that cannot be None
             setattr(config, name, value)
     return config, problems or _blame(blamed, objection(kind, config))
 
@@ -82,31 +82,32 @@ def _from_scratch(kind, model_type, overrides, block_size, tokenizer):
         without = {other: value for other, value in chosen.items() if other != name}
         other, *wrong = _attempt(*build, without)
         if not any(wrong):  # this one alone does not fit
-            named = f"config_overrides, '{name}={chosen[name]}'"
-            return config, [f"{named}: {reason}; beside the others {other.to_dict().get(name)} would do"]
+            setting_text = f"config_overrides, '{name}={chosen[name]}'"
+            fitting = other.to_dict().get(name)
+            return config, [f"{setting_text}: {reason}; with the other settings {fitting} would fit"]
     return config, problems + _blame(f"config_overrides, {overrides!r}" if overrides else blamed, reason)
 
 
 def _attempt(kind, default, block_size, tokenizer, chosen):
-    """(configuration, where it does not agree with tokenizer or block size, why no model runs with it)"""
+    """(configuration, its conflicts with tokenizer or block size, why no model runs with it)"""
     source = "config_overrides"
     try:
         values, problems = _agreement(default, chosen, kind, block_size, tokenizer, source)
-    except TypeError as error:  # a value of another type than it should be
+    except TypeError as error:  # a value of a wrong type
         return None, [f"{source}: {one_line(error)}"], ""
     values |= in_proportion(default, chosen)
 
-    def made(values):
+    def build(values):
         try:
             config = AutoConfig.for_model(default.model_type, **values)
-        except Exception as error:  # transformers checks little, with whatever exception comes
+        except Exception as error:  # of any kind, as transformers checks few values
             return None, one_line(error)
         return config, objection(kind, config)
 
-    config, reason = made(values)
-    if reason and values.get("pad_token_id", 0) is None:  # some cannot be without: one that no text has
+    config, reason = build(values)
+    if reason and values.get("pad_token_id", 0) is None:  # it needs one: an id that no text has
         size = values["vocab_size"]
-        other = made(values | {"pad_token_id": size, "vocab_size": size + 1})
+        other = build(values | {"pad_token_id": size, "vocab_size": size + 1})
         config, reason = (config, reason) if other[1] else other
     return config, problems, "" if problems else reason
 
@@ -116,11 +117,11 @@ def _blame(blamed, reason):
 
 
 def _agreement(config, chosen, kind, block_size, tokenizer, source):
-    """(what the configuration has to say beside `chosen`, which is included; problems)."""
+    """(the values that the configuration must have, `chosen` included; problems)"""
     of_weights = source != "config_overrides"
     values, problems, pad_id = dict(chosen), [], getattr(config, "pad_token_id", None)
     for name, bidirectional, causal in LEFT_TO_RIGHT if kind == "causal" else ():
-        if getattr(config, name, None) == bidirectional:  # every token would see the next one
+        if getattr(config, name, None) == bidirectional:  # a token would see the next one
             values.setdefault(name, causal)
     after_pad = positions_after_pad(kind, config, values)
     if tokenizer is not None:
@@ -129,9 +130,9 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
         if after_pad and pad_id is None:
             problems.append("tokenizer: positions count from the pad token's id, and it has none beside EOS")
         elif of_weights and after_pad and pad_id != config.pad_token_id:
-            told = f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}, and "
-            problems.append(told + "positions count from there; choose the tokenizer of the model")
-    else:  # any, to try the rest
+            ids = f"{source}: its pad_token_id is {config.pad_token_id}, the tokenizer's is {pad_id}"
+            problems.append(f"{ids}, and positions count from there; choose the tokenizer of the model")
+    else:  # placeholders, to check the rest
         unknown = (("vocab_size", 512), ("pad_token_id", 0))
         values = {name: some for name, some in unknown if getattr(config, name, 0) is None} | values
     if getattr(config, "languages", None):  # adapters of X-MOD
@@ -141,8 +142,8 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
         offset = (pad_id or 0) + 1 if after_pad else 0
         has = default if of_weights else values.setdefault(key, block_size + offset)
         if has < block_size + offset:
-            told = f"block_size, {block_size}: needs {key} of at least {block_size + offset}, but {source} "
-            problems.append(told + f"says {has}; lower block_size or raise it")
+            needs = f"block_size, {block_size}: needs {key} of at least {block_size + offset}"
+            problems.append(f"{needs}, but {source} says {has}; lower block_size or raise it")
     if kind == "pretraining" and hasattr(config, "type_vocab_size"):
         types = config.type_vocab_size if of_weights else values.setdefault("type_vocab_size", 2)
         if types < 2:
@@ -151,39 +152,40 @@ def _agreement(config, chosen, kind, block_size, tokenizer, source):
 
 
 def _agree_with_tokenizer(config, values, kind, tokenizer, source):
-    """Adds the vocabulary's size and the special ids to `values`; problems as lines."""
+    """Adds the vocabulary's size and the special ids to `values`. Returns problems as lines."""
     problems = []
     needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)  # ids may have gaps
     of_weights = source != "config_overrides"
     vocab_size = config.vocab_size if of_weights else values.setdefault("vocab_size", needed)
     if vocab_size < needed:
-        told = f"{source}: vocab_size {vocab_size} is smaller than the tokenizer's {needed}; choose the "
-        problems.append(told + "tokenizer of the model, or a larger vocab_size with random weights")
+        sizes = f"{source}: vocab_size {vocab_size} is smaller than the tokenizer's {needed}"
+        remedy = "choose the tokenizer of the model, or a larger vocab_size with random weights"
+        problems.append(f"{sizes}; {remedy}")
     for key in (f"{name}_id" for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES):
-        found = getattr(tokenizer, key)
-        if key[:3] in ("bos", "eos", "pad") or key in config.to_dict() and found is not None:
-            values.setdefault(key, found)
+        token_id = getattr(tokenizer, key)
+        if key[:3] in ("bos", "eos", "pad") or key in config.to_dict() and token_id is not None:
+            values.setdefault(key, token_id)
     ends = values.get("eos_token_id"), values.get("bos_token_id")
     if kind == "causal" and values.get("pad_token_id") in ends:
-        values["pad_token_id"] = None  # its embedding gets no gradient: EOS would not be learned
+        values["pad_token_id"] = None  # its embedding has no gradient, so EOS would not be learnt
     return problems
 
 
 def positions_after_pad(kind, config, values) -> bool:
-    """Whether positions count from pad_token_id + 1, as RoBERTa's: its embeddings of them know the pad."""
+    """Whether positions count from pad_token_id + 1, as RoBERTa's: their embeddings have a padding_idx."""
     asked = copy.deepcopy(config)
     try:
         for name, value in (values | {"vocab_size": 8, "pad_token_id": 0}).items():
             setattr(asked, name, value)
         modules = meta_model(kind, asked).named_modules()
-    except Exception:  # `objection` tells it
+    except Exception:  # `objection` reports it
         return False
     positions = (module for name, module in modules if name.endswith("position_embeddings"))
     return any(getattr(module, "padding_idx", None) is not None for module in positions)
 
 
 def _unfit(kind, config) -> str:
-    """What the architecture needs beside text, by its configuration or the class of that."""
+    """Why this architecture cannot be trained on text alone, or "". config: a configuration or its class."""
     classes = MODEL_CLASSES[kind]._model_mapping
     if classes.get(config if isinstance(config, type) else type(config), None) is None:
         remedy = "; with next_sentence take --model_type bert" if kind == "pretraining" else ""
@@ -201,23 +203,23 @@ def _unfit(kind, config) -> str:
 
 
 def meta_model(kind, config):
-    """The model of this configuration, without memory."""
+    """The model of this configuration on the meta device, without memory."""
     with torch.device("meta"):
         return MODEL_CLASSES[kind].from_config(config, trust_remote_code=False)
 
 
 def objection(kind, config) -> str:
-    """Why no model of this configuration can be made and run on text, "" if it can."""
+    """Why no model of this configuration can be built and run on text, "" if one can."""
     asked = copy.deepcopy(config)
-    asked._experts_implementation = "batched_mm"  # the usual one runs on real devices alone
+    asked._experts_implementation = "batched_mm"  # the usual one runs on real devices only
     try:
         model = meta_model(kind, asked)
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-        # Not the search for documents within a row, which looks into the data.
+        # Without the search for documents within a row, which reads the data.
         with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None):
             model(input_ids=ids, **CALL[kind])
     except Exception as error:
-        # Some look into their data, and there are none.
+        # Some models read their data, but here are none.
         if "model" not in locals() or "meta" not in str(error) and not isinstance(error, NotImplementedError):
             return one_line(error)
     if isinstance(layers := setting(config, "num_hidden_layers"), int) and layers < 1:

@@ -1,4 +1,4 @@
-"""The vocabulary projection and its loss together, in chunks of rows: more logits never exist at a time.
+"""The vocabulary projection with its loss, in chunks of rows: only the logits of one chunk exist at a time.
 
 N rows (predicted tokens), C of them in a chunk, V vocabulary, D width.
 """
@@ -13,30 +13,25 @@ ROW_STRIDE = 64  # elements; rows that start on a cache line (CPU) and on a tens
 
 
 def chunk_rows(device_type, vocab_size):
-    """Rows of logits that exist at a time. On a CPU 256 was the fastest (V 50257, D 256: 1024 lost a third).
-    An accelerator needs matrices that fill it: 1 GiB of float32 logits, 5120 rows at V 50257."""
+    """Rows of a chunk. On a CPU 256 was the fastest (V 50257, D 256: with 1024 it was a third slower). An
+    accelerator needs matrices that fill it: 1 GiB of float32 logits, 5120 rows at V 50257."""
     return 256 if device_type == "cpu" else max(256, 2**30 // (4 * vocab_size) // 256 * 256)
 
 
-def softmax_for(device_type, compiled):
-    """The softmax over a chunk of logits: by hand, or where a GPU's model is compiled, for the compiler."""
-    return CompilerSoftmax() if compiled and device_type != "cpu" else ChunkSoftmax()
-
-
 class ChunkSoftmax(nn.Module):
-    """Loss of one chunk of logits, and their gradient written over them."""
+    """The loss of a chunk of logits. The gradient of the logits overwrites them."""
 
     by_hand = True
 
     def forward(self, logits, scratch, bias, targets, weights, with_gradient, with_correct):
         """logits [C, V], targets [C] (valid ids), weights [C] -> losses [C], correct [C], bias gradient."""
-        # Float32 logits are worked on in place; XLA has no buffers to reuse.
+        # Float32 logits are changed in place; XLA has no buffers to reuse.
         x = logits.to(weights.dtype) if scratch is None else scratch.copy_(logits)
         if bias is not None:
             x.add_(bias)
         targets, weights = targets[:, None], weights[:, None]
         correct = x.argmax(1) == targets[:, 0] if with_correct else None
-        # By hand, because torch.softmax on a CPU takes 3.5 times as long as these passes.
+        # torch.softmax takes 3.5 times as long on a CPU.
         x.sub_(x.amax(1, keepdim=True))
         at_target = x.gather(1, targets)
         total = x.exp_().sum(1, keepdim=True)
@@ -50,8 +45,8 @@ class ChunkSoftmax(nn.Module):
 
 
 class CompilerSoftmax(nn.Module):
-    """The same for the compiler, which makes a kernel of the losses and one that writes the gradient. Chunks
-    are of one size, for one graph: all positions of a row, the last with weight 0."""
+    """The same for the compiler, which makes one kernel for the losses and one for the gradient. All chunks
+    have one size, for one graph: they include each row's last position, with weight 0."""
 
     by_hand = False
 
@@ -71,19 +66,19 @@ class CompilerSoftmax(nn.Module):
 
 
 def replaced_losses(token_loss, logits, targets):
-    """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast; 0 where nothing is predicted:
-    such rows reach it as logits of 0 with target 0, and what it makes of them, NaN too, stops here."""
+    """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast. Rows without a prediction get
+    logits of 0 and target 0, and the loss 0 whatever it returns for them, even NaN."""
     valid = targets != IGNORED
     with torch.autocast(logits.device.type, enabled=False):
         losses = token_loss(logits.masked_fill(~valid[:, None], 0), targets.where(valid, 0))
     if losses.shape != targets.shape:
         shapes = f"{list(losses.shape)} for {list(targets.shape)} targets"
-        raise ValueError(f"token_loss: gave {shapes}, not a loss for each")
+        raise ValueError(f"token_loss: returned {shapes}, not a loss for each")
     return losses.where(valid, 0)
 
 
 def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient):
-    """logits [C, V], left as they are -> losses [C], gradient of logits [C, V] or None."""
+    """logits [C, V], unchanged -> losses [C], gradient of logits [C, V] or None."""
     logits = logits.to(weights.dtype)
     logits = (logits if bias is None else logits + bias).detach().requires_grad_(with_gradient)
     with torch.set_grad_enabled(with_gradient):
@@ -93,7 +88,7 @@ def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient
 
 
 def _chunk_of(rows, most, equal):
-    """Rows of a chunk, at most `most`; equal: all of one size, if less than twice as many chunks can be."""
+    """Rows of a chunk, at most `most`. equal: all chunks of one size, unless that doubles their number."""
     chunks = -(-rows // most)
     if equal:
         chunks = next((n for n in range(chunks, 2 * chunks) if rows % n == 0), chunks)
@@ -102,7 +97,7 @@ def _chunk_of(rows, most, equal):
 
 
 def _add_product(total, a, b):
-    """total += a @ b, summed in total's type, by the product itself where it can."""
+    """total += a @ b, summed in the type of `total`, within the matrix product if the device can."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif not torch.compiler.is_compiling() and _sums_in(total.dtype, a.dtype, a.device.type):
@@ -113,7 +108,7 @@ def _add_product(total, a, b):
 
 @functools.cache
 def _sums_in(dtype, of, device_type):
-    """Whether a product of such matrices can be added to one of another type, tried: CPUs cannot."""
+    """Tries whether a product of matrices of type `of` can be added to one of type `dtype`: CPUs cannot."""
     ones, total = torch.ones(16, 16, dtype=of, device=device_type), torch.ones(16, 16, device=device_type)
     try:
         return bool((torch.addmm(total, ones, ones, out_dtype=dtype, out=total) == 17).all())
@@ -123,8 +118,9 @@ def _sums_in(dtype, of, device_type):
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, token_weights, softmax, with_gradient, with_correct,
-                token_loss):  # fmt: skip
+    def forward(
+        ctx, hidden, weight, bias, targets, token_weights, softmax, with_gradient, with_correct, token_loss
+    ):
         rows, vocab_size, kind = len(hidden), len(weight), hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         exact = torch.promote_types(dtype, torch.float32)  # softmax, losses and the sums over chunks
@@ -149,13 +145,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                         token_loss, logits, bias, targets[part], weights[part], with_gradient
                     )
                     trained.append(other)
-                loss, correct, d_bias_part = softmax(
-                    logits, None if scratch is None else scratch[: rows - start], bias,
-                    safe_targets[part], weights[part], with_gradient and token_loss is None, with_correct,
-                )  # fmt: skip
+                room = None if scratch is None else scratch[: rows - start]
+                wanted = with_gradient and token_loss is None, with_correct
+                of_chunk = safe_targets[part], weights[part]
+                loss, correct, d_bias_part = softmax(logits, room, bias, *of_chunk, *wanted)
                 losses.append(loss)
                 corrects.append(correct)
-                # From here on `logits` holds the gradient of the logits.
+                # From here on `logits` holds their gradient.
                 if with_gradient and token_loss is not None:
                     logits.copy_(d_logits)
                     d_bias_part = d_logits.sum(0)
@@ -178,17 +174,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss_sum, *_):
         d_hidden, d_weight, d_bias = ctx.saved_tensors
         dtype, bias_dtype = ctx.dtypes
-        # In place: a second V x D array at the moment when every activation is alive would set the peak.
+        # In place: all activations are alive now, so a second V x D array would raise the peak.
         d_bias = None if d_bias is None else d_bias.mul_(grad_loss_sum).to(bias_dtype)
         return d_hidden.mul_(grad_loss_sum), d_weight.mul_(grad_loss_sum).to(dtype), d_bias, *[None] * 6
 
 
-# Gradients taken inside are nothing that dynamo can trace.
+# dynamo cannot trace torch.autograd.grad.
 _apply_uncompiled = torch.compiler.disable(_LinearCrossEntropy.apply)
 
 
-def linear_cross_entropy(hidden, weight, targets, token_weights, bias=None, softmax=None,
-                         with_correct=False, token_loss=None):  # fmt: skip
+def linear_cross_entropy(
+    hidden, weight, targets, token_weights, bias=None, softmax=None, with_correct=False, token_loss=None
+):
     """Cross-entropy of `hidden @ weight.T + bias` without the [N, V] logits.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] with -100 for "not predicted", token_weights
@@ -196,12 +193,11 @@ def linear_cross_entropy(hidden, weight, targets, token_weights, bias=None, soft
     losses [N], detached, 0 where not predicted; correct [N] bool or None: the target is the most likely id).
     token_loss(logits [C, V] float32, targets [C]) gives the losses [C] to sum instead, see ModelLoss.
 
-    Matrix products run in autocast's type where autocast is on, softmax and sums in float32. The gradients
-    are made in the forward pass and scaled in place by backward, so one backward only: no retain_graph, no
-    second derivatives, and token_weights are constants."""
+    Matrix products run in autocast's type if autocast is on, softmax and sums in float32. The gradients are
+    made in the forward pass and scaled in place by backward. So there can be one backward only, without
+    retain_graph or second derivatives, and token_weights are constants."""
     apply = _LinearCrossEntropy.apply if token_loss is None else _apply_uncompiled
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return apply(
-        hidden, weight, bias, targets, token_weights,
-        ChunkSoftmax() if softmax is None else softmax, with_gradient, with_correct, token_loss,
-    )  # fmt: skip
+    softmax = ChunkSoftmax() if softmax is None else softmax
+    options = softmax, with_gradient, with_correct, token_loss
+    return apply(hidden, weight, bias, targets, token_weights, *options)

@@ -1,8 +1,9 @@
-"""Sliding-window attention in blocks of queries, each against the keys it can reach: T x window, not T x T.
-transformers' own path gives torch a mask [B, 1, T, T] in each sliding layer, and computes what it hides, too.
+"""Sliding-window attention in blocks of queries with the keys in their window: T x window scores, not T x T.
+transformers' own code gives torch a mask [B, 1, T, T] in each sliding layer and computes the hidden scores
+too.
 
 B rows, T tokens, H heads, D head size; R the reach to either side; N blocks of S queries in a row, each with
-K = S + 2 R keys. Rows lie one behind the other with R or more empty places between: all blocks are one view.
+K = S + 2 R keys. Rows are concatenated with R or more empty places between, so that all blocks are one view.
 """
 
 import torch
@@ -11,28 +12,30 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-LOCAL = "local"  # its name with transformers
-WINDOW = "window"  # of the kernel below; with "flash" in it transformers would look for a package
-HIDDEN = torch.finfo(torch.float16).min  # not -inf: what sees padding only must stay finite
+LOCAL = "local"  # its name in transformers
+WINDOW = "window"  # name of the kernel below; with "flash" in it transformers would look for a package
+HIDDEN = torch.finfo(torch.float16).min  # not -inf: a query that sees only padding must stay finite
 
 
 def slides(config) -> bool:
-    """Whether it has sliding layers, all of one window."""
+    """Whether the model has sliding layers, all with the same window."""
     layers = getattr(config, "layer_types", None) or ()
     return "sliding_attention" in layers and not getattr(config, "is_heterogeneous", False)
 
 
 def pays(config, block_size: int) -> bool:
-    """Whether rows are so much longer than the window that blocks are clearly faster."""
+    """Whether rows are so much longer than the window that blocks are faster."""
     return slides(config) and block_size >= 8 * max(config.sliding_window, 64)
 
 
-def local_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None,
-               attention_mask=None, local_size=None, use_vmap=False, device="cpu", **more):  # fmt: skip
-    """For a sliding layer float32 [B x N, 1, S, K], to be added to the scores; else what sdpa gets."""
-    # Shorter blocks compute less of what is hidden, but a GPU's kernels take 64 queries at a time.
+def local_mask(
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
+    local_size=None, use_vmap=False, device="cpu", **more,
+):
+    """The mask to add to the scores: of a sliding layer float32 [B x N, 1, S, K], else what sdpa gets."""
+    # Shorter blocks compute fewer hidden scores, but a GPU's kernels take 64 queries at a time.
     size = max((local_size or 0) // 2, 32 if torch.device(device).type == "cpu" else 64)
-    whole = local_size is None or use_vmap or q_length != kv_length  # no window; one with additions; a cache
+    whole = local_size is None or use_vmap or q_length != kv_length  # no window, extra masks, or a cache
     if whole or kv_length <= size:
         of = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size
         return sdpa_mask(*of, use_vmap=use_vmap, device=device, **more)
@@ -49,10 +52,10 @@ def local_mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_fu
 
 
 def local_attention(module, query, key, value, attention_mask, **more):
-    """query [B, H, T, D], key and value the same or of fewer heads -> ([B, T, H, D], no weights)."""
+    """query [B, H, T, D], key and value the same, or with fewer heads -> ([B, T, H, D], None)."""
     tokens = query.shape[2]
-    if attention_mask is None or attention_mask.shape[2] == tokens:  # a layer that sees all, or a short row
-        value = value.contiguous()  # a view of what q and k are in, too, would keep all of it for backward
+    if attention_mask is None or attention_mask.shape[2] == tokens:  # a layer without window, or a short row
+        value = value.contiguous()  # a view would keep queries and keys alive for backward
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     size, seen = attention_mask.shape[2:]
     reach, empty = (seen - size) // 2, len(attention_mask) // len(query) * size - tokens
@@ -68,8 +71,8 @@ def local_attention(module, query, key, value, attention_mask, **more):
 
 
 def window_mask(*shape, attention_mask=None, local_size=None, use_vmap=False, **more):
-    """None for a sliding layer on whole rows, as `window_attention` needs no mask; else what sdpa gets."""
-    # allow_...: transformers' word for a mask to which nothing was added, such as documents.
+    """None for a sliding layer on whole rows: `window_attention` needs no mask. Else what sdpa gets."""
+    # transformers sets allow_... if nothing, such as documents, was added to the mask.
     plain = more.get("allow_is_causal_skip", True) or more.get("allow_is_bidirectional_skip")
     mixed = torch.is_autocast_enabled(torch.device(more["device"]).type)
     rows = more["q_length"] == more["kv_length"] and attention_mask is None and not use_vmap
@@ -78,10 +81,12 @@ def window_mask(*shape, attention_mask=None, local_size=None, use_vmap=False, **
     return sdpa_mask(*shape, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, **more)
 
 
-def window_attention(module, query, key, value, attention_mask, sliding_window=None, dropout=0.0,
-                     scaling=None, is_causal=None, **more):  # fmt: skip
-    """As local_attention, by torch's own flash attention, which takes a window: no mask, no blocks. CUDA and
-    ROCm, in half precision."""
+def window_attention(
+    module, query, key, value, attention_mask, sliding_window=None, dropout=0.0, scaling=None, is_causal=None,
+    **more,
+):
+    """The same as local_attention by torch's flash attention, which takes a window and needs neither mask nor
+    blocks. CUDA and ROCm, in half precision."""
     kind = query.device.type
     if attention_mask is not None or sliding_window is None or not torch.is_autocast_enabled(kind):
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
@@ -90,12 +95,12 @@ def window_attention(module, query, key, value, attention_mask, sliding_window=N
     lines = [x.to(torch.get_autocast_dtype(kind)).transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
     causal, reach = module.is_causal if is_causal is None else is_causal, sliding_window - 1
-    out = _kernel(*lines, starts, starts, tokens, tokens, dropout, causal, False, scale=scaling,
-                  window_size_left=reach, window_size_right=0 if causal else reach)[0]  # fmt: skip
+    window = dict(window_size_left=reach, window_size_right=0 if causal else reach)
+    out = _kernel(*lines, starts, starts, tokens, tokens, dropout, causal, False, scale=scaling, **window)[0]
     return out.unflatten(0, (rows, tokens)), None
 
 
-_kernel = torch.ops.aten._flash_attention_forward  # [rows x tokens, H, D], where rows start, longest row, ...
+_kernel = torch.ops.aten._flash_attention_forward  # [rows x tokens, H, D], starts of rows, longest row, ...
 AttentionInterface.register(WINDOW, window_attention)
 AttentionMaskInterface.register(WINDOW, window_mask)
 AttentionInterface.register(LOCAL, local_attention)

@@ -1,4 +1,4 @@
-"""Losses as modules around a transformers model: DDP, FSDP and compile see one forward with the loss inside.
+"""Losses as modules around a transformers model, so that DDP, FSDP and compile see one forward with the loss.
 
 B rows, T tokens per row, K prediction slots per row, N = B x T or B x K flattened, V vocabulary, D width.
 """
@@ -17,8 +17,8 @@ from utils.learning.model import ONLY_ON
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
-_running = threading.local()  # rows_in_order: of a thread, as some TPUs run two processes as threads of one
-_search = masking_utils.find_packed_sequence_indices  # of transformers
+_running = threading.local()  # rows_in_order: per thread, as some TPUs run two processes as threads of one
+_search = masking_utils.find_packed_sequence_indices  # transformers' own
 
 
 def _search_elsewhere(position_ids):
@@ -26,41 +26,41 @@ def _search_elsewhere(position_ids):
 
 
 def trust_row_positions():
-    """From now on transformers does not look for positions that start again within a row (documents kept
-    apart) while a module of this file runs its model on a batch without position_ids: they count from 0.
+    """Stop transformers' search for positions that start again within a row (documents kept apart) while a
+    module of this file runs its model on a batch without position_ids: there they always count from 0.
 
-    The search waits for the device in each forward, and under torch.compile costs the causal kernel."""
+    The search waits for the device in each forward, and with torch.compile it prevents the causal kernel."""
     masking_utils.find_packed_sequence_indices = _search_elsewhere
 
 
 class ModelLoss(nn.Module):
-    """What both losses share: a transformers model, what it is given, and the two parts it is run in.
+    """What both losses share: a transformers model and its inputs, run in two parts, base model and head.
 
-    Build it around a model on the CPU, before anything wraps or moves it. Where the head is more than the
-    parts here (scaled or capped logits, several heads), the model's own logits are used, with a warning.
+    Build it around a model on the CPU, before anything wraps or moves it. If the head does more than a
+    projection (scaled or capped logits, several heads), the model's own logits are used, with a warning.
     token_loss: None for cross-entropy, or a function (logits [C, V] float32, targets [C]) -> losses [C] that
-    is trained instead. It sees predicted tokens only, a chunk at a time and in order, must be differentiable
-    in the logits, and trains nothing else. In eval mode both modules give cross-entropy in any case."""
+    is trained instead. It gets predicted tokens only, in order and in chunks, must be differentiable in the
+    logits, and can train nothing else. In eval mode both modules return cross-entropy."""
 
-    options = {}  # of every call of the model
+    options = {}  # for every call of the model
 
     def __init__(self, lm, token_loss=None):
         super().__init__()
         self.lm, self.token_loss = lm, token_loss
-        self._no_split_modules = lm._no_split_modules  # FSDP's units: the blocks
+        self._no_split_modules = lm._no_split_modules  # the blocks, which are FSDP's units
         self.chunk_softmax = ChunkSoftmax()
         self.splits_head = self._split_gives_same_logits()
 
     def model_inputs(self, batch):
-        """What the transformers model gets of a batch; all else in it is for others."""
+        """The part of a batch that the transformers model gets."""
         inputs = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
         sdpa = self.lm.config._attn_implementation == "sdpa"
-        if "pair" in batch:  # each sees itself alone, and padding sees padding
+        if "pair" in batch:  # a pair sees only itself, padding only padding
             pair = inputs["attention_mask"][:, None, :]
             seen = (pair == pair.mT)[:, None]  # [B, 1, T, T]
             inputs["attention_mask"] = seen if sdpa else torch.where(seen, 0.0, HIDDEN)
         elif "attention_mask" in inputs and sdpa and self.lm.config.model_type == "bert":
-            # As [B, T] transformers waits for the device, to see whether it is all ones.
+            # With a mask [B, T] transformers waits for the device, to see whether it is all ones.
             inputs["attention_mask"] = inputs["attention_mask"][:, None, None, :].bool()
         return inputs
 
@@ -74,19 +74,19 @@ class ModelLoss(nn.Module):
             _running.rows_in_order = False
 
     def _transform(self, hidden):
-        """The layers between the base model and the projection on the vocabulary."""
+        """The layers between the base model and the vocabulary projection."""
         return hidden
 
-    def _projection(self):  # looked up at every call: a second reference would appear in the state dict
+    def _projection(self):  # not an attribute, which would be a second entry in the state dict
         """weight [V, D], bias [V] or None."""
         head = self.lm.get_output_embeddings()
-        outer = getattr(self.lm, "lm_head", None)  # ESM adds a bias of its own to a projection without
+        outer = getattr(self.lm, "lm_head", None)  # ESM's adds a bias to a projection without one
         return head.weight, getattr(outer, "bias", None) if head.bias is None else head.bias
 
     def _cross_entropy(self, batch, pick, targets, weights, with_correct=False, keep=False):
-        """pick: from [B, T, D or V] the [N, D or V] that predict the targets [N]; weights [N]. Returns what
-        the model gives (of a split head only to `keep`: [B, T, D] go before the logits come), and as
-        `linear_cross_entropy` (weighted sum of losses, losses [N], correct [N])."""
+        """pick: takes from [B, T, D or V] the [N, D or V] that predict the targets [N]; weights [N]. Returns
+        the model's output (with a split head only if `keep`: [B, T, D] is freed before the logits are made)
+        and, like `linear_cross_entropy`, (weighted sum of losses, losses [N], correct [N])."""
         token_loss = self.token_loss if self.training else None
         if self.splits_head:
             out, (weight, bias) = self._run(self.lm.base_model, batch), self._projection()
@@ -103,22 +103,22 @@ class ModelLoss(nn.Module):
         return out, (trained * weights).sum(), losses, correct
 
     def _router_loss_weight(self):
-        """Of the loss that keeps the experts of a mixture equally busy, in training; 0 for none."""
-        given = getattr(self.lm.config, "output_router_logits", False)
+        """The weight of the loss that balances a mixture's experts in training; 0 if there is none."""
+        has_loss = getattr(self.lm.config, "output_router_logits", False)
         names = "router_aux_loss_coef", "aux_loss_coef"
-        return next((getattr(self.lm, name) for name in names if given and hasattr(self.lm, name)), 0.0)
+        return next((getattr(self.lm, name) for name in names if has_loss and hasattr(self.lm, name)), 0.0)
 
     @torch.no_grad()
     def _split_gives_same_logits(self):
-        """Whether base model, transform and projection give the logits of the model, tried on eight tokens.
+        """Tries on eight tokens whether base model, transform and projection give the model's own logits.
 
-        The head's parameters get noise meanwhile: initial biases and scales would not be missed. And what
-        enters the projection is multiplied by 1000 once: new models' logits are too small for a soft cap."""
+        Meanwhile the head's parameters have noise, as initial biases of 0 and scales of 1 make no difference.
+        And the projection's input is once multiplied by 1000, as small logits pass a soft cap unchanged."""
         lm = self.lm
         ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
         training, generator = lm.training, torch.Generator().manual_seed(0)
         if self._router_loss_weight() or not isinstance(lm.get_output_embeddings(), nn.Module):
-            return False  # what the router's loss is made of comes with the model's own logits
+            return False  # the router's loss comes only with the model's own logits
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
         attention, scale = lm.config._attn_implementation, 1
@@ -136,7 +136,7 @@ class ModelLoss(nn.Module):
                 found = F.linear(scale * hidden, *self._projection()).float()
                 same = same and found.shape == expected.shape
                 same = same and (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-        except Exception:  # no such parts, or of other shapes
+        except Exception:  # it has other parts or shapes
             same = False
         finally:
             hook.remove()
@@ -146,22 +146,23 @@ class ModelLoss(nn.Module):
             if attention in ONLY_ON:
                 lm.set_attn_implementation(attention)
         if not same:
-            warnings.warn(f"{type(lm).__name__}: the head is not a plain linear layer on the hidden states, "
-                          "so the loss is computed from all the logits: slower and with more memory.",
-                          stacklevel=3)  # fmt: skip
+            what = f"{type(lm).__name__}: the head is not a plain linear layer on the hidden states"
+            cost = "the loss is computed from all the logits: slower and with more memory."
+            warnings.warn(f"{what}, so {cost}", stacklevel=3)
         return bool(same)
 
 
 class CausalLMLoss(ModelLoss):
-    """A causal language model with its loss. Rows are full, so no attention mask is made."""
+    """A causal language model with its loss. Rows are full, so there is no attention mask."""
 
     options = {"use_cache": False}
 
     def forward(self, batch, row_weights=None):
-        """batch: input_ids int64 [B, T], and what else `model_inputs` takes; row_weights [B] or None, ones.
+        """batch: input_ids int64 [B, T] and the other inputs of `model_inputs`; row_weights [B], or None for
+        ones.
 
-        Returns (loss, row_losses): row_losses [B], detached, the mean cross-entropy over T - 1 predictions of
-        each row; loss, a scalar, the mean of row_weights * row_losses (in training those of token_loss)."""
+        Returns (loss, row_losses). row_losses [B], detached: each row's mean cross-entropy over T - 1
+        predictions. loss, a scalar: the mean of row_weights * row_losses, in training those of token_loss."""
         input_ids = batch["input_ids"]
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
         targets, positions = input_ids[:, 1:], predicted
@@ -179,8 +180,8 @@ class CausalLMLoss(ModelLoss):
 
 
 class MaskedLMLoss(ModelLoss):
-    """A masked language model (RoBERTa, BERT and ModernBERT, BertForPreTraining with next sentence) with its
-    losses. Only the prediction slots pass the head. Next sentence is always cross-entropy."""
+    """A masked language model (RoBERTa, BERT, ModernBERT, BertForPreTraining with next sentence) with its
+    losses. Only the prediction slots pass the head. The next-sentence loss is always cross-entropy."""
 
     def _transform(self, hidden):
         if hasattr(self.lm, "lm_head"):  # RoBERTa and its descendants
@@ -190,31 +191,28 @@ class MaskedLMLoss(ModelLoss):
         return self.lm.cls.predictions.transform(hidden)  # BERT and its descendants
 
     def forward(self, batch):
-        """batch: input_ids int64 [B, T], and what else `model_inputs` takes; slots int64 [B, K], the
-        positions to predict; slot_labels int64 [B, K], -100 for an empty slot; next_sentence_label int64 [B]
-        or not there, 0 = B follows A, 1 = random, -100 = not counted. [B, M] with several pairs to a row
-        (PairRows.take), which begin at pair_start [B, M].
+        """batch: input_ids int64 [B, T] and the other inputs of `model_inputs`; slots int64 [B, K], the
+        positions to predict; slot_labels int64 [B, K], -100 for an empty slot; optional next_sentence_label
+        int64 [B]: 0 if B follows A, 1 if B is random, -100 if it does not count. With several pairs in a row
+        (PairRows.take) it is [B, M], and the pairs begin at pair_start [B, M].
 
-        Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training of token_loss, if there is one),
+        Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training that of token_loss, if given),
         mlm_tokens, in eval mode mlm_correct, and with next_sentence_label nsp_loss_sum (with gradient),
-        nsp_correct, nsp_rows. And of each row, detached, its summed cross-entropy: mlm_row_losses and
+        nsp_correct and nsp_rows. Also each row's summed cross-entropy, detached: mlm_row_losses and
         nsp_row_losses."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
+        weights, keep = torch.ones_like(labels, dtype=torch.float32), "next_sentence_label" in batch
         out, loss_sum, losses, correct = self._cross_entropy(
-            batch, lambda x: _gather_slots(x, slots), labels,
-            torch.ones_like(labels, dtype=torch.float32), with_correct=not self.training,
-            keep="next_sentence_label" in batch,
-        )  # fmt: skip
-        sums = {
-            "mlm_loss_sum": loss_sum, "mlm_tokens": (labels != IGNORED).sum(),
-            "mlm_row_losses": losses.detach().view(slots.shape).sum(1),
-        }  # fmt: skip
+            batch, lambda x: _gather_slots(x, slots), labels, weights, not self.training, keep
+        )
+        sums = {"mlm_loss_sum": loss_sum, "mlm_tokens": (labels != IGNORED).sum()}
+        sums["mlm_row_losses"] = losses.detach().view(slots.shape).sum(1)
         if correct is not None:
             sums["mlm_correct"] = correct.sum()
         if (next_sentence_label := batch.get("next_sentence_label")) is not None:
             if self.splits_head:
                 pooled = out.pooler_output
-                if "pair" in batch:  # of the first token of each pair, not of the row
+                if "pair" in batch:  # from the first token of each pair, not of the row
                     first = _gather_slots(out.last_hidden_state, batch["pair_start"])
                     pooled = self.lm.base_model.pooler(first[:, None])
                 scores = self.lm.cls.seq_relationship(pooled).float()
@@ -239,7 +237,7 @@ def _gather_slots(x, slots):
 
 
 def keytoken_table(keytoken_ids, vocab_size, device=None):
-    """float32 [V], 1 at the key tokens: B x T look-ups count any number of them."""
+    """float32 [V], 1 at the key tokens: one lookup per token counts any number of key tokens."""
     table = torch.zeros(vocab_size)
     table[list(keytoken_ids)] = 1.0
     return table.to(device)

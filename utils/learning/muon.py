@@ -1,8 +1,8 @@
 """Muon for the matrices of the hidden layers and AdamW for the rest, as one optimizer.
 
-Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) moves a matrix along the momentum of its
-gradient with all singular values set to about one; here with the step size of Liu et al. ("Muon is Scalable
-for LLM Training", 2025, arXiv 2502.16982), so that learning rates and weight decay of AdamW fit.
+Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) updates a matrix by the momentum of its gradient
+with all singular values set to about one. The step size is that of Liu et al. ("Muon is Scalable for LLM
+Training", 2025, arXiv 2502.16982), so that AdamW's learning rates and weight decay fit.
 """
 
 import math
@@ -19,16 +19,16 @@ from utils.learning.shares import share
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, Jordan et al.
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
-# Of the iteration, elsewhere float32. A CPU without instructions for bfloat16 is slower with it.
+# Type of the iteration, elsewhere float32. A CPU without bfloat16 instructions would be slower with bfloat16.
 PRECISION = dict.fromkeys(["cuda", "xla"], torch.bfloat16)
 if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
     PRECISION["cpu"] = torch.bfloat16
 
 
 def hidden_matrices(model) -> set:
-    """The weights [r, c] inside a model's blocks, the modules of its ModuleLists, and other layers' square
-    ones, as in the head of a masked model: AdamW at the embeddings' rate would throw that about. No
-    embeddings, no projection on the vocabulary."""
+    """The weights [r, c] in a model's blocks, the modules of its ModuleLists, and square weights of other
+    linear layers: with AdamW at the embeddings' rate a masked model's head would be unstable. No embeddings,
+    no vocabulary projection."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {id(module) for blocks in lists for module in blocks.modules()}
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -44,23 +44,24 @@ def hidden_matrices(model) -> set:
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """[n, r, c]: singular values between 0.5 and 1.5, about; singular vectors stay."""
+    """[n, r, c] -> the same singular vectors, with singular values between about 0.5 and 1.5."""
     a, b, c = COEFFICIENTS
-    stands = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if stands else matrices) / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if tall else matrices) / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if stands else x
+    return x.mT if tall else x
 
 
 class MuonAdamW(torch.optim.AdamW):
-    """AdamW, but Muon for the groups that have a `momentum`: matrices, those of one shape together.
+    """AdamW, but Muon for the groups that have a `momentum`. Their matrices of one shape are updated
+    together.
 
-    Where `found_inf` is 1 nothing changes, as in fused AdamW: an update is skipped without asking the device.
-    Processes, whose gradients must be equal, share Muon's iteration out (utils/learning/shares.py)."""
+    If `found_inf` is 1 nothing changes, as in fused AdamW: an update is skipped without waiting for the
+    device. Processes divide Muon's iteration (utils/learning/shares.py), so their gradients must be equal."""
 
-    found_inf = machine = None  # machine: the group of its processes
+    found_inf = machine = None  # machine: the group of this machine's processes
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -73,32 +74,32 @@ class MuonAdamW(torch.optim.AdamW):
                 self._muon(group)
 
     def __setstate__(self, state):
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every state for its `step`
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's needs a `step` in every state
 
     def _muon(self, group):
-        """A few calls for all matrices of a shape: on a GPU each call costs the host some microseconds."""
+        """Few calls for all matrices of a shape, as on a GPU each call costs the host some microseconds."""
         rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
-        keep = 1.0 if skip is None else 1 - skip  # 0-d, 0: nothing may change
+        keep = 1.0 if skip is None else 1 - skip  # 0-d; 0 if nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
-        alike = _of_one_shape([weight for weight in group["params"] if weight.grad is not None])
+        lists = _of_one_shape([weight for weight in group["params"] if weight.grad is not None])
 
         def ahead(weights):
-            """The momenta of these, updated, and Nesterov's look ahead: [n, r, c], or the rows held here."""
+            """Updates the momenta. Returns Nesterov's look-ahead: [n, r, c], or this process's rows."""
             buffers = [_local(self._buffer(weight)) for weight in weights]
             stack = torch.stack([_local(weight.grad) for weight in weights])
             if skip is not None:
-                stack.masked_fill_(skip > 0, 0)  # 0 x nan is nan
+                stack.masked_fill_(skip > 0, 0)  # as 0 x nan is nan
             gradients = stack.unbind()  # views
             torch._foreach_mul_(buffers, held)
             torch._foreach_add_(buffers, gradients, alpha=1 - momentum)
             torch._foreach_lerp_(gradients, buffers, momentum)
             return stack.to(PRECISION.get(stack.device.type, torch.float32))
 
-        updates = map(orthogonalize, stacks := map(ahead, alike))
-        if alike and (processes := self._processes(alike[0][0])):
-            shapes = [(len(weights), *weights[0].shape) for weights in alike]
-            updates = share(orthogonalize, stacks, shapes, processes, isinstance(alike[0][0], DTensor))
-        for weights, update in zip(alike, updates, strict=True):
+        updates = map(orthogonalize, stacks := map(ahead, lists))
+        if lists and (processes := self._processes(lists[0][0])):
+            shapes = [(len(weights), *weights[0].shape) for weights in lists]
+            updates = share(orthogonalize, stacks, shapes, processes, isinstance(lists[0][0], DTensor))
+        for weights, update in zip(lists, updates, strict=True):
             parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape))
             torch._foreach_mul_(parts, left)
             torch._foreach_add_(parts, (update.to(parts[0].dtype) * keep).unbind(), alpha=-rate * size)
@@ -109,8 +110,8 @@ class MuonAdamW(torch.optim.AdamW):
         return self.state[weight]["momentum_buffer"]
 
     def _processes(self, weight):
-        """Those that share the iteration, or None: of sharded matrices all that hold rows, of others those of
-        one machine. Sending an update to other machines takes about as long as iterating it there."""
+        """The processes that divide the iteration, or None. For sharded matrices all that hold rows, else
+        those of one machine: sending an update to another machine takes as long as the iteration."""
         if isinstance(weight, DTensor):
             return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
         local = local_processes()
@@ -124,7 +125,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def _of_one_shape(weights) -> list[list]:
-    """Not too many in a list: there will be copies of the tensors of one."""
+    """Lists of weights of one shape, not too long, as the tensors of a list will be copied."""
     shapes, lists = {}, []
     for weight in weights:
         shapes.setdefault(weight.shape, []).append(weight)
@@ -136,5 +137,5 @@ def _of_one_shape(weights) -> list[list]:
 
 
 def _local(tensor):
-    """Of a sharded matrix the rows that this process holds: the same memory."""
+    """The rows of a sharded matrix that this process holds, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Optimizer, schedule, the guard that keeps a bad update out of the weights, the losses between log lines."""
+"""Optimizer, schedule, the guard that skips updates that are not finite, and mean losses for the log."""
 
 import math
 
@@ -15,9 +15,8 @@ SCHEDULES += ["warmup_stable_decay"]
 
 
 def parameter_groups(model, weight_decay):
-    """Two groups for an optimizer, every trainable parameter once, also when tied: first the matrices and
-    embeddings, which decay; then biases and norms, told by their modules' class, as GPT-2's are ln_1, ln_f.
-    """
+    """Two groups for an optimizer: matrices and embeddings, which decay, then biases and norms. Norms are
+    recognized by their class (GPT-2's are named ln_1). Every trainable parameter once, also if tied."""
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
@@ -31,29 +30,32 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
                     muon_learning_rate=0.0):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
-    "muon": the matrices of the hidden layers by Muon, at muon_learning_rate or, where that is 0, the same."""
+    "muon": Muon for the hidden layers' matrices, at muon_learning_rate or, if that is 0, at learning_rate."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     groups = parameter_groups(model, weight_decay)
     if optimizer_type == "muon":
         matrices, decayed = hidden_matrices(model), groups[0]["params"]
         groups[0]["params"] = [weight for weight in decayed if weight not in matrices]
-        groups.append({
-            "params": [weight for weight in decayed if weight in matrices], "weight_decay": weight_decay,
-            "lr": muon_learning_rate or learning_rate, "momentum": 0.95,
-        })  # fmt: skip
+        hidden = [weight for weight in decayed if weight in matrices]
+        options = dict(lr=muon_learning_rate or learning_rate, momentum=0.95, weight_decay=weight_decay)
+        groups.append({"params": hidden, **options})
     groups = [group for group in groups if group["params"]]
     optimizer = MuonAdamW if optimizer_type == "muon" else torch.optim.AdamW
     return optimizer(groups, lr=learning_rate, betas=betas, fused=fused)
 
 
-def built_by(optimizer_type, optimizer) -> bool:
-    """Whether build_optimizer makes such a one for this type."""
-    return type(optimizer) is {"muon": MuonAdamW, "adamw": torch.optim.AdamW}.get(optimizer_type)
+def name_optimizers(settings: dict, optimizers: list) -> dict:
+    """The settings to show: optimizer_type names the optimizers, if build_optimizer made none of them."""
+    kind, kinds = settings.get("optimizer_type"), {"muon": MuonAdamW, "adamw": torch.optim.AdamW}
+    if not kind or kinds.get(kind) in map(type, optimizers):
+        return settings
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    return settings | {"optimizer_type": names or "of the script's own"}
 
 
 def describe_groups(optimizer):
-    """One line per group: who updates it, weight decay, tensors, parameters."""
-    muon = isinstance(optimizer, MuonAdamW)  # SGD's groups have a momentum, too
+    """A line per group: its algorithm, weight decay, tensors, parameters."""
+    muon = isinstance(optimizer, MuonAdamW)  # SGD's groups have a momentum too
     return "\n".join(
         f"{'Muon' if 'momentum' in group and muon else type(optimizer).__name__.removeprefix('Muon')}, "
         f"weight decay {group.get('weight_decay', 0):g}: {len(group['params'])} tensors, "
@@ -64,10 +66,10 @@ def describe_groups(optimizer):
 
 def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,
                    min_lr_ratio=0.0):
-    """A learning-rate schedule in optimizer steps, after `max_train_steps` at min_lr_ratio of its peak.
+    """A learning-rate schedule in optimizer steps, which ends at min_lr_ratio of its peak.
 
-    warmup_stable_decay falls in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
-    Leave it out of accelerator.prepare, which would step it once per process, and step it once per update."""
+    warmup_stable_decay decays in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
+    Step it once per update, and leave it out of accelerator.prepare, which would step it once per process."""
     name, options, last = lr_scheduler_type, {}, max_train_steps
     if not 0 <= num_warmup_steps <= last:
         raise ValueError(f"num_warmup_steps, {num_warmup_steps}, must be 0 to {last}, the steps of the run")
@@ -80,12 +82,12 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
         name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
     elif min_lr_ratio and name == "linear":
         name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
-    # Without a step after warm-up transformers' polynomial divides by 0.
+    # transformers' polynomial divides by 0 if no step follows the warm-up.
     return get_scheduler(name, optimizer, num_warmup_steps, max(last, num_warmup_steps + 1), options)
 
 
 def _stable_decay(warmup, last, decay, end):
-    """transformers' own begins its warm-up at `end`."""
+    """In the place of transformers' own, whose warm-up begins at `end`."""
 
     def factor(step):
         if step < warmup:
@@ -97,39 +99,39 @@ def _stable_decay(warmup, last, decay, end):
 
 
 def stable_steps(args, steps):
-    """[first, last] of the steps between warm-up and decay, in which the learning rate stands still."""
+    """[first, last] step between warm-up and decay, where the learning rate is constant."""
     falls = getattr(args, "lr_scheduler_type", "") == "warmup_stable_decay"
     last = steps.last - (steps.count(args.num_decay_steps) if falls else 0)
     return [steps.count(getattr(args, "num_warmup_steps", 0)), last]
 
 
 class UpdateGuard:
-    """Skips an update whose gradient norm is not finite: of all optimizers together.
+    """Skips an update, of all optimizers, whose gradient norm is not finite.
 
-    All processes judge alike. Fused AdamW changes nothing when its `found_inf` is 1 (made for GradScaler), so
-    the host need not ask. With any other optimizer the host reads the norm and drops the gradients. Under
-    fp16 GradScaler owns `found_inf` and skips what is not finite by itself."""
+    All processes decide alike. Fused AdamW changes nothing if its `found_inf` is 1 (made for GradScaler), so
+    the host need not wait. With any other optimizer the host reads the norm and drops the gradients. With
+    fp16 GradScaler sets `found_inf` and skips what is not finite by itself."""
 
     def __init__(self, accelerator, *optimizers):
         if accelerator.scaler is not None and len(optimizers) > 1:
-            raise ValueError("mixed_precision: fp16 is for one optimizer, as accelerate divides the "
-                             "gradients of a second one twice by its scale; use bf16 or no.")  # fmt: skip
+            raise ValueError("mixed_precision: fp16 allows one optimizer, as accelerate divides the "
+                             "gradients of a second one twice by its scale; use bf16 or no.")
         self.optimizers = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers]
         self.scaler = accelerator.scaler
-        # Fused SGD knows `found_inf` too, but a skipped first update leaves its momentum unset.
+        # Fused SGD has `found_inf` too, but a skipped first update leaves its momentum unset.
         obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
         self.obeyed = self.scaler is None and all(obey)
-        groups = self.optimizers[0].param_groups  # an edit may have taken all out of one
+        groups = self.optimizers[0].param_groups  # an edit may have emptied one
         device = next(weight.device for group in groups for weight in group["params"])
         self.norm = torch.zeros((), device=device)  # of the newest gradient
-        self.consecutive = 0  # updates skipped in a row, as of the last read
-        self._pending, self._unread = [], []  # flags still on the device; flags on the host
+        self.consecutive = 0  # updates skipped in a row, at the last read
+        self._pending, self._unread = [], []  # flags on the device; flags on the host
 
     def judge(self, grad_norm, limit=None):
-        """After clipping, before optimizer.step(), once per update. grad_norm: 0-d, not clipped; above
-        `limit` (a number or 0-d, the same on all processes) the update is skipped, too.
+        """Call it once per update, after clipping and before optimizer.step(). grad_norm: 0-d, before
+        clipping. Above `limit` (a number or 0-d, the same on all processes) the update is skipped too.
 
-        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. The norm stays in `.norm`."""
+        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. `.norm` holds the norm."""
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
         norm = self.norm = norm.detach().float()
         skip = ~torch.isfinite(norm)
@@ -140,7 +142,7 @@ class UpdateGuard:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag
         elif self.scaler is None or limit is not None:
-            sync()  # else XLA would compute the gradient twice: for the host, and for the step
+            sync()  # or XLA would compute the gradient twice, for the host and for the step
             pending = flag.cpu()
             if pending:
                 for optimizer in self.optimizers:
@@ -149,7 +151,7 @@ class UpdateGuard:
         return flag
 
     def read(self):
-        """For every update since the last read 1 if it was skipped, else 0. Only here the host waits."""
+        """For each update since the last read 1 if it was skipped, else 0. Only here the host waits."""
         self._fetch()
         flags, self._unread = self._unread, []
         return flags
@@ -161,7 +163,7 @@ class UpdateGuard:
         self._unread, self._pending = self._unread + flags, []
 
     def state_dict(self):
-        """Numbers and a list, fit for JSON."""
+        """Values that fit into JSON."""
         self._fetch()
         return {"consecutive": self.consecutive, "unread": self._unread}
 
@@ -170,9 +172,9 @@ class UpdateGuard:
 
 
 def skipped_updates(flags, step, rows_before):
-    """One record for metrics.jsonl per skipped update: its step, from 1, and its samples [first, end).
+    """A record for metrics.jsonl per skipped update: its step, counted from 1, and its samples [first, end).
 
-    flags: of the updates up to and including `step`, as UpdateGuard.read gives them."""
+    flags: of the updates up to and including `step`, from UpdateGuard.read."""
     return [
         {"step": s, "event": "skipped_update", "positions": [rows_before(s - 1), rows_before(s)]}
         for s, flag in enumerate(flags, step - len(flags) + 1)
@@ -181,10 +183,10 @@ def skipped_updates(flags, step, rows_before):
 
 
 class Means:
-    """Means of losses over the steps since the last log line, kept on the device until then."""
+    """Means of losses over the steps since the last log line. They stay on the device until `read`."""
 
     def __init__(self, accelerator, *names, total=None):
-        """names: of the losses; total: the name of their sum, told first, if it is to be told."""
+        """names: of the losses; total: the name of their sum, which comes first, or None."""
         self.accelerator, self.names = accelerator, [f"loss/{name}" for name in names]
         self.total = total and f"loss/{total}"
         self._step = torch.zeros(len(names)).to(accelerator.device)  # over a step's micro-batches
@@ -195,15 +197,15 @@ class Means:
         self._sums = torch.zeros(len(self.names) + 1).to(self.accelerator.device)  # losses, steps
 
     def add(self, *losses):
-        """One 0-d tensor per name, of a micro-batch. ValueError for another number of them."""
-        if len(losses) != len(self.names):  # one alone would be broadcast, and told under every name
+        """Call it once per micro-batch, with one 0-d tensor per name, or ValueError."""
+        if len(losses) != len(self.names):  # a single one would be broadcast to all names
             raise ValueError(f"means: {len(losses)} losses for {', '.join(self.names)}")
         self._step += torch.stack([loss.detach().float() for loss in losses])
         self._added += 1
 
     def close(self, skipped, micro_batches=1, divide=True):
-        """The end of a step: its losses, divided by `micro_batches` (or not), count, unless `skipped` (0-d)
-        is 1. ValueError where `add` was not called once for each micro-batch: the means would be wrong."""
+        """Ends a step: its losses, divided by `micro_batches` if divide, count unless `skipped` (0-d) is 1.
+        ValueError if `add` was not called once for each micro-batch, as the means would be wrong."""
         added, self._added = self._added, 0
         if added != micro_batches:
             raise ValueError(f"means: add was called {added} times in a step of {micro_batches} "
@@ -213,8 +215,8 @@ class Means:
         self._step.zero_()
 
     def read(self, **others):
-        """{"loss/<name>": mean over steps and processes, None where no step counted}, and of `others` (0-d)
-        over processes; then starts anew. All processes call it; here the host waits for the device."""
+        """{"loss/<name>": mean over steps and processes, None if no step counted}, and the means of `others`
+        (0-d) over processes. Then starts anew. All processes call it; here the host waits for the device."""
         rows = self.state_dict(*others.values())
         names = [*self.names, "steps", *others]
         sums = {name: sum(column) for name, *column in zip(names, *rows, strict=True)}
@@ -226,14 +228,14 @@ class Means:
         return means | {name: sums[name] / len(rows) for name in others}
 
     def state_dict(self, *others):
-        """A row per process, [losses, steps, others]: the same list on all, fit for JSON. All call it."""
+        """A row per process, [losses, steps, others]: the same on all processes, which all call it."""
         values = torch.cat([self._sums, *(other[None] for other in others)]) if others else self._sums
-        if self.accelerator.num_processes > 1:  # of one process it would be a graph more on XLA
+        if self.accelerator.num_processes > 1:  # with one process it would be another graph on XLA
             values = self.accelerator.gather(values)
         return values.cpu().view(-1, len(self._sums) + len(others)).tolist()
 
     def load_state_dict(self, rows):
-        """rows: of any number of processes; each takes its share. ValueError where they are of others."""
+        """rows: of any number of processes; each takes its share. ValueError for rows of other losses."""
         if any(len(row) != len(self._sums) for row in rows):
             raise ValueError(f"{len(rows[0]) - 1} losses there, {len(self.names)} now")
         self._start()

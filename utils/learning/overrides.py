@@ -1,4 +1,4 @@
-"""config_overrides: settings of a model's configuration by name, and the sizes that follow from them."""
+"""config_overrides: settings of a model's configuration, and the sizes that follow from them."""
 
 import contextlib
 import difflib
@@ -6,24 +6,24 @@ import json
 
 from transformers import AutoConfig
 
-WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner")  # endings of their names
+WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "d_ff", "d_inner")  # how their names end
 
 
 def setting(config, name):
-    """By the name that most architectures have for it; None where this one has no such thing."""
+    """A setting of the configuration by the name that most architectures use; None if this one lacks it."""
     return config.to_dict().get(config.attribute_map.get(name, name))
 
 
 def parse_overrides(config, overrides):
-    """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), typed by the values in config. Or
-    a JSON object, for lists and parts. name?=value: where the type has such a setting."""
+    """'n_layer=4,n_embd=256' -> ({"n_layer": 4, "n_embd": 256}, problems), with the types of the values in
+    config. A JSON object may have lists and parts. name?=value is ignored if the type lacks the setting."""
     defaults, chosen, problems, items = config.to_dict(), {}, [], []
     known = {*defaults, *config.attribute_map}
     if (overrides or "").startswith("{"):
         try:
             items = json.loads(overrides).items()
         except ValueError as error:
-            problems.append(f"config_overrides, {overrides!r}: no JSON object ({error})")
+            problems.append(f"config_overrides, {overrides!r}: is no JSON object ({error})")
     else:
         for item in filter(None, (item.strip() for item in (overrides or "").split(","))):
             if "=" in item:
@@ -33,8 +33,8 @@ def parse_overrides(config, overrides):
     for name, value in items:
         optional, name = name.endswith("?"), name.removesuffix("?")
         if name not in known:
-            told = f"config_overrides, {name!r}: {config.model_type} has no such setting{near(name, known)}"
-            problems += [] if optional else [told]
+            lacking = f"{config.model_type} has no such setting{near(name, known)}"
+            problems += [] if optional else [f"config_overrides, {name!r}: {lacking}"]
             continue
         name = config.attribute_map.get(name, name)
         default = defaults.get(name)
@@ -46,7 +46,7 @@ def parse_overrides(config, overrides):
 
 
 def _typed(text, default):
-    """`text` as the type of `default`; where that is None, as JSON if it is some."""
+    """`text` in the type of `default`; if that is None, parsed as JSON if possible."""
     if isinstance(default, (int, float, str)) and not isinstance(default, bool):
         return type(default)(text)
     value = text
@@ -58,16 +58,16 @@ def _typed(text, default):
 
 
 def in_proportion(default, chosen) -> dict:
-    """Sizes that are not chosen, in the type's own proportion to hidden_size and num_attention_heads."""
+    """The sizes that are not chosen, in the type's own proportion to hidden_size and num_attention_heads."""
     values, sizes = {}, default.to_dict()
     try:
         config = AutoConfig.for_model(default.model_type, **chosen)
         heads = setting(config, "num_attention_heads")
         wider = setting(config, "hidden_size") / setting(default, "hidden_size")
         more = heads / setting(default, "num_attention_heads")
-    except Exception:  # `objection` tells what is wrong, or the type has no such sizes
+    except Exception:  # `objection` reports what is wrong, or the type has no such sizes
         return values
-    # What a configuration derives from the others by itself is another value by now.
+    # A size that the configuration derives from others differs from the default by now, and is left alone.
     given = {name: size for name, size in config.to_dict().items() if name not in chosen}
     for name, size in given.items():
         if not isinstance(size, int) or sizes.get(name) != size:

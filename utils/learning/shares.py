@@ -1,18 +1,18 @@
-"""Work on matrices, shared out over processes: each does some, whole, and sends the others what they hold."""
+"""Divides work on matrices over processes: each computes some of them and sends the others the results."""
 
 import torch
 import torch.distributed as dist
 
 
 def share(work, stacks, shapes: list[tuple], processes, sharded: bool):
-    """Yields work(stack) of each of these stacks of matrices [n, r, c]; work takes any number of matrices.
+    """Yields work(stack) for each of these stacks of matrices [n, r, c]; work takes any number of matrices.
 
-    shapes: (n, r, c) of each stack. processes: a group. sharded: each holds some rows of every matrix, as
-    FSDP cuts them, and gets those of the results; else each holds all. An all-to-all for each stack, beside
-    the work on the next one; of sharded matrices one before, too."""
+    shapes: (n, r, c) of each stack. processes: a group. sharded: each process holds some rows of every
+    matrix, as with FSDP, and gets these rows of the results; else each holds all. An all-to-all per stack
+    exchanges the results during the work on the next stack; sharded matrices need another one before."""
     size, me, jobs, results = processes.size(), processes.rank(), [], []
     for stack, (_, r, c), count in zip(stacks, shapes, share_out(shapes, size), strict=True):
-        cut, mine = -(-r // size), stack.split(count)[me]  # cut: rows, as of torch.chunk
+        cut, mine = -(-r // size), stack.split(count)[me]  # cut: rows of a shard, as torch.chunk makes them
         held = [len(range(r)[p * cut : (p + 1) * cut]) if sharded else r for p in range(size)]
         of_mine, of_rows = [count[me] * rows * c for rows in held], [n * held[me] * c for n in count]
         if sharded:
@@ -33,7 +33,7 @@ def share(work, stacks, shapes: list[tuple], processes, sharded: bool):
 
 
 def share_out(shapes: list[tuple], processes: int) -> list[list[int]]:
-    """Of each stack, how many matrices each process does: dealt out like cards, the costliest first."""
+    """How many matrices of each stack each process computes: dealt out in turn, the costliest first."""
     counts, dealt = [[]] * len(shapes), 0
     for i in sorted(range(len(shapes)), key=lambda i: iteration_flops(*shapes[i][1:]), reverse=True):
         counts[i] = [len(range((p - dealt) % processes, shapes[i][0], processes)) for p in range(processes)]
@@ -42,5 +42,5 @@ def share_out(shapes: list[tuple], processes: int) -> list[list[int]]:
 
 
 def iteration_flops(r: int, c: int) -> int:
-    """Of Muon's five iterations of a matrix."""
+    """FLOPs of Muon's five iterations of a matrix."""
     return 10 * min(r, c) ** 2 * (2 * max(r, c) + min(r, c))

@@ -1,13 +1,11 @@
 """The model as transformers loads it, in output_dir and in milestones: from_pretrained, pipeline(model=...).
 
-Milestones are kept for good: output_dir/milestones/step-N, complete or absent, with a manifest.json that has
-the step, and bytes and sha256 of each file. A run that resumes from an earlier step renames those after it to
-replaced-step-N and makes them again. One that comes out the same takes its name back, untouched; the others
-are never deleted.
+Milestones are kept for good: output_dir/milestones/step-N, complete or absent, with a manifest.json of the
+files' sizes and SHA-256 sums. A run that resumes from an earlier step renames later milestones to
+replaced-step-N and makes them again. One that comes out the same is renamed back; none is ever deleted.
 """
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -17,26 +15,26 @@ from pathlib import Path
 from utils.io.files import checksum_file, find_problem, flush, retire, seal
 from utils.io.secrets import without_secrets
 from utils.state.folders import step_of
-from utils.state.training_state import clean_name, gather_bytes, named_tensors
+from utils.state.training_state import clean_name, gather_json, named_tensors
 
 logger = logging.getLogger(__name__)
 
-LOG = 512  # `log` means the powers of two up to here, then every save
+LOG = 512  # "log" means the powers of two up to here, then every save
 
 
 def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Path], None]) -> str:
-    """Writes the model into `folder`, calls done(folder), deletes what that leaves there. Called on all
-    processes; returns the same on all: "", or why it failed, of which the log warns, too: a full disk.
+    """Writes the model into `folder`, calls done(folder), and deletes what is left there. All processes call
+    it and get the same answer: "", or why it failed, which is also logged.
 
-    model: the prepared loss module, whose `.lm` is the transformers model. Weights go through the CPU because
+    model: the prepared loss module, whose `.lm` is the transformers model. Weights are copied to the CPU, as
     save_pretrained cannot read XLA tensors."""
     unwrapped, failure = accelerator.unwrap_model(model, keep_torch_compile=False), ""
-    weights = accelerator.get_state_dict(model, unwrap=False)  # FSDP: a collective; full ones on the first
+    weights = accelerator.get_state_dict(model, unwrap=False)  # FSDP: a collective; only the first gets them
     if accelerator.is_main_process:
         weights = {clean_name(name): value for name, value in weights.items()}
-        # A tied weight once: its copies do not tell save_pretrained that they are one.
+        # Tied weights once: save_pretrained does not recognize their copies as tied.
         weights = {name: weights[f"lm.{name}"].detach().cpu() for name in named_tensors(unwrapped.lm)}
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+        shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
         try:
             unwrapped.lm.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
@@ -45,16 +43,16 @@ def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Pat
             for file in folder.iterdir():  # safetensors writes files that only their owner may read
                 file.chmod(config.stat().st_mode)
             done(folder)
-        except Exception as error:  # safetensors and tokenizers have their own; training is worth more
+        except Exception as error:  # of safetensors or tokenizers, such as a full disk: training goes on
             failure = str(error) or repr(error)
             logger.warning("the model was not saved in %s: %s", folder.parent, failure)
         shutil.rmtree(folder, ignore_errors=True)
-    return json.loads(gather_bytes(accelerator, json.dumps(failure).encode())[0])
+    return gather_json(accelerator, failure)[0]
 
 
 def export_model(accelerator, model, tokenizer, output_dir: str | Path, write_card=lambda: None) -> str:
-    """Replaces config.json, the tokenizer and then model.safetensors in output_dir, each whole, and calls
-    write_card(). Returns as write_model does."""
+    """Replaces config.json, the tokenizer, then model.safetensors in output_dir, each file whole, and calls
+    write_card(). Returns the same as write_model."""
 
     def replace(written: Path) -> None:
         for file in sorted(written.iterdir(), key=lambda file: file.suffix == ".safetensors"):
@@ -64,14 +62,8 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path, write_ca
     return write_model(accelerator, model, tokenizer, Path(output_dir, ".export"), replace)
 
 
-def more_configurations(folder) -> list[Path]:
-    """What pipeline() reads of a saved model beside weights, config.json and tokenizer.json."""
-    files = Path(folder, "generation_config.json"), Path(folder, "tokenizer_config.json")
-    return [file for file in files if file.exists()]
-
-
 def milestone_steps(named: list, last: int = 0, saves: Iterable[int] = ()) -> set[int]:
-    """The steps that the setting names. last: of the run, 0 where it is not known yet. ValueError."""
+    """The steps that the setting `milestones` names. last: of the run, 0 while unknown. ValueError."""
     if named == ["log"]:
         steps = {2**n for n in range(LOG.bit_length())} | {step for step in saves if step > LOG}
         return {step for step in steps if step <= last}
@@ -83,13 +75,13 @@ def milestone_steps(named: list, last: int = 0, saves: Iterable[int] = ()) -> se
 
 
 def list_milestones(output_dir) -> list[Path]:
-    """Complete ones by their names, in order; nothing is verified."""
+    """The complete milestones by their names, in order; nothing is verified."""
     named = Path(output_dir, "milestones").glob("step-*")
     return sorted((path for path in named if path.name[5:].isdecimal()), key=step_of)
 
 
 def keep_milestone(accelerator, model, tokenizer, output_dir, step: int) -> str:
-    """Makes the milestone of this step, or finds it as it was made before. Returns as write_model does."""
+    """Makes the milestone of this step, or renames an equal one back. Returns the same as write_model."""
     folder = Path(output_dir, "milestones")
 
     def complete(written: Path) -> None:

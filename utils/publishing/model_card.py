@@ -17,24 +17,23 @@ from utils.io.files import replacing
 
 logger = logging.getLogger(__name__)
 
+TEMPLATE = Path(__file__).with_suffix(".md")
 END = b"<!-- The run writes this card anew at every save, down to here. What you write below stays. -->\n"
 
 
-def write_model_card(
-    output_dir: str | os.PathLike, *, pipeline_tag: str, model_type: str, model_name: str, dataset: str,
-    seconds: float, settings: Mapping[str, Any], results: Mapping[str, float], example: str,
-    repo_id: str | None = None, base_model: str | None = None, **facts,
-) -> None:  # fmt: skip
-    """Write output_dir/README.md, in one piece. What follows END in it is the user's, and stays; so does a
-    README.md without END: then the card is MODEL_CARD.md.
+def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_type: str, model_name: str,
+                     dataset: str, seconds: float, settings: Mapping[str, Any], results: Mapping[str, float],
+                     example: str, repo_id: str | None = None, base_model: str | None = None, **facts):
+    """Writes output_dir/README.md whole. What follows END in it is the user's and stays. So does a README.md
+    without END: then the card is MODEL_CARD.md.
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
     training started from. facts, for the template: launch, parameters, step, max_steps, tokens, branch."""
     output_dir = Path(output_dir)
-    names, base_on_hub = dataset.split(", "), base_model and not os.path.exists(base_model)
+    names, base_on_hub = dataset.split(", "), bool(base_model) and not os.path.exists(base_model)
     on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
-    sets = list(by_set(results, "loss/eval")) or [""]  # [""] where there is one, whose metrics bear no name
+    sets = list(by_set(results, "loss/eval")) or [""]  # a single set has no name
     table: dict[str, dict[str, str]] = {}  # metric -> evaluation set -> number
     for key, value in results.items():
         if value is not None and math.isfinite(value):
@@ -44,20 +43,17 @@ def write_model_card(
     def link(name: str, on_hub: bool, kind: str = "") -> str:
         return f"[{name}](https://huggingface.co/{kind}{name})" if on_hub else f"`{name}`"
 
-    origin = f"trained further from {link(base_model, base_on_hub)}" if base_model else "trained from scratch"
     # The Hub refuses metadata that names a folder as data set or base model.
-    data = ModelCardData(
-        license="unknown", library_name="transformers", pipeline_tag=pipeline_tag, datasets=on_hub or None,
-        base_model=base_model if base_on_hub else None, tags=["pretraining", "accelerate", model_type],
-    )  # fmt: skip
-    card = ModelCard.from_template(
-        data, str(Path(__file__).with_suffix(".md")), title=model_name, model_type=model_type, **facts,
-        origin=origin,
-        dataset_link=", ".join(link(name, name in on_hub, "datasets/") for name in names),
-        settings={name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},
-        sets=sets, results=table, example=json.dumps(example, ensure_ascii=False), duration=duration(seconds),
-        address=repo_id or str(output_dir), curves=(output_dir / "curves.png").exists(),
-    )  # fmt: skip
+    metadata = dict(license="unknown", library_name="transformers", pipeline_tag=pipeline_tag)
+    metadata |= dict(datasets=on_hub or None, base_model=base_model if base_on_hub else None)
+    data = ModelCardData(tags=["pretraining", "accelerate", model_type], **metadata)
+    facts |= dict(title=model_name, model_type=model_type, address=repo_id or str(output_dir))
+    facts |= dict(sets=sets, results=table, duration=duration(seconds), example=_json(example))
+    facts["origin"] = f"further from {link(base_model, base_on_hub)}" if base_model else "from scratch"
+    facts["dataset_link"] = ", ".join(link(name, name in on_hub, "datasets/") for name in names)
+    facts["settings"] = {name: _json(value) for name, value in settings.items()}
+    facts["curves"] = (output_dir / "curves.png").exists()
+    card = ModelCard.from_template(data, str(TEMPLATE), **facts)
     readme, beside = output_dir / "README.md", output_dir / "MODEL_CARD.md"
     for path in (readme, beside):
         old = path.read_bytes() if path.exists() else END
@@ -67,3 +63,7 @@ def write_model_card(
             return
         if not beside.exists():
             logger.warning("%s is yours and stays as it is: the model card is %s", readme, beside)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

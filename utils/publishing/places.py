@@ -1,8 +1,8 @@
-"""Places that snapshots go to: a repository on the Hub, or a folder at any URL of fsspec.
+"""Places that snapshots go to: a repository on the Hub, or a folder at any fsspec URL.
 
-A checkpoint that a place lists is complete, whatever dies when: on the Hub it is one commit; elsewhere its
+A checkpoint that a place lists is complete, whatever dies when: on the Hub it is one commit; in a bucket its
 manifest.json is written last and deleted first. The Hub's client looks the token up at each call: a renewed
-login counts, and it is stored nowhere.
+login counts, and nothing is stored.
 """
 
 import json
@@ -28,20 +28,20 @@ from utils.state.folders import list_checkpoints, step_of
 
 logger = logging.getLogger(__name__)
 
-CHECK_SECONDS = 5  # of silence of the Hub, before training; then it is SILENCE
+CHECK_SECONDS = 5  # without an answer of the Hub before training; later it is SILENCE
 CHECKPOINTS, MILESTONES = "checkpoints", "milestones"  # branches beside main, which has the model
-BESIDE = ("args.json", "metrics.jsonl", "run.json")  # what goes with a checkpoint: a resumed run adds to it
-REPLACED = {  # of each branch, the files that a commit deletes unless it has them
+BESIDE = ("args.json", "metrics.jsonl", "run.json")  # stored with each checkpoint: a resume appends to them
+REPLACED = {  # of each branch: files that a commit deletes, unless it contains them
     "main": r"(best/)?model(-\d+-of-\d+)?\.safetensors(\.index\.json)?",
     CHECKPOINTS: "checkpoints/.*",
     MILESTONES: r"(?!\.gitattributes$).*",
 }
-LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://huggingface.co/settings/tokens)"
+TOKENS = "https://huggingface.co/settings/tokens"
+LOGIN = f"run `hf auth login`, or set HF_TOKEN, with a token that may write ({TOKENS})"
 
 
 class Hub:
-    """A repository: the model on main, milestones as tags, the newest checkpoint on a branch, whose history
-    keeps the older ones."""
+    """A repository: the model on main, milestones as tags, checkpoints as the history of a branch."""
 
     remedies = {  # by HTTP status
         401: f"; the token is missing, revoked or expired: {LOGIN}",
@@ -51,8 +51,8 @@ class Hub:
     }
 
     def __init__(self, repo_id: str, private: bool = False, setting: str = "push_to_hub"):
-        """Makes the repository if it is missing. ValueError with the remedy where we may not write or nobody
-        answers, within seconds. setting: push_to_hub, or checkpoint_url."""
+        """Creates the repository if it is missing. ValueError with the remedy, within seconds, if we may not
+        write there or the Hub does not answer. setting: push_to_hub, or checkpoint_url."""
         bound_waiting(CHECK_SECONDS)
         if not get_token():
             raise ValueError(f"{setting}: found no Hub token; {LOGIN}.")
@@ -61,7 +61,7 @@ class Hub:
         self.repo_id = self.name = repo_id if "/" in repo_id else f"{user}/{repo_id}"
         self.subject = f"hub_model_id {self.repo_id}"
         self._ask(api.create_repo, self.repo_id, private=private, exist_ok=True)
-        # The first question of every push. (create_repo is content with a repository that we may only read.)
+        # create_repo accepts a repository that we may only read; this is the first request of every push.
         self._ask(api.preupload_lfs_files, self.repo_id, [CommitOperationAdd("README.md", b"-")])
         bound_waiting()
         if setting == "checkpoint_url":
@@ -69,7 +69,7 @@ class Hub:
             self._ask(api.create_branch, self.repo_id, branch=CHECKPOINTS, exist_ok=True)
 
     def _ask(self, call: Callable, *args, **kwargs) -> Any:
-        """`call(...)` of the Hub's client, with retries. ValueError that says what to do."""
+        """call(...), with retries. ValueError that says what to do."""
         try:
             return with_retries(partial(call, *args, **kwargs), self.subject, FIRST_CONTACT)
         except Exception as error:
@@ -79,8 +79,8 @@ class Hub:
             raise ValueError(f"{self.subject}: {trouble.text}{remedy}.") from None
 
     def upload(self, snapshot) -> str:
-        """The hash of the commit, or the tag of a milestone that was there already."""
-        api, tag, tagged = HfApi(), snapshot.tag, False
+        """Returns the hash of the commit, or the tag of a milestone that was there already."""
+        api, tag, moves = HfApi(), snapshot.tag, False
         if not tag:
             return self._commit(snapshot)
         if problem := find_problem(snapshot.folder):
@@ -88,65 +88,65 @@ class Hub:
         with suppress(RevisionNotFoundError):
             if not self._differing(snapshot, tag):
                 return tag
-            tagged = True  # by another run
+            moves = True  # the tag is another run's
         api.create_branch(self.repo_id, branch=MILESTONES, exist_ok=True)
         revision = self._commit(snapshot)
         if different := self._differing(snapshot, revision):
             raise ConnectionError(f"{', '.join(different)}: arrived with another hash")
-        if tagged:
+        if moves:
             api.delete_tag(self.repo_id, tag=tag)
         api.create_tag(self.repo_id, tag=tag, revision=revision)
         return revision
 
     def _commit(self, snapshot) -> str:
-        """One commit with everything in it. (upload_folder makes several of many files.)"""
+        """One commit of all files; upload_folder would split many files over several commits."""
         api, names, branch = HfApi(), snapshot.names, snapshot.branch
         there = api.list_repo_files(self.repo_id, revision=branch)
         stale = [name for name in there if re.fullmatch(REPLACED[branch], name) and name not in names]
         additions = [CommitOperationAdd(name, str(snapshot.folder / name)) for name in names]
-        for addition in additions:  # several at once would use threads that hold up the exit of the process
+        for addition in additions:  # several at once would start threads that delay the exit of the process
             api.preupload_lfs_files(self.repo_id, [addition], revision=branch, free_memory=False)
         changes = [*additions, *map(CommitOperationDelete, stale)]
         return api.create_commit(self.repo_id, changes, commit_message=snapshot.message, revision=branch).oid
 
     def _differing(self, snapshot, revision: str) -> list[str]:
-        """Files of the snapshot that this revision lacks, or has with another hash."""
+        """Files of the snapshot that the revision lacks or has with another hash."""
         there = HfApi().verify_repo_checksums(self.repo_id, revision=revision, local_dir=snapshot.folder)
         differing = [*there.extra_paths, *(file["path"] for file in there.mismatches)]
-        return [name for name in differing if name in snapshot.names]  # not what has come since
+        return [name for name in differing if name in snapshot.names]  # the folder may have newer files
 
     def milestones(self) -> list[int]:
-        """Steps of the tags step-N, in order."""
+        """The steps of the tags step-N, in order."""
         names = (tag.name for tag in self._ask(HfApi().list_repo_refs, self.repo_id).tags)
         return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d+", name, re.ASCII))
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, in order. `read` and `download` then see the branch as it was now."""
+        """The steps of the complete checkpoints, in order. `read` and `download` use the revision of now."""
         self.revision = self._ask(HfApi().repo_info, self.repo_id, revision=CHECKPOINTS).sha
         return _complete(self._ask(HfApi().list_repo_files, self.repo_id, revision=self.revision))
 
     def read(self, step: int, name: str) -> bytes:
-        """One of BESIDE. FileNotFoundError."""
+        """One of BESIDE. FileNotFoundError if it is missing."""
         return HfFileSystem().cat_file(f"{self.repo_id}@{self.revision}/{name}")
 
     def download(self, step: int, folder: Path) -> None:
-        """Its checkpoints/step-N and BESIDE, into `folder`, not verified. ValueError where that fails."""
+        """Copies checkpoints/step-N and BESIDE into `folder`, unverified. ValueError if that fails."""
         wanted = {"local_dir": folder, "allow_patterns": [f"checkpoints/step-{step:08d}/*", *BESIDE]}
         self._ask(HfApi().snapshot_download, self.repo_id, revision=self.revision, **wanted)
 
 
 class Bucket:
-    """A folder at a URL, with a folder in its checkpoints/ for each checkpoint, which holds BESIDE, too.
+    """A folder at a URL. Each checkpoint is a folder in its checkpoints/, together with its BESIDE.
 
-    limit: newest checkpoints kept there, 0 for all."""
+    limit: how many of the newest checkpoints are kept there, 0 for all."""
 
     remedies = {}
 
     def __init__(self, url: str, limit: int = 0):
-        """ValueError where nothing can be written."""
-        bound_waiting()  # of hf://buckets
+        """ValueError if nothing can be written there."""
+        bound_waiting()  # for hf://buckets
         self.url, self.name, self.limit = url, without_secrets(url), limit
-        self._folder()  # the message for an unknown protocol
+        self._folder()  # raises for an unknown protocol
 
         def try_writing(folder: Folder) -> None:
             folder.put(Path(__file__), ".writable")
@@ -155,7 +155,7 @@ class Bucket:
         self._ask("written", try_writing)
 
     def _folder(self) -> Folder:
-        """Connects anew: what has lost its connection (ftp) never gets another."""
+        """A new connection: a file system that has lost its connection (ftp) never makes another."""
         return Folder(f"{self.url}/checkpoints", skip_instance_cache=True)
 
     def _ask(self, verb: str, use: Callable[[Folder], Any]) -> Any:
@@ -163,7 +163,8 @@ class Bucket:
             return with_retries(lambda: use(self._folder()), self.name, FIRST_CONTACT)
 
     def upload(self, snapshot) -> str:
-        """Its folder's name. Older ones beyond the limit go, and newer ones: damaged, or set aside here."""
+        """Returns the name of the checkpoint's folder. Deletes checkpoints beyond the limit, and later steps:
+        here they were damaged or set aside."""
         place, checkpoint = f"step-{snapshot.step:08d}", snapshot.folder / "checkpoints"
         sealed = f"{place}/manifest.json"
         try:
@@ -181,7 +182,7 @@ class Bucket:
                 _remove(folder, there, old)
         except PermissionError:
             raise
-        except Exception as error:  # each client has exceptions of its own: it may pass
+        except Exception as error:  # each client has its own exceptions; all of them may pass
             raise ConnectionError(str(error)) from error
         return place
 
@@ -202,12 +203,12 @@ class Bucket:
 
 
 def _names(folder: Folder) -> list[str]:
-    """step-N/file; nothing else there is ours, and no name leads out of its folder."""
+    """The files step-N/... of the bucket. Others are not ours, and no name may lead out of its folder."""
     return [name for name in folder.find() if re.fullmatch(r"step-\d{8}(/\w[\w.-]*)+", name)]
 
 
 def _remove(folder: Folder, there: list[str], place: str) -> None:
-    """The manifest first: what is half deleted is not complete."""
+    """Deletes a checkpoint, its manifest first: half deleted it must not look complete."""
     if f"{place}/manifest.json" in there:
         folder.fs.rm_file(folder.path(f"{place}/manifest.json"))
     if any(name.startswith(f"{place}/") for name in there):
@@ -215,30 +216,31 @@ def _remove(folder: Folder, there: list[str], place: str) -> None:
 
 
 def _complete(names: Iterable[str]) -> list[int]:
-    """Steps of the checkpoints with a manifest, in order."""
-    found = (re.search(r"(?:^|/)step-(\d{8})/manifest\.json$", name) for name in names)
-    return sorted(int(match[1]) for match in found if match)
+    """The steps of the checkpoints that have a manifest, in order."""
+    matches = (re.search(r"(?:^|/)step-(\d{8})/manifest\.json$", name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def open_place(url: str, private: bool = False, limit: int = 0) -> Hub | Bucket:
-    """Of checkpoint_url. ValueError where nothing can be written. private: a Hub repository made now."""
+    """The place of checkpoint_url. private: a Hub repository that is created now."""
     hub = url.startswith("hf://") and not url.startswith("hf://buckets/")
     return Hub(url.removeprefix("hf://"), private, "checkpoint_url") if hub else Bucket(url, limit)
 
 
 def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None) -> Path | None:
-    """The newest valid checkpoint of `place`, and BESIDE, unless output_dir has one as new, or another run.
+    """Downloads the newest valid checkpoint of `place` and BESIDE, unless output_dir has one as new, or has
+    another run. Returns its folder, or None.
 
-    Its folder, or None. It appears whole and verified, after check(folder), or not at all. ValueError where
-    the place cannot be read, or has only damaged ones; and what `check` raises."""
+    It appears whole, verified and after check(folder), or not at all. ValueError if the place cannot be read
+    or has only damaged checkpoints."""
     output_dir, steps = Path(output_dir), place.steps()
     for left in output_dir.glob(".fetch-*"):  # by a kill
         shutil.rmtree(left, ignore_errors=True)
-    made = list_checkpoints(output_dir / "checkpoints")
-    have = max((step_of(path) for path in made if (path / "manifest.json").exists()), default=-1)
-    if have >= 0 and _another_run(place, steps, output_dir):
+    checkpoints = list_checkpoints(output_dir / "checkpoints")
+    newest = max((step_of(path) for path in checkpoints if (path / "manifest.json").exists()), default=-1)
+    if newest >= 0 and _another_run(place, steps, output_dir):
         return None
-    for step in reversed([step for step in steps if step > have]):
+    for step in reversed([step for step in steps if step > newest]):
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as scratch:
             place.download(step, Path(scratch))
             fetched = Path(scratch, "checkpoints", f"step-{step:08d}")
@@ -250,29 +252,29 @@ def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None)
                 os.replace(file, output_dir / file.name)
             checkpoint = output_dir / "checkpoints" / fetched.name
             checkpoint.parent.mkdir(exist_ok=True)
-            shutil.rmtree(checkpoint, ignore_errors=True)  # without a manifest: it did not finish
+            shutil.rmtree(checkpoint, ignore_errors=True)  # an incomplete one, without a manifest
             os.replace(fetched, checkpoint)
         print(f"continues  step {step}, from {place.name}")
         return checkpoint
-    if steps and have < 0:
+    if steps and newest < 0:
         raise ValueError(f"{place.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
     return None
 
 
 def refuse_another(place: Hub | Bucket | None, output_dir: Path, step: float) -> None:
-    """ValueError where a bucket has what is not of the run in output_dir, or a step after `step`. (On the Hub
-    the next commit replaces it, and its history keeps it.)"""
+    """ValueError if a bucket has a checkpoint of another run or after `step`. On the Hub the next commit
+    replaces such a checkpoint, and the history keeps it."""
     steps = place.steps() if isinstance(place, Bucket) else []
     if steps and (steps[-1] > step or _another_run(place, steps, output_dir)):
         raise ValueError(
             f"checkpoint_url {place.name} holds step {steps[-1]}, of another run or not where this one "
-            "starts: name another URL. (An empty output_dir goes on from there.)"
+            "starts: name another URL. (An empty output_dir resumes from there.)"
         )
 
 
 def _another_run(place: Hub | Bucket, steps: list[int], output_dir: Path) -> bool:
-    """Whether both have an id in their run.json, and not the same."""
-    with suppress(OSError, ValueError, KeyError, IndexError, TypeError):  # none, or none of ours
+    """Whether both have a run.json with an id, and the ids differ."""
+    with suppress(OSError, ValueError, KeyError, IndexError, TypeError):  # missing, or not ours
         ours = json.loads((output_dir / "run.json").read_bytes())["id"]
         return ours != json.loads(place.read(steps[-1], "run.json"))["id"]
     return False

@@ -9,7 +9,6 @@ from utils.display.progress import duration, summarize
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
-from utils.learning.optim import built_by
 from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
 from utils.publishing.places import Hub, open_place, refuse_another
@@ -21,13 +20,11 @@ class Publication:
     """Made with the run, on all processes."""
 
     def __init__(self, args, accelerator, task, settings: dict, dataset: str):
-        """settings: as they may be shown, without secrets. ValueError where a push could not work."""
+        """settings: without secrets, as they may be shown. ValueError if a push could not work."""
         self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
         self.folder = args.output_dir
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
-        self.facts = {}  # model_type, parameters: given when there is a model
-        self.launch = {}  # what it is trained on: given at the start
-        self.milestones = set()  # steps whose models are kept for good: likewise
+        self.milestones = set()  # steps whose models are kept for good, known at the start
         models = checkpoints = None
         if accelerator.is_main_process and not args.eval_only and not args.show:
             if args.push_to_hub:
@@ -35,17 +32,22 @@ class Publication:
             if args.checkpoint_url:
                 checkpoints = open_place(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
         self.publisher = Publisher(args.output_dir, models, checkpoints)
+        facts = dict(model_name=self.name.split("/")[-1], repo_id=models and models.repo_id, dataset=dataset)
+        facts |= dict(pipeline_tag=task.pipeline_tag, base_model=settings["model_name_or_path"])
+        self.facts = facts  # for the card; Run adds those of the model and the launch
 
     def plan_milestones(self, args, steps, kept_step: int) -> int:
-        """Which steps they are. Returns how many models the folder will hold."""
+        """Choose the milestones' steps. Returns how many models the folder will hold."""
         every = steps.every(args.save_steps)
         saves = [*range(every, steps.last, every), kept_step, steps.last]
         self.milestones = milestone_steps(args.milestones, steps.last, saves)
         return 1 + args.keep_best + len(self.milestones - set(map(step_of, list_milestones(self.folder))))
 
     def start(self, step: int, auto: bool) -> None:
-        """Uploading begins, on the first process. step: where the run continues; auto: from its newest one.
-        Renames later milestones, names what the Hub has of an earlier run. ValueError: so has a bucket."""
+        """Start uploading, on the first process. step: where the run continues; auto: it is the newest.
+
+        Renames milestones after `step`, and names those of an earlier run on the Hub. ValueError if a bucket
+        has checkpoints after `step`."""
         if not self.accelerator.is_main_process:
             return
         hub = self.publisher.models
@@ -54,24 +56,12 @@ class Publication:
         if hub and not step and (tags := hub.milestones()):
             moved = " (until this run makes it)"
             names = ", ".join(f"step-{tag}{moved if tag in self.milestones else ''}" for tag in tags)
-            found = f"{hub.repo_id} has revisions of an earlier run: {names}"
-            print(f"hub        {found}; `hf repos tag delete {hub.repo_id} NAME` deletes one", flush=True)
+            print(f"hub        {hub.repo_id} has revisions of an earlier run: {names}; "
+                  f"`hf repos tag delete {hub.repo_id} NAME` deletes one", flush=True)
         self.publisher.start()
 
-    def name_optimizers(self, optimizers: list) -> dict:
-        """The settings as they are shown, with the optimizers in use if build_optimizer has made none."""
-        kind = self.settings.get("optimizer_type")
-        if kind and not any(built_by(kind, optimizer) for optimizer in optimizers):
-            names = [type(optimizer).__name__ for optimizer in optimizers]
-            self.settings = self.settings | {"optimizer_type": ", ".join(names) or "of the script's own"}
-        return self.settings
-
-    def write(self, model, tokenizer, folder) -> str:
-        """The model for from_pretrained. Returns why it could not be written, "" if it was."""
-        return export_model(self.accelerator, model, tokenizer, folder)
-
     def finished_before(self, step: int, results: dict, timeout: float) -> bool:
-        """Says so, and sends what was cut off: the Hub gets nothing twice. False: nothing is left to do."""
+        """Say so, and push what was cut off; the Hub gets nothing twice. False: nothing is left to do."""
         self.accelerator.print(f"{self.folder}: this run is finished, {step} steps; nothing to do.")
         self.push(step, results)
         if not self.publisher.finish(timeout):
@@ -79,48 +69,46 @@ class Publication:
         return False
 
     def save_model(self, model, tokenizer, state: dict, steps) -> str:
-        """The same in output_dir, with its card."""
-        settings, hub, step = self.settings, self.publisher.models, state["step"]
+        """Export the model to output_dir with its card. Returns "", or why that failed."""
+        step = state["step"]
 
         def write_card():
-            write_model_card(
-                self.folder, pipeline_tag=self.task.pipeline_tag, model_name=self.name.split("/")[-1],
-                dataset=self.dataset, step=step, max_steps=steps.last, tokens=steps.tokens_before(step),
-                seconds=state["seconds"], launch=self.launch, settings=settings, results=state["eval"],
-                example=own_mask((settings["prompts"] or [self.task.prompt])[0], tokenizer),
-                repo_id=hub and hub.repo_id, base_model=settings["model_name_or_path"],
-                branch=state.get("origin"), **self.facts,
-            )  # fmt: skip
+            example = own_mask((self.settings["prompts"] or [self.task.prompt])[0], tokenizer)
+            card = dict(step=step, max_steps=steps.last, tokens=steps.tokens_before(step), example=example)
+            card |= dict(seconds=state["seconds"], results=state["eval"], branch=state.get("origin"))
+            write_model_card(self.folder, settings=self.settings, **self.facts, **card)
 
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
 
     def keep_milestone(self, model, tokenizer, step: int) -> None:
-        """If this step is one. Called on all processes."""
+        """If this step is one. All processes call it."""
         if step in self.milestones:
             keep_milestone(self.accelerator, model, tokenizer, self.folder, step)
             self.publisher.push_milestones()
 
     def keep_best(self, model, data, state: dict, record: dict) -> None:
-        """The model of the lowest loss of the first evaluation set; losses of the same rows are compared."""
+        """Save the model if its loss on the first evaluation set is the lowest so far, over the same rows."""
         first = next(iter(data.evals))
         loss = record.get(f"loss/eval/{first}" if first else "loss/eval")
         if loss is None:  # only other sets were evaluated
             return
         rows = [next(iter(data.fingerprints["eval"].values())), self.settings["max_eval_samples"]]
         folder, best = Path(self.folder) / "best", state.get("best")
-        same = best and best["rows"] == rows and (folder / "best.json").exists()  # not of a fresh machine
-        if loss < (best["loss"] if same else math.inf) and not self.write(model, data.tokenizer, folder):
+        same_rows = best and best["rows"] == rows and (folder / "best.json").exists()  # not on a new machine
+        lowest = loss < (best["loss"] if same_rows else math.inf)
+        if lowest and not export_model(self.accelerator, model, data.tokenizer, folder):
             state["best"] = {"step": state["step"], "loss": loss, "rows": rows}
             if self.accelerator.is_main_process:
                 write_json(folder / "best.json", {"step": state["step"], **record})
 
     def push(self, step: int, results: dict) -> None:
+        """Push the saved model; the task's main results go into the commit message."""
         known = self.task.headline
         shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
         self.publisher.push(step, shown)
 
     def summary(self, state: dict, steps, tokenizer, seconds: float, command: list[str]) -> str:
-        """What is printed at the end, and written to summary.json: results, and what to try next."""
+        """Results, and commands to try next: printed at the end and written to summary.json."""
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
         results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
@@ -130,7 +118,7 @@ class Publication:
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
         generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
         evaluate = [*command, "--eval_only", "true", "--max_eval_samples", "0"]
-        if settings["model_name_or_path"]:  # or the one that it began with would be evaluated
+        if settings["model_name_or_path"]:  # else the model that this run began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
         commands |= {"publish": upload_command(self.name, folder)}
@@ -139,5 +127,5 @@ class Publication:
 
 
 def own_mask(prompt: str, tokenizer) -> str:
-    """A prompt as the saved model takes it: with its own mask token."""
+    """The prompt with the tokenizer's own mask token."""
     return prompt.replace("[MASK]", tokenizer.mask_token or "[MASK]")

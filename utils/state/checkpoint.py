@@ -2,15 +2,16 @@
 
     checkpoints/step-00001000/
         model.safetensors      weights and buffers by name, tied ones once; with config.json and tokenizer,
-                               so that from_pretrained and pipeline() of transformers load it, too
-        optimizer.safetensors  and one file for each other thing that is kept and has tensors, by its name
-        state.json             what is no tensor of them, the run's extra
+                               so that from_pretrained and pipeline() of transformers load it too
+        optimizer.safetensors  and one such file for each other kept thing that has tensors
+        state.json             everything else: JSON values of the kept things and of the run
         manifest.json          size and checksum of each file, written last
 
-What is sharded (FSDP) has a folder with a safetensors file of each process instead. All load with any number
-of processes, sharded or not; nothing that is read back can run code. Other names in checkpoints/: .tmp-* is
-being written or deleted, bad-* failed verification and goes with the next complete save, replaced-* is newer
-than the step this run was told to start from: yours, never deleted. Every machine must see output_dir.
+A sharded thing (FSDP) has a folder with a safetensors file of each process instead. All load with any number
+of processes, sharded or not, and nothing that is read back can run code. Other names in checkpoints/: .tmp-*
+is being written or deleted; bad-* failed verification and is deleted at the next complete save; replaced-* is
+newer than the step that the run was told to resume from, and is never deleted. Every machine must see
+output_dir.
 """
 
 import json
@@ -21,9 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException  # no Exception: torch's own full disk
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException; of a full disk
 from torch.distributed.tensor import DTensor
 
+from utils.devices import free_memory
 from utils.io.files import find_problem, flush, retire, seal, write_file
 from utils.state import folders, training_state
 from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
@@ -32,29 +34,29 @@ from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 
-SPARE_MEMORY = 1 << 30  # bytes that saving in the background leaves to others
+SPARE_MEMORY = 1 << 30  # bytes that must stay free beside the copies of background saves
 
 
 class Checkpoints:
-    """Saves to and loads from output_dir/checkpoints; all processes make the same calls.
+    """Saves to and loads from output_dir/checkpoints. All processes make the same calls.
 
-    save_total_limit: complete checkpoints to keep, beside the one of kept_step."""
+    save_total_limit: how many complete checkpoints are kept, not counting the one of kept_step."""
 
     def __init__(self, accelerator, output_dir, save_total_limit: int = 2, kept_step: int = 0):
         self.accelerator, self.folder = accelerator, Path(output_dir) / "checkpoints"
         self.save_total_limit, self.kept_step = save_total_limit, kept_step
-        self.background = True  # copy the state in memory, and write it beside training: while memory allows
+        self.background = True  # copy the state in memory and write it during training, if memory allows
         self.last_good = None  # Path of the newest complete checkpoint
-        self.origin = None  # {"run": name, "step": step} of what was loaded, if it is another run's: a branch
-        self.failure = None  # why the newest save failed, in words
-        self._origins = []  # the checkpoints, named by --resume_from_checkpoint, that this run descends from
+        self.origin = None  # {"run": name, "step": step} of the checkpoint that was loaded, if another run's
+        self.failure = None  # message of the newest save, if it failed
+        self._origins = []  # paths given to --resume_from_checkpoint from which this run descends
         self._thread = None  # writes in the background
         self._copies = {}  # {(thing, tensor name): host memory}
-        self._group = None  # gloo, for shards that are written beside training
+        self._group = None  # gloo, for shards that are written during training
         for left in self.folder.glob(".tmp-*") if accelerator.is_main_process else ():
             complete = self.folder / left.name.removeprefix(".tmp-")
             if left.name.startswith(".tmp-step-") and not complete.exists() and not find_problem(left):
-                left.rename(complete)  # a kill came just before its renaming
+                left.rename(complete)  # the run was killed just before it did this
             else:
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -62,19 +64,16 @@ class Checkpoints:
 
     def save(self, step: int, model, keep: dict, extra: dict, final: bool = False, beside=()) -> None:
         """keep: {name: what has state_dict and load_state_dict}; extra: JSON values; beside: (name, bytes) of
-        small files that go with it. A save that fails warns and returns; the last good checkpoint stays.
-        With final=True nothing is left to the background, and a failure raises RuntimeError on every process.
-        """
+        more files. A save that fails logs a warning, and the last good checkpoint stays. final: write it
+        before returning, and raise RuntimeError on every process if it fails."""
         self.wait()
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         sync()
         trees, tensors, sharded = self._collect(model, keep)
-        state = {
-            "format": folders.FORMAT, "step": step, "processes": accelerator.num_processes, "extra": extra,
-            "origins": self._origins, "keep": trees,
-            "classes": {name: _class_name(thing) for name, thing in keep.items()},
-            "scaler": scaler.state_dict() if scaler is not None else None,
-        }  # fmt: skip
+        classes = {name: _class_name(thing) for name, thing in keep.items()}
+        state = dict(format=folders.FORMAT, step=step, processes=accelerator.num_processes, extra=extra)
+        state |= dict(origins=self._origins, keep=trees, classes=classes)
+        state["scaler"] = scaler and scaler.state_dict()
         files = [*beside, ("state.json", json.dumps(state).encode())]
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
@@ -90,19 +89,19 @@ class Checkpoints:
             raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
 
     def reserve(self, model, keep: dict) -> None:
-        """Take the memory that background saves copy into: the first save would, and stall thrice as long."""
+        """Take the memory for background saves now: the first save would stall three times as long."""
         if self.background:
             self._copy_to_host(*self._collect(model, keep)[1:])
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread:
             self._thread.join()
 
     def _collect(self, model, keep) -> tuple[dict, dict, set]:
-        """{name: tree}, {name: {path: tensor}} of the model and all that is kept; names of sharded things."""
+        """{name: tree}, {name: {path: tensor}} of the model and kept things; names of sharded things."""
         if "model" in keep:
-            raise ValueError("keep: model is kept anyway; give yours another name")
+            raise ValueError("keep: the name model is the model's own; give yours another name")
         training_state.reshard(model)
         trees, tensors = {}, {}
         for name, thing in {"model": model, **keep}.items():
@@ -115,15 +114,15 @@ class Checkpoints:
 
     @torch.no_grad()
     def _copy_to_host(self, tensors, sharded) -> bool:
-        """Replace the tensors by copies. Those that this process writes alone go to memory that is kept, as
-        fresh pages cost more than the copying; False where there is not enough of it."""
+        """Replace the tensors by copies; False if there is too little memory. What this process writes alone
+        is copied into memory that is kept, as new pages cost more than the copying."""
         main = self.accelerator.is_main_process
         pin = self.accelerator.device.type not in ("cpu", "mps", "xla")
         places = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
         missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
         needed = missing * 2 if pin else missing  # torch pins memory in powers of two
-        if missing and folders.available_memory() < needed + SPARE_MEMORY:
-            message = "no memory for a copy of %s: training waits for its checkpoints"
+        if missing and free_memory() < needed + SPARE_MEMORY:
+            message = "no memory for a copy of %s: training waits while checkpoints are written"
             logger.warning(message, folders.size_text(missing))
             self.background = False
             return False
@@ -154,7 +153,7 @@ class Checkpoints:
                 return
             files |= {file: write_file(aside / file, [content]) for file, content in small_files}
             seal(aside, files, step=step, torch=torch.__version__)
-            if complete.exists():  # the same step, saved before
+            if complete.exists():  # the same step was saved before
                 retire(complete, ".tmp-old-")
             aside.rename(complete)
             flush(self.folder)
@@ -162,10 +161,10 @@ class Checkpoints:
             old = folders.list_checkpoints(self.folder)[: -self.save_total_limit]
             for path in (*old, *self.folder.glob("bad-*")):
                 if path.name != f"step-{self.kept_step:08d}":
-                    retire(path, ".tmp-old-")  # half deleted, it must not look like a damaged one
+                    retire(path, ".tmp-old-")  # half deleted it must not look like a damaged one
             for path in self.folder.glob(".tmp-old-*"):
                 shutil.rmtree(path, ignore_errors=True)
-        except (Exception, CheckpointException) as error:  # training is worth more than this checkpoint
+        except (Exception, CheckpointException) as error:  # training goes on without this checkpoint
             good = f"The last good checkpoint is {self.last_good or 'missing'}"
             self.failure = f"{str(error) or repr(error)}. {good}"
             if main:
@@ -175,11 +174,11 @@ class Checkpoints:
     # Loading
 
     def load(self, resume_from: str, model, keep: dict, check=None) -> dict | None:
-        """Restore model and kept things. Returns save's extra, None at the beginning.
+        """Restore the model and kept things. Returns the extra that was saved, None without a checkpoint.
 
-        resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path, which means the
-        newest that descends from it, if there is one: the command of a job that is started again goes on.
-        check(extra) comes first and may raise. ValueError when no checkpoint is valid, or it does not fit."""
+        resume_from: "auto" for the newest valid checkpoint; "none"; or a checkpoint's path. A path means the
+        newest checkpoint that descends from it, if any, so that the same command resumes. check(extra) may
+        raise before anything is loaded. ValueError if no checkpoint is valid, or it does not fit."""
         self.wait()
         extra, step = None, -1
         if folder := self._choose(resume_from):
@@ -203,40 +202,40 @@ class Checkpoints:
     def _restore(self, folder, state, model, keep):
         training_state.reshard(model)
         for name in keep.keys() - state["keep"].keys():
-            logger.warning("%s: not in %s, it begins anew", name, folder)
+            logger.warning("%s: not in %s, so it starts anew", name, folder)
         for name, tree in state["keep"].items():
             if name != "model" and name not in keep:
-                logger.warning("%s: in %s, and nobody keeps it now", name, folder)
+                logger.warning("%s: in %s, but no longer in keep", name, folder)
                 continue
             thing, was = keep.get(name, model), state["classes"].get(name)
             if name in keep and was != (now := _class_name(thing)):
-                another = f"is a {was} in {folder}, and a {now} now; {training_state.ANOTHER}"
-                raise ValueError(f"keep: {name} {another}")
-            if isinstance(tree, dict) and (parts := tree.get("__processes__")):
-                tree = parts[self.accelerator.process_index % len(parts)]  # of more now, they are dealt again
+                other = f"{name} is a {was} in {folder}, and a {now} now"
+                raise ValueError(f"keep: {other}; {training_state.ANOTHER}")
+            if isinstance(tree, dict) and (trees := tree.get("__processes__")):
+                tree = trees[self.accelerator.process_index % len(trees)]  # there may be more processes now
             try:
                 training_state.restore(folder, name, thing, tree, model)
             except DoesNotFit:
                 raise
-            except Exception as error:  # of bytes that are as they were sealed, and mean nothing
+            except Exception as error:  # its checksums are right, but its content is not
                 cause = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{folder} is damaged, {name} cannot be restored ({cause})") from error
+                raise ValueError(f"{folder} is damaged: {name} cannot be restored ({cause})") from error
         if state["scaler"] and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
 
     def _choose(self, resume_from) -> Path | None:
-        """The verified checkpoint to load: the main process looks, all return the same."""
+        """The verified checkpoint to load. The main process chooses, all return the same."""
         chosen, problem, damaged = "", "", {}
         main = self.accelerator.is_main_process
         for chosen in folders.candidates(self.folder, resume_from) if main else ():
             if not (problem := folders.find_damage(chosen)):
                 break
             damaged[chosen] = problem
-        for path, what in {} if problem else damaged.items():
-            logger.warning("%s is damaged (%s): going back to %s", path, what, chosen)
+        for path, damage in {} if problem else damaged.items():
+            logger.warning("%s is damaged (%s): going back to %s", path, damage, chosen)
             retire(path, "bad-")
         if chosen and not problem and resume_from != "auto" and chosen != Path(resume_from):
-            logger.warning("%s descends from %s: going on there", chosen, resume_from)
+            logger.warning("%s descends from %s: resuming there", chosen, resume_from)
         chosen, problem = gather_json(self.accelerator, [str(chosen), problem])[0]
         if problem:
             there = ", ".join(path.name for path in folders.list_checkpoints(self.folder)) or "none"
@@ -247,11 +246,11 @@ class Checkpoints:
 
 
 def restore_modules(output_dir, model, keep: dict) -> list[str]:
-    """Put the modules of `keep` back from the newest valid checkpoint, if any, of output_dir (None: of none).
-    Returns the names of those that it has not; nothing is written."""
+    """Restore the modules of `keep` from the newest valid checkpoint of output_dir, if there is one. Returns
+    the names of modules that it lacks. Nothing is written."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
-    made = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
-    folder = next((path for path in made if not folders.find_damage(path)), None)  # which reads all of it
+    paths = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
+    folder = next((path for path in paths if not folders.find_damage(path)), None)
     trees = folders.read_state(folder)["keep"] if folder else {}
     for name in modules.keys() & trees.keys():
         training_state.restore(folder, name, modules[name], trees[name], model)

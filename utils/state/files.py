@@ -1,4 +1,4 @@
-"""Tensors in files: safetensors of one process, and of all processes for sharded ones."""
+"""Tensors in files: safetensors written by one process or, for sharded tensors, by all processes."""
 
 import json
 from pathlib import Path
@@ -18,16 +18,16 @@ DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 class DoesNotFit(ValueError):
-    """A checkpoint is of something else than what is there now."""
+    """The checkpoint of a different thing than the one to restore."""
 
 
 def safetensors_chunks(tensors: dict):
-    """The bytes of a safetensors file, tensor after tensor: safetensors' own save_file takes all to the CPU
-    at once. Wide types go first, which aligns them. https://huggingface.co/docs/safetensors/index#format"""
+    """The bytes of a safetensors file, tensor by tensor: safetensors' save_file copies all to the CPU at
+    once. Wide types go first, which aligns them. https://huggingface.co/docs/safetensors/index#format"""
     if other := {str(t.dtype) for t in tensors.values() if t.dtype not in DTYPES}:
         raise ValueError(f"keep: tensors of {', '.join(sorted(other))} cannot be kept")
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    header, end = {"__metadata__": {"format": "pt"}}, 0  # which transformers asks for
+    header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers requires it
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
@@ -39,14 +39,14 @@ def safetensors_chunks(tensors: dict):
 
 
 def transformers_names(tensors: dict) -> dict:
-    """The tensors of a loss module by the names that transformers has for them: its model is `lm` in there.
-    What would get the name of another keeps its own."""
+    """The tensors of a loss module by transformers' names: its model is `lm` there. A tensor keeps its name
+    if another has the shorter one."""
     short = {name: name.removeprefix("lm.") for name in tensors}
     return {name if short[name] in tensors else short[name]: tensor for name, tensor in tensors.items()}
 
 
 def tensor_specs(tree) -> dict[str, str]:
-    """{path: "float32 [2, 3]"} of all tensors in a tree of state.json."""
+    """{path: "float32 [2, 3]"} of the tensors in a tree of state.json."""
     if isinstance(tree, dict) and "__tensor__" in tree:
         return {tree["__tensor__"]: f"{tree['dtype']} {tree['shape']}"}
     parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -54,12 +54,12 @@ def tensor_specs(tree) -> dict[str, str]:
 
 
 def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
-    """How the file of what is kept as `name` differs from its tree in state.json; "" where it does not.
-    sealed: the files of the manifest. The shards of a folder are checked by torch, when they are loaded."""
+    """How the file of the kept thing `name` differs from its tree in state.json, "" if it does not. sealed:
+    the files in the manifest. torch checks a folder of shards when it loads them."""
     specs, file = tensor_specs(tree), f"{name}.safetensors"
     if not specs or any(path.startswith(f"{name}/") for path in sealed):
         return ""
-    saved = load_file(folder / file) if file in sealed else {}  # mapped, not read
+    saved = load_file(folder / file) if file in sealed else {}  # memory-mapped
     for path, wanted in specs.items():
         tensor = saved.get(path, saved.get(path.removeprefix("lm.")))  # see transformers_names
         found = "missing" if tensor is None else f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
@@ -69,8 +69,8 @@ def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
 
 
 def read_tensors(folder: Path, name: str, targets: dict) -> None:
-    """Fill `targets` {path: tensor or DTensor} in place with what is kept as `name`, however it was sharded.
-    DoesNotFit where a weight is not finite."""
+    """Fill `targets` {path: tensor or DTensor} in place with the kept thing `name`, however it was sharded.
+    DoesNotFit if a weight is not finite."""
     file = folder / f"{name}.safetensors"
     if targets and not file.exists():
         reader = HuggingFaceStorageReader(str(folder / name))
@@ -85,19 +85,19 @@ def read_tensors(folder: Path, name: str, targets: dict) -> None:
         if isinstance(target, DTensor):
             value = value.to(target.device)
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-        target.copy_(value)  # not the mapped file itself, which may be deleted
+        target.copy_(value)  # the mapped file may be deleted
 
 
 def write_shards(folder: Path, name: str, tensors: dict, accelerator, group) -> dict:
-    """Every process writes and checksums its part of `tensors` (DTensors among them) into folder/name/, in
-    torch's distributed safetensors format: nothing in it can run code. Returns {file: size and checksum}."""
+    """Every process writes its part of `tensors`, some of them DTensors, into folder/name/ in torch's
+    distributed safetensors format, which cannot run code. Returns {file: size and checksum}."""
     writer = HuggingFaceStorageWriter(str(folder / name), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, process_group=group, no_dist=accelerator.num_processes == 1)
     try:
         mine = sorted((folder / name).glob(f"shard-{accelerator.process_index + 1:05d}-*"))
         part = {f"{name}/{path.name}": checksum_file(path) for path in mine}
     except OSError as error:
-        part = error  # all processes must hear of it
+        part = error  # raised on all processes below
     parts = [part] * accelerator.num_processes
     if len(parts) > 1:
         dist.all_gather_object(parts, part, group=group)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: which there are, which one is meant, whether it is whole, whether there is room."""
+"""Checkpoint folders: which exist, which one to load, whether it is damaged, whether the disk has room."""
 
 import json
 import logging
@@ -7,19 +7,17 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from utils.io.files import find_problem, retire
 from utils.state.files import tensor_problem
 from utils.state.training_state import bare_optimizer, freeze
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of a checkpoint: raise it when older ones cannot be continued
+FORMAT = 2  # of checkpoints: increase it when older ones cannot be resumed
 
 
 def list_checkpoints(folder) -> list[Path]:
-    """Complete checkpoints by their names, oldest first; nothing is verified."""
+    """The complete checkpoints by their names, oldest first; nothing is verified."""
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
@@ -27,9 +25,9 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def outdate(made: list[Path], step: int) -> None:
-    """Set aside, as replaced-*, the checkpoints or milestones after the step from which a run goes on."""
-    newer = [path for path in made if step_of(path) > step]
+def outdate(paths: list[Path], step: int) -> None:
+    """Rename checkpoints or milestones after `step`, from which the run resumes, to replaced-*."""
+    newer = [path for path in paths if step_of(path) > step]
     for path in newer:
         retire(path)
     if newer:
@@ -37,56 +35,56 @@ def outdate(made: list[Path], step: int) -> None:
 
 
 def candidates(folder, resume_from: str) -> list[Path]:
-    """What resume_from may mean, the first choice first; nothing is verified."""
-    made = list_checkpoints(folder)[::-1]
+    """The checkpoints that resume_from may mean, best first; nothing is verified."""
+    newest_first = list_checkpoints(folder)[::-1]
     if resume_from in ("auto", "none"):
-        return made if resume_from == "auto" else []
+        return newest_first if resume_from == "auto" else []
     origin = origin_path(folder, resume_from)
-    return [path for path in made if origin in _peek(path).get("origins", [])] + [Path(resume_from)]
+    descendants = [path for path in newest_first if origin in _peek(path).get("origins", [])]
+    return [*descendants, Path(resume_from)]
 
 
 def origin_path(folder, resume_from: str) -> str:
-    """The same for each way to write the path, also where both have moved together."""
+    """A relative path: the same however the path is written, and after both folders have moved together."""
     return os.path.relpath(os.path.realpath(resume_from), os.path.realpath(folder))
 
 
 def run_name(checkpoint: Path) -> str:
-    """The name of the run that made a checkpoint, as it may be printed: nothing of the path above it."""
+    """The name of the run that made a checkpoint, without the path above it, as it may be printed."""
     place = checkpoint.resolve()
     name = (place.parents[1] if place.parent.name == "checkpoints" else place).name
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
 def find_damage(folder: Path) -> str:
-    """What is wrong with a checkpoint, "" for nothing: checksums; names, shapes and types of all tensors."""
+    """What is wrong with a checkpoint, or "": its checksums, or names, shapes and types of its tensors."""
     if problem := find_problem(folder):
         return problem
     try:
         state = json.loads((folder / "state.json").read_bytes())
         if isinstance(state, dict) and state.get("format") != FORMAT:
-            return ""  # read_state says what to do
+            return ""  # read_state raises for it
         sealed = json.loads((folder / "manifest.json").read_bytes())["files"]
         kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
         if "state.json" not in sealed or not all(isinstance(state[key], kinds[key]) for key in kinds):
             return "state.json: not that of a checkpoint"
         problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
         return next(filter(None, problems), "")
-    except Exception as error:  # of a file whose bytes are as they were sealed, and say something else
+    except Exception as error:  # its checksum is right, but its content is not
         return f"state.json: not readable ({type(error).__name__}: {error})"
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a verified checkpoint. ValueError where another version of the project has made it."""
+    """state.json of a verified checkpoint. ValueError if another version of this project has made it."""
     state = json.loads((folder / "state.json").read_text())
     if state.get("format") != FORMAT:
-        raise ValueError(f"{folder} was made by another version of this project: continue it with that "
-                         "version, or start anew in another output_dir (model_name_or_path takes its weights "
-                         "along)")
+        raise ValueError(f"{folder} was made by another version of this project: resume it with that "
+                         "version, or start anew in another output_dir (model_name_or_path takes weights)")
     return state
 
 
 def newest_extra(output_dir, resume_from: str) -> dict:
-    """The extra of the checkpoint that a start would continue from, {} without one; nothing is verified."""
+    """The extra of the checkpoint that a start would resume from, {} without one; nothing is verified."""
     with suppress(OSError, IndexError):
         extra = _peek(candidates(Path(output_dir) / "checkpoints", resume_from)[0]).get("extra")
         if isinstance(extra, dict) and all(isinstance(extra.get(key), dict) for key in ("settings", "data")):
@@ -95,7 +93,7 @@ def newest_extra(output_dir, resume_from: str) -> dict:
 
 
 def _peek(folder: Path) -> dict:
-    """state.json that nobody has verified; {} where it cannot be read."""
+    """state.json, unverified; {} if it cannot be read."""
     with suppress(OSError, ValueError):
         state = json.loads((folder / "state.json").read_text())
         return state if isinstance(state, dict) else {}
@@ -103,7 +101,7 @@ def _peek(folder: Path) -> dict:
 
 
 def thing_bytes(thing, model) -> int:
-    """Bytes of its tensors. An optimizer that has made no step yet counts with AdamW's two moments."""
+    """Bytes of its tensors. An optimizer before its first step counts AdamW's two moments."""
     tensors = [*freeze(thing, model)[1].values()]
     if not tensors and (optimizer := bare_optimizer(thing)):
         tensors = 2 * [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -111,10 +109,10 @@ def thing_bytes(thing, model) -> int:
 
 
 def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -> str:
-    """How much the checkpoints of a run need, and how much is free. ValueError where that is less.
+    """A text: the space that a run's files need, and the space that is free. ValueError if that is less.
 
-    While a checkpoint is written, save_total_limit complete ones are there too; of the models for users one
-    at a time is replaced by a new file. What the run replaces is as good as free."""
+    While a checkpoint is written, save_total_limit complete ones exist too; likewise one of the exported
+    models exists twice. The space of files that the run replaces counts as free."""
     weights, count, folder = thing_bytes(model, model), save_total_limit + 1, Path(output_dir).absolute()
     each = sum(thing_bytes(thing, model) for thing in (model, *keep.values()))
     needed = each * count + (models + 1) * weights
@@ -128,15 +126,6 @@ def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -
         raise ValueError(f"output_dir: {need}, but {size_text(free)} are free: choose another output_dir or "
                          "lower save_total_limit.")
     return f"{need}; {size_text(free)} are free"
-
-
-def available_memory() -> int:
-    """Bytes that can be taken now: of the machine, or of this container (cgroup v2)."""
-    free, group = psutil.virtual_memory().available, Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())  # "max" without a limit
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
 
 
 def size_text(count) -> str:

@@ -1,14 +1,14 @@
 """Stop signals that all processes obey at the same step, and one run at a time in an output folder.
 
-The first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP lets the run save and end. A second one ends it at once,
-but not within a second: a launcher forwards what the scheduler has also sent to its workers.
+At the first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP the run saves and ends. A second one ends it at once,
+unless it comes within a second: a launcher may forward a signal that the scheduler also sent to the workers.
 
-What launchers do with a signal that only they receive (read in their source, and tried):
-* accelerate launch, one process: dies without telling the script. A thread here watches the parent's id and
-  sends us SIGUSR2, which nobody takes for a second signal.
-* torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then
+What launchers do with a signal that only they receive (read in their source, and tried): * accelerate launch,
+one process: it dies without telling the script. A thread here watches the parent's id and
+  sends this process SIGUSR2, which does not count as a second signal.
+* torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then send
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
-* accelerate launch on TPU: dies, and its child trains on. So this module runs in the launcher, too.
+* accelerate launch on TPU: it dies, and its child goes on. So this module runs in the launcher too.
 """
 
 import contextlib
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_GONE = signal.SIGUSR2
-XLA_CALLS = 10  # with several XLA processes every answer waits for the device, so only every tenth call asks
+XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
 
-# Handlers belong to the process, hence this one state per process. signum: the first stop signal, or 0.
+# Handlers belong to the process, and so does this state. signum: the first stop signal, or 0.
 _state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True)
-_before = {}  # handlers that ours replaced
+_before = {}  # the handlers that ours replaced
 
 
 def handle_stop_signals(importing: bool = False) -> None:
-    """Handle stop signals from now on. Before training there is nothing to save: they end the process.
+    """Handle stop signals from now on. Before training they end the process, as there is nothing to save.
 
-    importing: where a TPU launcher, or a child of it, imports the script. There main() runs in a thread, and
-    only the main thread may set handlers."""
+    importing: a TPU launcher or its child imports the script. There main() runs in a thread, but only the
+    main thread may set handlers."""
     if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
@@ -55,10 +55,10 @@ def handle_stop_signals(importing: bool = False) -> None:
         return
     _state.signum = 0
     for number in (*STOP_SIGNALS, LAUNCHER_GONE):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # else started with nohup
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             _before[number] = signal.signal(number, _on_signal)
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if not forward and (launched or child):  # a shell may leave its jobs behind
+    if not forward and (launched or child):  # started from a shell it may outlive its parent
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
 
 
@@ -80,8 +80,8 @@ def _on_signal(number, frame):
     elif time.monotonic() - _state.since > 1:
         text = "second signal, stopping at once; the newest complete checkpoint stays"
     else:
-        return  # the same request
-    if _state.speaks:  # os.write: a handler may interrupt a print
+        return  # the first signal again
+    if _state.speaks:  # os.write, as a handler may interrupt a print
         os.write(2, f"\n{name}: {text}\n".encode())
     if not (first and _state.training):
         os._exit(128 + number)
@@ -94,7 +94,7 @@ def _signal_children(number):
 
 
 def _leave_to_parent():
-    """In a forked data loading worker. Ctrl-C in a terminal reaches it, too: its parent ends it."""
+    """In a forked data loading worker: it ignores Ctrl-C, which reaches it too, as its parent will end it."""
     for number in _before:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
@@ -103,7 +103,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _watch_launcher(parent):
-    # It may have died while we imported torch: our parent is then init, which is no Python.
+    # If the launcher died while we imported torch, our parent is init, which is not Python.
     lost = parent == 1 and sys.platform == "linux" and b"python" not in Path("/proc/1/cmdline").read_bytes()
     while os.getppid() == parent and not lost:
         time.sleep(0.2)
@@ -112,16 +112,16 @@ def _watch_launcher(parent):
 
 
 def exit_status(signum: int) -> int:
-    """130 after Ctrl-C, 143 after every other stop signal: schedulers send them all to mean SIGTERM."""
+    """130 after Ctrl-C, 143 after all others: schedulers send them in the place of SIGTERM."""
     return 130 if signum == signal.SIGINT else 143
 
 
 class StopSignals:
-    """Made when training begins. close() gives back the handlers that were there before."""
+    """Made when training begins. close() restores the handlers that were there before."""
 
     def __init__(self, accelerator):
         self.accelerator, self.answer, self.calls, self.pending = accelerator, 0, 0, None
-        # gloo reduces beside training and never touches the accelerator: on the CPU in the group there is.
+        # gloo all-reduces on the CPU during training, and never waits for the accelerator.
         self.group = None
         if accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized():
             self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
@@ -129,12 +129,12 @@ class StopSignals:
 
     @property
     def requested(self) -> int:
-        """The signal that this process alone has received, or 0."""
+        """The signal that this process has received, or 0."""
         return _state.signum
 
     def agreed(self) -> int:
-        """The signal or 0, the same on all processes at the same call, which all make. With several it is
-        what was known at the previous call: one integer is reduced meanwhile, and nobody waits."""
+        """The signal or 0, the same on all processes, which make the same calls. With several processes it is
+        that of the previous call: one integer is all-reduced between two calls, so nobody waits."""
         if self.answer:
             return self.answer
         if self.accelerator.num_processes == 1:
@@ -164,9 +164,9 @@ class StopSignals:
 
 
 def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
-    """Make output_dir ours while the lock is kept, and until this process ends, however it ends.
+    """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
 
-    A run that is just saving gets wait_seconds to finish. ValueError when it cannot be locked or written."""
+    A run that is just ending gets wait_seconds. ValueError if the folder cannot be locked or written."""
     path = Path(output_dir) / ".lock"
     lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
     try:

@@ -1,7 +1,5 @@
-"""Everything that a long run will need, done once before it starts.
-
-A run that fails at its last line, over a missing folder or a typo, has cost days; this costs seconds.
-"""
+"""Everything that a long run will need, done once before the first step: a run that fails at its last line,
+because of a missing folder or a typo, has cost days."""
 
 import contextlib
 import math
@@ -13,10 +11,10 @@ from utils.state.checkpoint import Checkpoints
 
 @contextlib.contextmanager
 def rehearsal(checkpoints, edits):
-    """Inside the block the run may update, evaluate and save in the folder that this yields; afterwards the
-    model and all that is kept are as they were, read back from a real checkpoint, or `edits` raises.
+    """Inside the block the run may update, evaluate and save in the folder that this yields. Afterwards the
+    model and all that is kept are restored from a real checkpoint, or `edits` raises.
 
-    Takes the memory for background saves of `checkpoints`."""
+    Reserves the memory for background saves of `checkpoints`."""
     accelerator, folder = checkpoints.accelerator, checkpoints.folder.parent / ".preflight"
     if accelerator.is_main_process:
         shutil.rmtree(folder, ignore_errors=True)
@@ -27,7 +25,7 @@ def rehearsal(checkpoints, edits):
     yield folder
     edits.check()
     edits.model.zero_grad(set_to_none=True)
-    checkpoints.reserve(edits.model, edits.keep)  # before the optimizer's state is gone again
+    checkpoints.reserve(edits.model, edits.keep)  # while the optimizer has its state
     rehearsed.load("auto", edits.model, edits.keep)
     edits.check_restored(before)
     accelerator.wait_for_everyone()
@@ -36,19 +34,19 @@ def rehearsal(checkpoints, edits):
 
 
 def rehearse_updates(accelerator, micro_batches, seed_step, edits) -> float:
-    """Seconds of a step. Says what of an edit is doubtful; ValueError for what is wrong."""
+    """Seconds of an update. Warns about doubtful edits; ValueError for wrong ones."""
 
     def once():
-        seed_step()  # or all processes would draw the same numbers, as they do not in the loop
+        seed_step()  # as in the loop, where each process draws other numbers
         edits.update(micro_batches)
         edits.check_step(accelerator)
 
     forget_peak(accelerator.device)
-    # The first call compiles. Every process makes as many, because gradients are exchanged.
+    # The first call compiles. All processes make the same number of calls, as gradients are all-reduced.
     _, *seconds = (timed(once) for _ in range(3))
     for name in edits.idle_optimizers():
-        accelerator.print(f"warning: {name} has moved no weight: it makes no step yet, or nothing that is "
-                          "trained depends on them.")  # fmt: skip
+        accelerator.print(f"warning: {name} has moved no weight: it makes no step yet, or no loss depends on "
+                          "its weights.")
     edits.check_weights(accelerator)
     backward = accelerator.backward
     accelerator.backward = lambda loss, **more: backward(loss * math.inf, **more)
@@ -56,10 +54,10 @@ def rehearse_updates(accelerator, micro_batches, seed_step, edits) -> float:
         once()
     except (AttributeError, TypeError, RuntimeError) as error:
         cause = f"update: fails where the gradient is not finite ({str(error).splitlines()[0]})"
-        raise ValueError(f"{cause}: the guard drops it, pass over weights whose grad is None.") from error
+        raise ValueError(f"{cause}: the guard drops it, so skip weights whose grad is None.") from error
     finally:
         del accelerator.backward
     if names := edits.check_weights(accelerator):
-        accelerator.print(f"warning: a gradient that is not finite gets into {names[0]}: nothing may move "
-                          "weights before the guard has judged it, or without a guard.")
+        accelerator.print(f"warning: a gradient that is not finite gets into {names[0]}: change weights only "
+                          "after the guard has judged the gradient, and only with a guard.")
     return min(seconds)

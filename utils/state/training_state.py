@@ -1,6 +1,6 @@
-"""What a checkpoint holds: weights and whatever is kept beside them, as tensors by name and JSON values.
+"""What a checkpoint holds: weights and everything else that is kept, as tensors by name and JSON values.
 
-Names are those of the bare model, so that a state fits with and without DDP, compile and FSDP around it.
+Names are those of the bare model, so that a state fits with and without DDP, compile or FSDP around it.
 """
 
 import json
@@ -17,19 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from utils.state.files import DoesNotFit, read_tensors, tensor_specs
 
-BYTES = 1 << 15  # on XLA processes exchange bytes in multiples of so many: a shape is a graph
-# What belongs to the device in an optimizer group stays as this run has it.
+BYTES = 1 << 15  # on XLA messages are padded to a multiple of this: each shape is a graph
+# Settings of an optimizer's group that depend on the device: a resumed run uses its own.
 NOT_RESTORED = ("params", "fused", "foreach", "capturable", "differentiable")
-ANOTHER = "keep it under another name to begin it anew"
+ANOTHER = "keep it under another name to start it anew"
 
 
 def clean_name(name: str) -> str:
-    """Without what DDP (in front), compile and recomputation (inside) add to it."""
+    """Without the prefixes of DDP, compile and gradient checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "").removeprefix("module.")
 
 
 def named_tensors(model) -> dict:
-    """{name: parameter or persistent buffer}; of tied ones only the first."""
+    """{name: parameter or persistent buffer}, of tied ones only the first."""
     first = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         first.setdefault(id(tensor), (clean_name(name), tensor))
@@ -37,7 +37,7 @@ def named_tensors(model) -> dict:
 
 
 def reshard(model) -> None:
-    """Back to the layout that the optimizer was built with: evaluation leaves gathered weights."""
+    """Reshard: evaluation leaves FSDP's weights gathered, but the optimizer was built with shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -51,15 +51,15 @@ def bare_optimizer(thing):
 
 
 def freeze(thing, model) -> tuple[dict, dict]:
-    """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters), or anything else with
-    state_dict; nothing is copied. ValueError for what cannot be kept."""
+    """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters) or anything else with
+    state_dict. Nothing is copied. ValueError for what cannot be kept."""
     if thing is model:
         return _encode(named_tensors(model))
     if isinstance(thing, torch.Generator):
         return _encode({"state": thing.get_state()})
     if isinstance(thing, AcceleratedScheduler):
-        raise ValueError(f"keep: a {type(thing.scheduler).__name__} went through accelerator.prepare, which "
-                         "makes it step once for each process; leave it out there.")
+        raise ValueError(f"keep: a {type(thing.scheduler).__name__} was given to accelerator.prepare, which "
+                         "steps it once for each process; leave it out there.")
     if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
         raise ValueError(f"keep: a {type(thing).__name__} has no state_dict and load_state_dict")
     if not (optimizer := bare_optimizer(thing)):
@@ -77,8 +77,8 @@ def freeze(thing, model) -> tuple[dict, dict]:
 
 @torch.no_grad()
 def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
-    """Put back what freeze gave for `thing` and a checkpoint in `folder` holds as `name`, also into a model
-    that is sharded otherwise, or not at all."""
+    """Restore `thing`, which a checkpoint in `folder` holds as `name` with this tree of `freeze`. A model may
+    be sharded in another way, or not at all."""
     if thing is model:
         here = named_tensors(model)
         there, now = tensor_specs(tree), tensor_specs(_encode(here)[0])
@@ -93,9 +93,9 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     state = _read(folder, name, tree, like=_encode(thing.state_dict())[1])
     try:
         thing.load_state_dict(state)
-    except Exception as error:  # whatever a class of the user's, or another scheduler, makes of it
+    except Exception as error:  # the user's class may raise anything
         reason = f"{type(error).__name__}: {error}; {ANOTHER}"
-        raise DoesNotFit(f"keep: {name} in {folder} does not fit what is kept now: {reason}") from error
+        raise DoesNotFit(f"keep: {name} of {folder} does not fit what is kept now: {reason}") from error
 
 
 def _restore_optimizer(folder, name, optimizer, tree, model):
@@ -107,7 +107,7 @@ def _restore_optimizer(folder, name, optimizer, tree, model):
         raise DoesNotFit(f"keep: {groups}; {ANOTHER}")
     optimizer.state.clear()
     saved = _read(folder, name, tree, like={name: parameter for parameter, name in names.items()})
-    groups, numbers = optimizer.state_dict()["param_groups"], {}  # torch numbers the parameters
+    groups, numbers = optimizer.state_dict()["param_groups"], {}  # numbers: {name: torch's number}
     for group, old in zip(groups, saved["groups"], strict=True):
         numbers.update(zip(old["params"], group["params"], strict=True))
         group.update({key: value for key, value in old.items() if key not in NOT_RESTORED})
@@ -116,7 +116,7 @@ def _restore_optimizer(folder, name, optimizer, tree, model):
 
 
 def _parameter_names(optimizer, model) -> dict:
-    """{parameter: name}: the model's, or its place in the optimizer where the model does not have it."""
+    """{parameter: its name in the model, or its place in the optimizer if the model lacks it}"""
     named, names = {weight: clean_name(name) for name, weight in model.named_parameters()}, {}
     for g, group in enumerate(optimizer.param_groups):
         names |= {p: named.get(p, f"group {g}, parameter {i}") for i, p in enumerate(group["params"])}
@@ -124,7 +124,7 @@ def _parameter_names(optimizer, model) -> dict:
 
 
 def _encode(value, path: str = "") -> tuple[dict, dict]:
-    """(JSON values with {"__tensor__": path, "shape": ..., "dtype": ...} in each tensor's place, tensors)"""
+    """(JSON values with {"__tensor__": path, "shape": ..., "dtype": ...} for each tensor, {path: tensor})"""
     tensors = {}
 
     def encode(value, path):
@@ -137,7 +137,7 @@ def _encode(value, path: str = "") -> tuple[dict, dict]:
         if isinstance(value, dict):
             items = [[key, encode(item, f"{path}/{key}".strip("/"))] for key, item in value.items()]
             plain = all(isinstance(key, str) and key[:2] != "__" for key in value)
-            return dict(items) if plain else {"__dict__": items}  # JSON would make texts of its keys
+            return dict(items) if plain else {"__dict__": items}  # JSON's keys are strings
         if isinstance(value, list | tuple):
             items = [encode(item, f"{path}/{i}".strip("/")) for i, item in enumerate(value)]
             return items if isinstance(value, list) else {"__tuple__": items}
@@ -152,7 +152,7 @@ def _encode(value, path: str = "") -> tuple[dict, dict]:
 
 
 def _read(folder: Path, name: str, tree, like: dict):
-    """What _encode made `tree` of. Tensors are sharded as the one of their name in `like` is."""
+    """The inverse of _encode. A tensor is sharded like the one of its name in `like`."""
     tensors = {}
 
     def decoded(node):
@@ -163,37 +163,37 @@ def _read(folder: Path, name: str, tree, like: dict):
             empty = torch.empty_like(model, dtype=dtype) if sharded else torch.empty(shape, dtype=dtype)
             return tensors.setdefault(path, empty)
         if "__numpy__" in node:
-            return node["__numpy__"].numpy()  # the same memory
+            return node["__numpy__"].numpy()  # shares its memory
         if "__tuple__" in node:
             return tuple(node["__tuple__"])
         return dict(node["__dict__"]) if "__dict__" in node else node
 
-    value = json.loads(json.dumps(tree), object_hook=decoded)  # inner ones first
+    value = json.loads(json.dumps(tree), object_hook=decoded)  # calls it for inner nodes first
     read_tensors(folder, name, tensors)
     return value
 
 
 def digest(tree, tensors: dict) -> str:
-    """Of a state, for comparison; of sharded tensors this process's part."""
+    """Checksum of what `freeze` gives; of sharded tensors only this process's part counts."""
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     return xxhash.xxh3_128_hexdigest(json.dumps([tree, sums]).encode())
 
 
 def checksum(tensor) -> str:
-    """Of a tensor's type, shape and bytes; of a sharded one this process's part."""
-    part = local(tensor.detach()).to("cpu", copy=True)  # numpy pins a storage, which FSDP could not free then
+    """Checksum of a tensor's type, shape and bytes; of a sharded one only this process's part counts."""
+    part = local(tensor.detach()).to("cpu", copy=True)  # numpy would keep the storage, and FSDP must free it
     content = part.contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{part.dtype} {[*part.shape]} {xxhash.xxh3_128_hexdigest(content)}"
 
 
 def local(tensor) -> torch.Tensor:
-    """This process's part of a sharded tensor; XLA's on the CPU, as each question to it is a graph."""
+    """This process's part of a sharded tensor. XLA's are copied to the CPU, or each operation is a graph."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 
 def gather_bytes(accelerator, mine: bytes) -> list[bytes]:
-    """`mine` of every process, in their order."""
+    """`mine` of every process, in the order of processes."""
     if accelerator.num_processes == 1:
         return [mine]
     sizes = accelerator.gather(torch.tensor([len(mine)], device=accelerator.device)).tolist()
@@ -208,8 +208,8 @@ def gather_json(accelerator, mine) -> list:
 
 
 def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
-    """The same on all processes: (tree, tensors) as they are where they agree or are sharded, else
-    {"__processes__": [tree of each]} and the tensors of all, "0/path", "1/path"."""
+    """(tree, tensors) to be saved by the main process. If the processes' states differ and are not sharded,
+    it is {"__processes__": [tree of each]} and the tensors of all, by the names "0/path", "1/path"."""
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     if accelerator.num_processes == 1 or sharded:
         return tree, tensors
@@ -223,4 +223,4 @@ def gather_differing(accelerator, tree, tensors: dict) -> tuple[dict, dict]:
     trees = gather_json(accelerator, json.loads(json.dumps(tree), object_hook=renamed))
     file = save({f"{i}/{path}": value.cpu().contiguous() for path, value in tensors.items()})
     files = [load(content) for content in gather_bytes(accelerator, file)]
-    return {"__processes__": trees}, {path: value for found in files for path, value in found.items()}
+    return {"__processes__": trees}, {path: value for file in files for path, value in file.items()}
