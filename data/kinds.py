@@ -18,11 +18,12 @@ from data.factory import TokenMaker
 from data.filters import Accounting, clean_documents
 from data.fim import fill_in_middle
 from data.foreign import ForeignRows, is_foreign
+from data.groups import Groups, shard_groups, text_groups
 from data.pair_rows import holds_pairs, load_pairs, saved_rows
 from data.pairs import PairMaker
 from data.shards import check_shards, entries_of, fetch_tokenizer, open_shards, read_manifest
 from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus
-from data.streams import Groups, StreamedRows, shard_groups, text_groups
+from data.streams import StreamedRows
 from data.text import FEW, PreparedRows, held_out_of, prepare_rows
 
 TEXT_GROUP, SHARD_GROUP = 1 << 13, 1 << 16  # rows of a stream that are shuffled together

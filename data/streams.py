@@ -11,7 +11,6 @@ says. Rows are shuffled within a group, as a function of the seed alone; each co
 """
 
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -24,119 +23,23 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from io import BytesIO
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
 
 from data.cache import sweep
-from data.encode import Encoder, tokenize_documents
-from data.filters import Accounting, clean_documents, in_validation
+from data.groups import Groups, Mark
 from data.order import permuted
-from data.shards import read_file
-from data.sources.corpus import Corpus
+from data.sources.files import digest
 from utils.io.files import write_json
-from utils.io.secrets import without_secrets
-from utils.io.urls import Folder
 
 PAUSE = 0.02  # seconds between looks at the disk
 MARKS = 1024  # groups whose beginnings are remembered, for a checkpoint
 PROJECT = Path(__file__).resolve().parent.parent
 PRODUCER = "import sys; sys.path.insert(0, sys.argv[1]); from data.streams import main; main(sys.argv[2])"
 NUMBERS = itertools.count()  # of the rings of this process: all processes of a machine begin the same ones
-
-
-class Mark(NamedTuple):
-    """Where a group begins: its number, its first position in the stream, the epoch and its first row in it;
-    and the document (or shard), and the token of it, that this row begins with."""
-
-    group: int = 0
-    first: int = 0
-    epoch: int = 0
-    row: int = 0
-    document: int = 0
-    offset: int = 0
-
-
-@dataclass
-class Groups:
-    """A source as rows of block_size tokens, in order, `size` rows at a time.
-
-    content: changes with the rows. tokens(first): the token ids of each document (or shard) from number
-    `first` on, and its number; it pickles. n_rows: of an epoch; None: only the end of the text tells."""
-
-    name: str
-    content: list
-    tokens: Callable[[int], Iterator[tuple[np.ndarray, int]]]
-    block_size: int
-    size: int
-    n_rows: int | None = None
-
-    def epoch(self, document: int, offset: int) -> Iterator[tuple[np.ndarray, int, int]]:
-        """From token `offset` of `document` on: rows [size, T], the last time fewer, and the document and
-        offset where the next row begins."""
-        T, full, waiting, size = self.block_size, self.size * self.block_size, [], 0
-        for ids, number in self.tokens(document):
-            waiting.append(ids[offset:])
-            size, offset = size + len(waiting[-1]), 0
-            if size >= full:
-                rest = np.concatenate(waiting)
-                while len(rest) >= full:
-                    rows, rest = rest[:full], rest[full:]
-                    yield rows.reshape(-1, T), number, len(ids) - len(rest)
-                waiting, size = [rest], len(rest)
-        if size >= T:
-            yield np.concatenate(waiting)[: size // T * T].reshape(-1, T), 0, 0
-
-    def groups(self, mark: Mark) -> Iterator[tuple[Mark, np.ndarray]]:
-        """Groups from this mark on, endlessly. ValueError: no row in an epoch."""
-        for epoch in itertools.count(mark.epoch):
-            for rows, document, offset in self.epoch(mark.document, mark.offset):
-                yield mark, rows
-                first, row = mark.first + len(rows), mark.row + len(rows)
-                mark = Mark(mark.group + 1, first, epoch, row, document, offset)
-            if mark.row == 0:
-                raise ValueError(f"dataset_name: {self.name} gives no row of {self.block_size} tokens to "
-                                 "train on. Take more text, a smaller block_size or other keywords.")
-            mark = Mark(mark.group, mark.first, epoch + 1)
-
-
-def text_groups(corpus: Corpus, encoder: Encoder, block_size: int, size: int, held_out: tuple = (0, 0.0),
-                fim=None) -> Groups:
-    """The rows of prepare_rows for training. A resumed stream reads the epoch again up to where it was,
-    without tokenizing. held_out: seed, share of the documents that are for validation."""
-    content = [corpus.fingerprint, corpus.keywords, encoder, held_out, fim]
-    tokens = partial(_text_tokens, corpus, encoder, held_out, fim)
-    return Groups(corpus.name, content, tokens, block_size, size)
-
-
-def _text_tokens(corpus: Corpus, encoder: Encoder, held_out: tuple, fim, first: int) -> Iterator:
-    def documents() -> Iterator[tuple]:
-        counts = Accounting()
-        for document in clean_documents(corpus, counts):
-            text, number = document[corpus.text_column], counts.read - 1
-            if number >= first and not in_validation(text, *held_out):
-                yield fim(text) if fim else text, number
-
-    return tokenize_documents(documents(), encoder, fim)
-
-
-def shard_groups(url: str, entries: list[dict], block_size: int, size: int) -> Groups:
-    """Token shards at a URL; entries: of the manifest."""
-    content = ["shards", *(entry["sha256"] for entry in entries)]
-    n_rows = sum(entry["tokens"] for entry in entries) // block_size
-    tokens = partial(_shard_tokens, url, entries)
-    return Groups(without_secrets(url), content, tokens, block_size, size, n_rows)
-
-
-def _shard_tokens(url: str, entries: list[dict], first: int) -> Iterator:
-    for number, entry in enumerate(entries[first:], first):
-        yield np.load(BytesIO(read_file(Folder(url), entry))), number
 
 
 # ---- The producer
@@ -186,8 +89,7 @@ class StreamedRows:
         self.source, self.cache_dir, self.most = source, Path(cache_dir), most
         self.process, self.processes = process, processes
         self.block_size, self.n_rows = source.block_size, source.n_rows
-        shape = [source.content, source.block_size, source.size]
-        self.fingerprint = hashlib.sha256(repr(shape).encode()).hexdigest()[:16]
+        self.fingerprint = digest(source.content, source.block_size, source.size)
         self.begun, self.marks = Mark(), deque(maxlen=MARKS)
         self.groups: dict[tuple, tuple[Mark, np.ndarray]] = {}  # open ones, by epoch and row // size
         self.folder: Path | None = None  # the ring
@@ -295,14 +197,15 @@ def _end(producer: subprocess.Popen, folder: Path, lock: FileLock) -> None:
 def _ring_name(process: int, processes: int) -> str:
     """The same in all processes of this machine, and new: a killed run may have left its ring, even one that
     the same parent has launched (torchrun, a notebook)."""
-    number, name = next(NUMBERS), f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
-    if processes == 1:
-        return name
-    from torch import distributed as dist  # not at the top: the producer imports this file
+    host, number = socket.gethostname(), next(NUMBERS)
+    name = f"{host}-{os.getpid()}-{time.time_ns()}"
+    if processes > 1:
+        from torch import distributed as dist  # not at the top: the producer imports this file
 
-    if not dist.is_initialized():  # XLA
-        return f"{socket.gethostname()}-{os.getppid()}-{number}"
-    store, key = dist.distributed_c10d._get_default_store(), f"stream {socket.gethostname()} {number}"
-    if process == 0:
-        store.set(key, name)
-    return store.get(key).decode()  # waits for process 0
+        if not dist.is_initialized():  # XLA
+            return f"{host}-{os.getppid()}-{number}"
+        store = dist.distributed_c10d._get_default_store()
+        if process == 0:
+            store.set(f"stream {host} {number}", name)
+        name = store.get(f"stream {host} {number}").decode()  # waits for process 0
+    return name

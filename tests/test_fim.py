@@ -18,10 +18,10 @@ from data.encode import Encoder, tokenize_documents
 from data.factory import TokenMaker
 from data.filters import in_validation
 from data.fim import NAMES, fill_in_middle
+from data.groups import text_groups
 from data.open import Recipe, open_sources, prepare
 from data.shards import check_shards, open_shards
 from data.sources.corpus import Corpus, Source
-from data.streams import text_groups
 from data.text import prepare_rows, trained_tokenizer
 from data.tokenizer import main as train_by_command
 from data.tokenizer import train_tokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.groups import Mark, shard_groups
 from data.shards import check_shards, damaged_files, fetch_tokenizer, open_shards, read_manifest
-from data.streams import Mark, shard_groups
 from data.tokenizer import load_tokenizer
 from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
 from utils.io import retry, urls

@@ -15,10 +15,11 @@ import pytest
 
 from data.encode import Encoder
 from data.factory import TokenMaker
+from data.groups import Mark, shard_groups, text_groups
 from data.mixture import MixedOrder, MixedRows, Mixture
 from data.shards import check_shards, open_shards
 from data.sources.corpus import Source, load_corpus
-from data.streams import Mark, StreamedRows, shard_groups, text_groups
+from data.streams import StreamedRows
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
 from tests.runs import PROJECT
