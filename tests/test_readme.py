@@ -33,8 +33,8 @@ def test_the_loop_is_the_scripts():
         assert textwrap.indent(part, 4 * " ") in script
 
 
-def test_the_readme_is_two_screens_and_leads_to_every_page():
-    assert len(README.splitlines()) <= 150
+def test_the_readme_is_short_and_leads_to_every_page():
+    assert len(README.splitlines()) <= 110 and len(README.split()) <= 1000
     for page, text in PAGES.items():
         links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
         assert [link for link in links if not (page.parent / link).exists()] == [], page.name
@@ -136,7 +136,6 @@ NOT_HERE = {
     "accelerate launch --config_file accelerate_configs/rocm": "GPU; test_accelerate_configs.py",
     "accelerate launch --config_file accelerate_configs/fsdp": "GPUs; on CPU processes in test_fsdp.py",
     "accelerate launch --config_file accelerate_configs/tpu": "TPU; on XLA's CPU device in tests/xla",
-    "accelerate launch --config_file accelerate_configs/mps": "Apple GPU; test_accelerate_configs.py",
     "torchrun --nproc_per_node 8": "8 GPUs; two CPU processes in test_preemption.py",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "part of a line; test_crash.py",
     "PJRT_DEVICE=CPU": "torch_xla wants an environment of its own",
