@@ -86,7 +86,7 @@ class TrainArgs:
     attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
 
     # Optimization
-    per_device_train_batch_size: int = 16  # B, rows
+    per_device_train_batch_size: int = 32  # B, rows
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
@@ -99,7 +99,7 @@ class TrainArgs:
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 2000  # steps; 0: num_train_epochs decides
+    max_train_steps: int = 1000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=list)  # rows with these weigh more; none: off
@@ -109,8 +109,8 @@ class TrainArgs:
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
     eval_at_start: bool = True  # evaluate before the first step, too
-    eval_steps: int = 500  # steps; 0: once per epoch
-    save_steps: int = 500  # steps; 0: once per epoch
+    eval_steps: int = 250  # steps; 0: once per epoch
+    save_steps: int = 250  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
     milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off

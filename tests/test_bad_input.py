@@ -32,7 +32,7 @@ CLM | --num_train_epochs 0 --max_train_steps 0          | both are 0, set one of
 CLM | --max_train_steps -5                              | max_train_steps: must be 0 (off) or greater
 CLM | --max_train_steps 1e3                             | invalid int value: '1e3'
 CLM | --adam_beta2 1                                    | adam_beta2: must be less than 1
-CLM | --milestones 0                                    | milestones: 0: give log, or steps from 1 to 2000, or none
+CLM | --milestones 0                                    | milestones: 0: give log, or steps from 1 to 1000, or none
 CLM | --milestones many                                 | milestones: many: give log
 MLM | --milestones log 100                              | milestones: log 100: give log
 CLM | --max_train_steps 12 --num_warmup_steps 0 --milestones 4 13 | milestones: 4 13: give log, or steps from 1 to 12
