@@ -49,6 +49,14 @@ def test_the_block_multiplies_the_batch_out():
     assert "one process, cpu" in text and "float32" in text
 
 
+@pytest.mark.parametrize(
+    "has, parameters, says", [(True, 124e6, True), (True, 1e6, False), (False, 124e6, False)]
+)
+def test_a_cpu_that_is_faster_in_bfloat16_is_named(has, parameters, says, monkeypatch):
+    monkeypatch.setattr("utils.display.doctor.cpu_has_bfloat16", lambda: has)
+    assert ("--mixed_precision bf16 is faster" in block("gpt2", int(parameters))) == says
+
+
 def test_the_block_says_when_the_batch_changes():
     text = block(micro_batches=lambda step: 16 if step else 8)
     assert "32,768 tokens per step at first" in text and "600 steps = 39.3 M tokens" in text

@@ -21,6 +21,11 @@ def device_type() -> str:
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
 
 
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 

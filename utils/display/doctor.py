@@ -6,13 +6,14 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 
-from utils.devices import local_processes, module_of
+from utils.devices import cpu_has_bfloat16, local_processes, module_of
 from utils.display.throughput import device_name
 from utils.state.folders import list_checkpoints, step_of
 from utils.xla import is_xla, xla_precision
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # files of a loaded driver
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+LARGE = 10_000_000  # parameters of a model whose step on a CPU is much faster in bfloat16
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
 
 
@@ -94,8 +95,11 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
     at_first = "" if total == steps.last * tokens else " at first"
     compiler = "" if launch["compiler"] == "no" else f", compiled with {launch['compiler']}"
     done = f"; {start:,} are done" if start else ""
+    computed = launch["precision"]
+    if accelerator.device.type == "cpu" and computed == PRECISIONS["no"] and parameters > LARGE:
+        computed += ", --mixed_precision bf16 is faster" if cpu_has_bfloat16() else ""
     lines = [
-        f"target     {launched(kind, processes, local)}, {launch['device']}, {launch['precision']}{compiler}",
+        f"target     {launched(kind, processes, local)}, {launch['device']}, {computed}{compiler}",
         f"batch      {batch} = {rows:,} rows = {tokens:,} tokens per step{at_first}",
         f"steps      {steps.last:,} steps = {_millions(total)} tokens{done}",
         f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}",
