@@ -55,7 +55,8 @@ class Kind:
     def streamed(self, groups: Groups, tokenizer, accelerator) -> dict:
         """{"train": rows of a stream}. ValueError: stream_gb is less than all processes need at once."""
         recipe, processes = self.recipe, accelerator.num_processes
-        rows_at_once = 2 * groups.size + 2 * recipe.per_device_train_batch_size * processes
+        step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * processes
+        rows_at_once = 2 * groups.size + 2 * step
         least = rows_at_once * recipe.row_size * token_dtype(tokenizer).itemsize / 1e9
         if recipe.stream_gb < least:
             raise ValueError(f"stream_gb: must be {least:.3g} or greater for rows of {recipe.block_size} "

@@ -60,6 +60,7 @@ class Recipe:
     max_train_samples: int = 0
     max_eval_samples: int = 0
     per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
     per_device_eval_batch_size: int = 32
 
     def __post_init__(self):

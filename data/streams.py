@@ -153,7 +153,7 @@ class StreamedRows:
             return
         self.cache_dir.mkdir(parents=True, exist_ok=True)
         sweep(self.cache_dir)
-        lock = FileLock(f"{name}.lock")
+        lock = FileLock(f"{name}.lock", thread_local=False)
         lock.acquire()
         self.folder.mkdir()
         np.zeros(self.processes, np.int64).tofile(self.folder / "taken")
@@ -195,8 +195,8 @@ def _end(producer: subprocess.Popen, folder: Path, lock: FileLock) -> None:
 
 
 def _ring_name(process: int, processes: int) -> str:
-    """The same in all processes of this machine, and new: a killed run may have left its ring, even one that
-    the same parent has launched (torchrun, a notebook)."""
+    """The same in all processes of this machine, and new (but on XLA for one parent): a killed run may have
+    left its ring, even one that torchrun has started again."""
     host, number = socket.gethostname(), next(NUMBERS)
     name = f"{host}-{os.getpid()}-{time.time_ns()}"
     if processes > 1:
@@ -204,8 +204,8 @@ def _ring_name(process: int, processes: int) -> str:
 
         if not dist.is_initialized():  # XLA
             return f"{host}-{os.getppid()}-{number}"
-        store = dist.distributed_c10d._get_default_store()
+        store, first = dist.distributed_c10d._get_default_store(), dist.get_rank() - process
         if process == 0:
-            store.set(f"stream {host} {number}", name)
-        name = store.get(f"stream {host} {number}").decode()  # waits for process 0
+            store.set(f"stream {first} {number}", name)
+        name = store.get(f"stream {first} {number}").decode()  # waits for process 0
     return name

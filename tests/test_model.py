@@ -1,14 +1,17 @@
 """Configuration, tokenizer and block size agree by construction, or the settings are refused by name."""
 
+import pickle
 import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer, models
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from utils.learning.model import build_model, model_problems, use_one_kernel_gelu
-from utils.learning.one_kernel import _FewKernels
+from utils.learning.one_kernel import RMSNorm, use_one_kernel_rms_norm
 
 GPT2 = "n_layer=2,n_embd=32,n_head=2"
 BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"
@@ -109,12 +112,12 @@ def test_the_one_kernel_gelu_computes_and_saves_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama", "olmo2", "gemma3_text"])
-def test_few_kernels_for_rms_norm_compute_and_save_the_same(model_type, tmp_path):
+def test_the_one_kernel_rms_norm_computes_and_saves_the_same(model_type, tmp_path):
     """Gemma's formula is another one: it is left alone."""
     torch.manual_seed(0)
     shape = BERT + ",num_key_value_heads=2,head_dim?=8"
     model = build_model("causal", model_type, shape, None, 16, tokenizer()).eval()
-    few = [module for module in model.modules() if isinstance(module, _FewKernels)]
+    few = [module for module in model.modules() if isinstance(module, RMSNorm)]
     assert bool(few) == (model_type != "gemma3_text")
     with torch.no_grad():
         for weight in model.parameters():
@@ -127,8 +130,27 @@ def test_few_kernels_for_rms_norm_compute_and_save_the_same(model_type, tmp_path
     torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=1e-6, atol=1e-6)
     for (name, ours), own in zip(model.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, own.grad, rtol=1e-5, atol=1e-6, msg=name)
-    with torch.autocast("cpu", torch.bfloat16):  # other types take transformers' own
+    with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=1e-2, atol=1e-2)
+    copy = pickle.loads(pickle.dumps(model)).to(torch.bfloat16)
+    for norm, own in zip(copy.modules(), theirs.to(torch.bfloat16).modules(), strict=True):
+        if isinstance(norm, RMSNorm):
+            x = 1e4 * torch.randn(4, len(norm.weight), dtype=torch.bfloat16)
+            assert torch.equal(norm(x), own(x))
+
+
+def test_norms_of_another_formula_are_left_alone():
+    class BiasedRMSNorm(nn.Module):
+        def __init__(self, bias):
+            super().__init__()
+            self.weight, self.variance_epsilon, self.bias = nn.Parameter(torch.ones(8)), 1e-6, bias
+
+        def forward(self, x):
+            return F.rms_norm(x, (8,), 1 + self.weight, self.variance_epsilon) / 2 + (self.bias or 0)
+
+    model = nn.ModuleList([BiasedRMSNorm(None), BiasedRMSNorm(nn.Parameter(torch.zeros(())))])
+    use_one_kernel_rms_norm(model)
+    assert all(type(norm) is BiasedRMSNorm and norm.weight.eq(1).all() for norm in model)
 
 
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):

@@ -159,7 +159,7 @@ def project_with_runs(tmp_path_factory):
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
     write_corpus(copy / "corpus.jsonl")
     out = shell(copy, " ".join([first_line(), *map(shlex.quote, TINY_RUN)]))
-    what = "trains a qwen3 from scratch on corpus.jsonl for 6 steps"
+    what = "trains qwen3 from scratch on corpus.jsonl for 6 steps"
     assert re.search(rf"^run +{what}, in runs/clm;", out, re.M)
     assert re.search(r"^time +about \d+ s here, at [\d,]+ ms a step;", out, re.M)
     shutil.copytree(copy / "runs/clm", copy / "runs/other")

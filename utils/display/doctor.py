@@ -66,14 +66,15 @@ def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
     """Prints the first line of a run: what it trains on what, for how long, where, and how to stop it."""
     if args.eval_only or args.show or not is_main_process:
         return
-    model = settings["model_name_or_path"] or f"a {settings['model_type']} from scratch"
+    model = settings["model_name_or_path"] or f"{settings['model_type']} from scratch"
     steps, epochs = args.max_train_steps, args.num_train_epochs
     length = counted(steps, "step") if steps else counted(epochs, "epoch")
     checkpoints = list_checkpoints(Path(args.output_dir, "checkpoints"))
     if checkpoints and args.resume_from_checkpoint == "auto":
         length += f" ({counted(step_of(checkpoints[-1]), 'step')} done)"
     what = f"trains {model} on {dataset} for {length}, in {args.output_dir}"
-    print(f"run        {what}; stop it any time; the same command resumes it", flush=True)
+    again = "; the same command resumes it" if args.resume_from_checkpoint == "auto" else ""
+    print(f"run        {what}; stop it any time{again}", flush=True)
 
 
 def launch_facts(accelerator, attention: str) -> dict:
@@ -97,7 +98,7 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
     done = f"; {start:,} are done" if start else ""
     computed = launch["precision"]
     if accelerator.device.type == "cpu" and computed == PRECISIONS["no"] and parameters > LARGE:
-        computed += ", --mixed_precision bf16 is faster" if cpu_has_bfloat16() else ""
+        computed += ", accelerate launch --mixed_precision bf16 is faster" if cpu_has_bfloat16() else ""
     lines = [
         f"target     {launched(kind, processes, local)}, {launch['device']}, {computed}{compiler}",
         f"batch      {batch} = {rows:,} rows = {tokens:,} tokens per step{at_first}",
@@ -148,8 +149,8 @@ def launched(kind: DistributedType, processes: int, local: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun[-1] in "sh" else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
+    plural = noun + ("es" if noun.endswith(("ss", "tch")) else "s")
+    return f"{number:,.10g} {noun if number == 1 else plural}"
 
 
 def hiding() -> str:

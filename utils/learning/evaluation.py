@@ -29,8 +29,8 @@ def sums_over_dataset(
 
     The sums are made in float64 at the end, and the host reads nothing before. evaluate must count padding
     rows (row == -1) as 0: then every sample counts once, however rows are divided."""
-    training, values = [module for module in modules if module.training], []
-    for module in training:
+    training, values = [part for module in modules for part in module.modules() if part.training], []
+    for module in modules:
         module.eval()
     for batch in batches:
         pairs = evaluate(batch)
@@ -39,8 +39,8 @@ def sums_over_dataset(
         sync()  # so that all batches have the same graph
         if early := stopped():
             break
-    for module in training:
-        module.train()
+    for part in training:  # not module.train(): an edit may keep some parts in eval mode
+        part.training = True
     if early:
         return None
     values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]

@@ -197,7 +197,8 @@ def linear_cross_entropy(
     made in the forward pass and scaled in place by backward. So there can be one backward only, without
     retain_graph or second derivatives, and token_weights are constants."""
     apply = _LinearCrossEntropy.apply if token_loss is None else _apply_uncompiled
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    trained = any(x is not None and x.requires_grad for x in (hidden, weight, bias))
+    with_gradient = trained and torch.is_grad_enabled()
     softmax = ChunkSoftmax() if softmax is None else softmax
     options = softmax, with_gradient, with_correct, token_loss
     return apply(hidden, weight, bias, targets, token_weights, *options)

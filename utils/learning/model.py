@@ -11,7 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 from utils.devices import device_type, memory_of
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, meta_model, one_line, read_config
 from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
-from utils.learning.one_kernel import use_few_kernels_rms_norm, use_one_kernel_gelu
+from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
 from utils.learning.overrides import setting
 
 # What attention is computed by, and what a transformers model says where it can
@@ -71,9 +71,9 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32, trust_remote_code=False)
     if kind == "causal":
         _set_generation(model, block_size)
-    freeze_unused(model, kind, block_size)
+    freeze_unused(model, kind, block_size)  # before custom functions, which hide what they lead to
     use_one_kernel_gelu(model)
-    use_few_kernels_rms_norm(model)
+    use_one_kernel_rms_norm(model)
     if attn in ONLY_ON:  # not on the CPU, where the model still is
         model.set_attn_implementation(attn)
     return model

@@ -44,7 +44,7 @@ def hidden_matrices(model) -> set:
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """[n, r, c] -> the same singular vectors, with singular values between about 0.5 and 1.5."""
+    """[n, r, c] -> the same singular vectors; large singular values come near 1, small ones stay smaller."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if tall else matrices) / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -65,13 +65,18 @@ class MuonAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if getattr(self, "grad_scale", None) is not None:
+            raise RuntimeError("fp16: unscale the gradients before the step, by accelerator.clip_grad_norm_")
         groups = self.param_groups
         self.param_groups = [group for group in groups if "momentum" not in group]
-        super().step(closure)
-        self.param_groups = groups
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
         for group in groups:
             if "momentum" in group:
                 self._muon(group)
+        return loss
 
     def __setstate__(self, state):
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's needs a `step` in every state
