@@ -52,7 +52,7 @@ PROMPTS = [
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 
-# In names that most types share; name?: where the type has it. Other sizes keep their proportion to these.
+# In names that most types share; name?: only where the type has it. Other sizes keep their proportion.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=2,intermediate_size?=344"
 SMALL += ",tie_word_embeddings?=true,resid_pdrop?=0,embd_pdrop?=0,attn_pdrop?=0"
 
@@ -227,7 +227,7 @@ def main(args: TrainArgs | None = None) -> None:
     accelerator.print(describe_groups(optimizer))
     run.describe(lm)
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
+    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would be stepped per process
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
@@ -260,7 +260,7 @@ def main(args: TrainArgs | None = None) -> None:
         return {"loss/eval": (row_losses * rows * predicted, rows * predicted)}
 
     # ---- The loop
-    # Whatever has state_dict and load_state_dict: saved, put back, rehearsed. Yours too.
+    # What checkpoints hold. Add objects of your own that have state_dict and load_state_dict.
     keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
     if args.eval_only:
         return run.evaluate_only(model, evaluate, data, keep)
@@ -272,7 +272,7 @@ def main(args: TrainArgs | None = None) -> None:
         update(micro_batches)
         run.next_step()
         if run.due(args.logging_steps):
-            losses = means.read(grad_norm=guard.norm)  # here alone the loop waits for the device
+            losses = means.read(grad_norm=guard.norm)  # waits for the device
             run.log({**losses, "learning_rate": learning_rate}, skipped=guard.read())
             if guard.consecutive > args.max_skipped_updates:
                 run.give_up(guard.consecutive)

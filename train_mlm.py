@@ -80,7 +80,7 @@ class TrainArgs:
     mlm_probability: float = 0.30  # share of the tokens that are predicted in training
     eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
-    pack_pairs: bool = field(default=True, metadata={"before": False})  # as many to a row as fit
+    pack_pairs: bool = field(default=True, metadata={"before": False})  # as many pairs into a row as fit
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
@@ -192,7 +192,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Settings and sources: every mistake at once, before any work
     args = args or parse_args(TrainArgs, PRESETS)
     evaluate_what_is_saved(args)
-    args.pack_pairs &= args.next_sentence  # without pairs as a run from before there was such a setting
+    args.pack_pairs &= args.next_sentence  # without pairs False, as in runs from before this setting
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
     kind = "pretraining" if args.next_sentence else "masked"
@@ -243,7 +243,7 @@ def main(args: TrainArgs | None = None) -> None:
     accelerator.print(describe_groups(optimizer))
     run.describe(lm, predicted=args.mlm_probability)
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would count processes
+    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would be stepped per process
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train_mlm", *(["train_nsp"] if args.next_sentence else []), total="train")
@@ -289,7 +289,7 @@ def main(args: TrainArgs | None = None) -> None:
         return totals
 
     # ---- The loop
-    # Whatever has state_dict and load_state_dict: saved, put back, rehearsed. Yours too.
+    # What checkpoints hold. Add objects of your own that have state_dict and load_state_dict.
     keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
     if args.eval_only:
         return run.evaluate_only(model, evaluate, data, keep)
@@ -301,7 +301,7 @@ def main(args: TrainArgs | None = None) -> None:
         update(micro_batches)
         run.next_step()
         if run.due(args.logging_steps):
-            losses = means.read(grad_norm=guard.norm)  # here alone the loop waits for the device
+            losses = means.read(grad_norm=guard.norm)  # waits for the device
             run.log({**losses, "learning_rate": learning_rate}, skipped=guard.read())
             if guard.consecutive > args.max_skipped_updates:
                 run.give_up(guard.consecutive)

@@ -39,15 +39,15 @@ class Run:
     def __init__(self, args, accelerator, task: Task):
         check_launch(accelerator)
         if accelerator.num_processes > 1:
-            NEVER_FREED.append(self)  # with the accelerator and the model in it
-            if accelerator.device.type == "cpu":  # if there is a GPU, accelerate's wants one for each process
+            NEVER_FREED.append(self)  # keeps the accelerator and the model alive until the process ends
+            if accelerator.device.type == "cpu":  # accelerate's would use GPUs that CPU processes lack
                 accelerator.wait_for_everyone = dist.barrier
         self.args, self.accelerator, self.task = args, accelerator, task
         self.settings = without_secrets(asdict(args))
         dataset = ", ".join(as_list(self.settings["dataset_name"]))
         self.publication = Publication(args, accelerator, task, self.settings, dataset)
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
-        self.evaluated = lambda record: False  # yours: gets the numbers of each evaluation; True ends the run
+        self.evaluated = lambda record: False  # replace it: takes an evaluation's numbers; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
         self.failure = None  # why the run cannot go on
@@ -187,12 +187,12 @@ class Run:
             self.report.numbers(axes | record)
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, state, record)
-            trained = self.step or self.args.model_name_or_path  # else samples are noise
+            trained = self.step or self.args.model_name_or_path  # the samples of an untrained model are noise
             self.report.show(self.evaluations.samples() if trained else [])
 
     def save(self) -> None:
         """Save a checkpoint and the model for from_pretrained, and push them."""
-        if message := self.edits.changed():  # changed only now: the first step would have stopped the run
+        if message := self.edits.changed():  # at the first step it would be an error
             self.report.progress.write(f"warning: {message}")
         if names := self.edits.check_weights(self.accelerator):
             good = f"The last good checkpoint is {self.resume.checkpoints.last_good or 'missing'}."

@@ -18,7 +18,7 @@ from utils.learning.overrides import setting
 ATTENTION = {
     "auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
     "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa",
-    WINDOW: "_supports_flash_attn",  # such a type hands its window on
+    WINDOW: "_supports_flash_attn",  # types that support it pass their window to the kernel
 }  # fmt: skip
 ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",), WINDOW: ("cuda",)}  # or ROCm
 PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
@@ -145,7 +145,7 @@ def freeze_unused(model, kind, block_size):
         while new:
             new = {parent for node in new for parent, _ in node.next_functions if parent} - nodes
             nodes = nodes | new
-        hides = any(isinstance(node, BackwardCFunction) for node in nodes)  # its parameters, as Reformer's
+        hides = any(isinstance(node, BackwardCFunction) for node in nodes)  # as Reformer's hide theirs
         reached = {getattr(node, "variable", None) for node in nodes}
         return trained - reached - set(model.base_model.parameters() if hides else ())
 
