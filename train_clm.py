@@ -73,7 +73,7 @@ class TrainArgs:
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row
-    max_train_samples: int = 0  # rows, the first of the source; 0: all
+    max_train_samples: int = 0  # use only so many rows, the first ones; 0: all
     fim_rate: float = 0.0  # share of the documents that teach to fill in the middle; 0: off
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
@@ -81,7 +81,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "qwen3"  # any causal model of transformers, from scratch
-    config_overrides: str = SMALL  # of the model's configuration; yours replace all of these
+    config_overrides: str = SMALL  # of the model's configuration; yours replace the whole list
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
     attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
 
@@ -90,8 +90,8 @@ class TrainArgs:
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
-    learning_rate: float = 4e-2  # peak, of AdamW; with adamw on all rather 2e-3
-    muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
+    learning_rate: float = 4e-2  # peak, of AdamW; about 2e-3 if adamw trains all
+    muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
@@ -102,7 +102,7 @@ class TrainArgs:
     max_train_steps: int = 1000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
-    keytokens: list[str] = field(default_factory=list)  # rows with these weigh more; none: off
+    keytokens: list[str] = field(default_factory=list)  # rows with these get a larger loss weight; none: off
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
     max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
 

@@ -73,7 +73,7 @@ class TrainArgs:
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row, special tokens included
-    max_train_samples: int = 0  # rows, the first of the source; 0: all
+    max_train_samples: int = 0  # use only so many rows, the first ones; 0: all
     streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
     stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
@@ -84,7 +84,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
-    config_overrides: str = SMALL  # of the model's configuration; yours replace all of these
+    config_overrides: str = SMALL  # of the model's configuration; yours replace the whole list
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
     attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
 
@@ -93,8 +93,8 @@ class TrainArgs:
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
-    learning_rate: float = 1e-2  # peak, of AdamW; with adamw on all rather 2e-3
-    muon_learning_rate: float = 5e-3  # peak, of these matrices; 0: learning_rate
+    learning_rate: float = 1e-2  # peak, of AdamW; about 2e-3 if adamw trains all
+    muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...

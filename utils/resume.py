@@ -85,7 +85,7 @@ class Resume:
                              "resume from another one, or name another folder")
         problems = changed_settings(saved["settings"], self.args, self.counts)
         if problems and place:
-            problems[0] = f"{place} holds a run with other settings: give these, or another URL"
+            problems[0] = f"{place} holds a run with other settings: repeat them, or choose another URL"
         if message := "\n".join(problems) or self._other_run(saved, here, "URL" if place else "output_dir"):
             raise ValueError(message)
 

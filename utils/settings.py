@@ -141,7 +141,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
             lines[name] = f"{name}: {shown[0]} in the run, {shown[1]} now"
     if not lines:
         return []
-    first = f"{args.output_dir} holds a run with other settings: give these, or another output_dir"
+    first = f"{args.output_dir} holds a run with other settings: repeat them, or choose another --output_dir"
     folder, remedy = shlex.quote(args.output_dir), []
     if lines.keys() <= LENGTH:
         remedy = ["The learning rate depends on that length; docs/learning.md has runs that may grow. For a "

@@ -40,7 +40,7 @@ def _rows(data, steps, keytokens, alpha):
     """The rows of this process's micro-batches, {name: list or number} with their `step`."""
     for step, micro_batches in enumerate(data.batches(steps, 0), start=1):
         for batch in micro_batches:
-            if keytokens is not None:
+            if keytokens is not None and keytokens.any():
                 weights = keytoken_row_weights(batch["input_ids"], keytokens, alpha)
                 batch = batch | {"key": keytokens[batch["input_ids"]], "weight": weights}
             for values in zip(*(column.tolist() for column in batch.values()), strict=True):

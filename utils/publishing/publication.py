@@ -62,7 +62,8 @@ class Publication:
 
     def finished_before(self, step: int, results: dict, timeout: float) -> bool:
         """Say so, and push what was cut off; the Hub gets nothing twice. False: nothing is left to do."""
-        self.accelerator.print(f"{self.folder}: this run is finished, {step} steps; nothing to do.")
+        again = "A new run needs another --output_dir."
+        self.accelerator.print(f"{self.folder}: this run is finished, {step} steps; nothing to do. {again}")
         self.push(step, results)
         if not self.publisher.finish(timeout):
             raise SystemExit(1)
