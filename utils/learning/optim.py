@@ -66,7 +66,8 @@ def describe_groups(optimizer):
 
 def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,
                    min_lr_ratio=0.0):
-    """A learning-rate schedule in optimizer steps, which ends at min_lr_ratio of its peak.
+    """A learning-rate schedule in optimizer steps. linear, cosine and warmup_stable_decay end at min_lr_ratio
+    of the peak.
 
     warmup_stable_decay decays in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
     Step it once per update, and leave it out of accelerator.prepare, which would step it once per process."""
