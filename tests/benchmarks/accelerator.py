@@ -40,8 +40,10 @@ BASE = {  # small and without dropout, so that runs can be compared
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
     "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "none",
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "learning_rate": 1e-2}
+NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 SMALL = {
-    "clm": {"config_overrides": "n_layer=2,n_embd=64,n_head=2,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},
+    "clm": GPT2 | {"config_overrides": f"n_layer=2,n_embd=64,n_head=2,{NO_DROPOUT}"},
     "mlm": {
         "config_overrides": "num_hidden_layers=2,hidden_size=64,num_attention_heads=2,"
         "intermediate_size=128,local_attention=16",
@@ -53,7 +55,7 @@ LARGE = {  # over BASE: the models that people know, by the scripts' own setting
     "max_eval_samples": 16, "per_device_eval_batch_size": 8,
 }  # fmt: skip
 NAMED = {
-    "clm": {"config_overrides": "vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"},  # 124 M
+    "clm": GPT2 | {"config_overrides": f"vocab_size=50304,{NO_DROPOUT}"},  # 124 M
     "mlm": {"config_overrides": "vocab_size=50368"},  # 149 M
 }
 

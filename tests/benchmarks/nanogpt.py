@@ -136,7 +136,7 @@ def train_ours(data: Path, out: Path, size: Size, flags: list[str]) -> Models:
         if "tokens_per_second" in line:
             seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
             tokens = line["tokens"]
-            models.append((line["step"], seconds, out / "milestones" / f"step-{line['step']:08}"))
+            models.append((line["step"], seconds, out / "milestones" / f"step-{line['step']}"))
     return models
 
 

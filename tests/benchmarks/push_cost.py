@@ -19,7 +19,7 @@ from tests.benchmarks.measure import print_table
 from tests.hub_server import Fault, HubServer
 from tests.runs import PROJECT, TINY, arguments, write_corpus
 
-SIZES = "n_layer=2,n_embd=128,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
+SIZES = "num_hidden_layers=2,hidden_size=128,num_attention_heads=4"
 
 
 def step_seconds(hub: HubServer, folder: Path, args: argparse.Namespace, push: bool) -> list[float]:
