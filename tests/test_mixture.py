@@ -208,7 +208,7 @@ def test_streams_of_text_and_shards_and_a_file_killed_8_times_are_what_is_specif
     check_consumed(recipe(folder, *STREAMS, streaming=True, eval_dataset_name=evaluated), 6_000, kills=8)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_100_000_positions_of_streams_killed_20_times_are_what_is_specified(folder):
     evaluated = (f"{folder}/c.jsonl",)
     check_consumed(recipe(folder, *STREAMS, streaming=True, eval_dataset_name=evaluated), 100_000)

@@ -57,7 +57,7 @@ CASES = {  # shape, rows, block size, accumulation, bf16
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimated_peak_is_the_measured_one(case):

@@ -121,7 +121,9 @@ NOT_HERE = {
     "NODE_KILLS=10 pytest tests/test_multi_node.py": "ten minutes; CI kills once",
     "hf jobs run": "needs an account; checked and run in tests/clusters",
     "pytest tests -m slow": "CI runs it, too",
+    "pytest tests -m sweep": "as its name says",
     "OMP_NUM_THREADS=1 python -m tests.benchmarks.learning": "two hours; without the variable it is above",
+    BENCHMARK + "nanogpt": "a checkout of nanoGPT; half an hour",
     "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch==2.13.0": "needs the network",
     PIPELINE: "a model that fills in; test_fim.py",
@@ -202,8 +204,16 @@ def test_every_command_is_run_here_or_has_its_reason():
 
 
 # What needs long; two processes are launched in test_accelerate_configs.py, too.
-LONG = [pytest.param(start, marks=pytest.mark.slow) if "benchmarks" in start or "USE_CPU" in start else start
-        for start in SMALL]  # fmt: skip
+SWEEP = "masked_head", "masked_step", "attention", "packed_pairs", "preparation", "model_types", "scaling"
+
+
+def marks(start):
+    if start.rpartition(".")[2].startswith(SWEEP):
+        return [pytest.mark.sweep]
+    return [pytest.mark.slow] if "benchmarks" in start or "USE_CPU" in start else []
+
+
+LONG = [pytest.param(start, marks=marks(start)) for start in SMALL]
 
 
 @pytest.mark.parametrize("start", LONG)
