@@ -242,7 +242,7 @@ def test_settings_are_compared_before_anything_is_written(tmp_path):
                          ({"learning_rate": 2e-3, "max_train_samples": 90}, "max_train_samples: 0 in the")):
         done = forked.run("train_clm.py", other | change | {"checkpoint_url": f"{url}/first"})
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-        assert f"checkpoint_url {url}/first holds a run with other settings: give these" in done.stderr
+        assert f"checkpoint_url {url}/first holds a run with other settings: repeat them" in done.stderr
         assert line in done.stderr and [path.name for path in out.iterdir()] == [".lock"]
     done = forked.run("train_clm.py", other | {"checkpoint_url": f"{url}/other"})
     assert done.returncode == 0, done.stderr
