@@ -20,9 +20,10 @@ def use_one_kernel_gelu(model):
 @torch.no_grad()
 def use_one_kernel_rms_norm(model):
     """On a CPU, replace modules that compute an RMS norm, which a trial shows, by RMSNorm."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        eps, parameters = getattr(module, "variance_epsilon", None), dict(module.named_parameters())
-        if device_type() != "cpu" or eps is None or [*parameters] != ["weight"] or module.weight.ndim != 1:
+    norms = [(name, module) for name, module in model.named_modules(remove_duplicate=False)
+             if hasattr(module, "variance_epsilon")]  # fmt: skip
+    for name, module in norms if device_type() == "cpu" else ():
+        if [*dict(module.named_parameters())] != ["weight"] or module.weight.ndim != 1:
             continue
         ours, before = RMSNorm(module), module.weight.clone()
         module.weight += torch.linspace(-0.5, 0.5, len(before))  # ones would hide what they are used for
