@@ -87,6 +87,8 @@ def quiet_libraries(log_level: str = "error") -> None:
     os.environ["DATASETS_VERBOSITY"] = logging.getLevelName(level).lower()
     for name in ("transformers", "huggingface_hub", "accelerate", "torch", "fsspec", "httpx"):
         logging.getLogger(name).setLevel(level)
+    if level == logging.ERROR and os.environ.get("RANK", "0") == "0":  # waiting for the Hub is no silence
+        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)
     if level > logging.WARNING:
         warnings.filterwarnings("ignore")
         # The warnings of our own modules are for the user.
