@@ -51,6 +51,8 @@ PROMPTS = [
     "from sklearn.ensemble import RandomForestRegressor\n\n# fit a random forest with 300 trees to X, y\n",
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
+# Where --dataset_name names other data: all documents, and beginnings of evaluation rows as prompts.
+OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
 # In names that most types share; name?: only where the type has it. Other sizes keep their proportion.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=2,intermediate_size?=344"
@@ -115,7 +117,7 @@ class TrainArgs:
     keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
     milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
     max_eval_samples: int = 512  # rows per evaluation; 0: all
-    prompts: list[str] = field(default_factory=PROMPTS.copy)  # completed at each evaluation; none: off
+    prompts: list[str] = field(default_factory=PROMPTS.copy)  # completed at evaluations; none: off
 
     # The run
     output_dir: str = "runs/clm"  # one run, one folder
@@ -158,7 +160,7 @@ PRESETS = {
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257, to 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
         learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
-        output_dir="runs/gpt2-124m",
+        prompts=["rows"], output_dir="runs/gpt2-124m",
     ),
 }
 
@@ -176,7 +178,7 @@ def check_args(args: TrainArgs) -> list[str]:
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
     # ---- Settings and sources: every mistake at once, before any work
-    args = args or parse_args(TrainArgs, PRESETS)
+    args = args or parse_args(TrainArgs, PRESETS, other_data=OTHER_DATA)
     evaluate_what_is_saved(args)
     problems = check_args(args)
     sources = open_sources(Recipe.of(args, algorithm="bpe", saved=saved_data(args)), problems)

@@ -45,6 +45,7 @@ PROMPTS = [
     "If the file does not [MASK], an error is raised.",
     "The number of [MASK] in the array.",
 ]
+OTHER_DATA = {"prompts": ["rows"]}  # where --dataset_name names other data: of its evaluation rows
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
 # Rotary positions: with learned ones a model of this size knows no word order yet when its minutes are over.
@@ -116,7 +117,7 @@ class TrainArgs:
     keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
     milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
     max_eval_samples: int = 512  # rows per evaluation; 0: all
-    prompts: list[str] = field(default_factory=PROMPTS.copy)  # filled at each evaluation; none: off
+    prompts: list[str] = field(default_factory=PROMPTS.copy)  # filled at evaluations; none: off
 
     # The run
     output_dir: str = "runs/mlm"  # one run, one folder
@@ -190,7 +191,7 @@ def check_args(args: TrainArgs) -> list[str]:
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
     # ---- Settings and sources: every mistake at once, before any work
-    args = args or parse_args(TrainArgs, PRESETS)
+    args = args or parse_args(TrainArgs, PRESETS, other_data=OTHER_DATA)
     evaluate_what_is_saved(args)
     args.pack_pairs &= args.next_sentence  # without pairs False, as in runs from before this setting
     problems = check_args(args)

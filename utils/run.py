@@ -75,6 +75,7 @@ class Run:
         args, accelerator, publication = self.args, self.accelerator, self.publication
         self.model, self.data, self.steps, self.keep = model, data, steps, keep
         self.evaluations = Evaluations(accelerator, self.task, model, keep, evaluate, data, args.prompts)
+        publication.prompts = self.evaluations.prompts
         stable = stable_steps(args, steps)
         models = publication.plan_milestones(args, steps, kept_step=stable[1])
         disk = disk_space(args.output_dir, model, keep, args.save_total_limit, models)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from utils.display.progress import bar
-from utils.display.samples import DECODING, MASK, complete_prompts, fill_masks
+from utils.display.samples import DECODING, MASK, ROWS, beginnings, complete_prompts, fill_masks
 from utils.learning.evaluation import masked_metrics, perplexity_metrics, sums_over_dataset
 
 
@@ -49,6 +49,9 @@ class Evaluations:
         self.accelerator, self.task, self.model, self.data = accelerator, task, model, data
         self.modules = [thing for thing in (model, *keep.values()) if isinstance(thing, nn.Module)]
         self.evaluate, self.prompts = evaluate, prompts
+        if prompts == ROWS:
+            rows = next(iter(data.evals.values()))
+            self.prompts = beginnings(rows, data.tokenizer, masked=MASK in task.prompt)
 
     def measure(self, names=(), stopped=lambda: 0, quick: bool = False) -> dict | None:
         """The metrics of these sets, or of all, as they are logged. None if `stopped()` ended it early.

@@ -5,21 +5,32 @@ import contextlib
 import torch
 from accelerate.utils import DistributedType
 
+from utils.learning.evaluation import eval_mode
 from utils.learning.overrides import setting
 
 # Always the most likely token. The scores of tokens that have occurred are divided by 1.2 (CTRL, arXiv
 # 1909.05858, section 4.1), or small or young models would repeat one phrase forever.
 DECODING = {"do_sample": False, "repetition_penalty": 1.2}
 MASK = "[MASK]"  # in prompts, replaced by the tokenizer's own mask token
+ROWS = ["rows"]  # the setting prompts: take the beginnings of evaluation rows
+
+
+def beginnings(rows, tokenizer, masked: bool) -> list[str]:
+    """The first 16 tokens of three evaluation rows; masked: with a mask in their middle."""
+    numbers = sorted({len(rows) * i // 3 for i in range(3)})
+    ids = rows.__getitems__([(i, 0, i) for i in numbers])["input_ids"]
+    parts = (ids[:, :8], ids[:, 9:16]) if masked else (ids[:, :16],)
+    texts = [tokenizer.batch_decode(part, skip_special_tokens=True) for part in parts]
+    return [f" {MASK} ".join(part.strip() for part in row) for row in zip(*texts, strict=True)]
 
 
 @contextlib.contextmanager
 def _for_samples(accelerator, model):
     """The transformers model, uncompiled: each length of a text would compile another graph."""
-    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm.eval()
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), accelerator.autocast():
+    lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
+    eager = torch.compiler.set_stance("force_eager")
+    with eval_mode(lm), torch.no_grad(), eager, accelerator.autocast():
         yield lm
-    lm.train()
 
 
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:

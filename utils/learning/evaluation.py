@@ -1,5 +1,6 @@
 """Evaluation: sums over the whole data set, divided once at the end."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -19,6 +20,19 @@ class Total(NamedTuple):
 Totals = dict[str, Total]
 
 
+@contextlib.contextmanager
+def eval_mode(*modules):
+    """Modules in eval mode; afterwards what was in training mode trains again, and nothing else."""
+    training = [part for module in modules for part in module.modules() if part.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 @torch.no_grad()
 def sums_over_dataset(
     accelerator, modules: Iterable[torch.nn.Module], batches: Iterable, evaluate: Callable[[dict], dict],
@@ -29,18 +43,15 @@ def sums_over_dataset(
 
     The sums are made in float64 at the end, and the host reads nothing before. evaluate must count padding
     rows (row == -1) as 0: then every sample counts once, however rows are divided."""
-    training, values = [part for module in modules for part in module.modules() if part.training], []
-    for module in modules:
-        module.eval()
-    for batch in batches:
-        pairs = evaluate(batch)
-        parts = [value.detach().float().reshape(-1) for pair in pairs.values() for value in pair]
-        values.append(torch.cat(parts))
-        sync()  # so that all batches have the same graph
-        if early := stopped():
-            break
-    for part in training:  # not module.train(): an edit may keep some parts in eval mode
-        part.training = True
+    values = []
+    with eval_mode(*modules):
+        for batch in batches:
+            pairs = evaluate(batch)
+            parts = [value.detach().float().reshape(-1) for pair in pairs.values() for value in pair]
+            values.append(torch.cat(parts))
+            sync()  # so that all batches have the same graph
+            if early := stopped():
+                break
     if early:
         return None
     values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]

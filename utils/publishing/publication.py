@@ -6,6 +6,7 @@ from pathlib import Path
 
 from utils import xla
 from utils.display.progress import duration, summarize
+from utils.display.samples import ROWS
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -22,7 +23,7 @@ class Publication:
     def __init__(self, args, accelerator, task, settings: dict, dataset: str):
         """settings: without secrets, as they may be shown. ValueError if a push could not work."""
         self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
-        self.folder = args.output_dir
+        self.folder, self.prompts = args.output_dir, settings["prompts"]  # Run has the texts of "rows"
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.milestones = set()  # steps whose models are kept for good, known at the start
         models = checkpoints = None
@@ -74,7 +75,7 @@ class Publication:
         step = state["step"]
 
         def write_card():
-            example = own_mask((self.settings["prompts"] or [self.task.prompt])[0], tokenizer)
+            example = own_mask((self.prompts or [self.task.prompt])[0], tokenizer)
             card = dict(step=step, max_steps=steps.last, tokens=steps.tokens_before(step), example=example)
             card |= dict(seconds=state["seconds"], results=state["eval"], branch=state.get("origin"))
             write_model_card(self.folder, settings=self.settings, **self.facts, **card)
@@ -115,10 +116,11 @@ class Publication:
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
         results |= {**state["eval"], "model": folder, "curves": f"{folder}/curves.png"}
         results |= {"best model": f"{folder}/best, of step {best['step']}"} if best else {}
-        prompt = own_mask(self.task.prompt, tokenizer)
+        prompt = own_mask(self.prompts[0] if settings["prompts"] == ROWS else self.task.prompt, tokenizer)
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
         generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
-        evaluate = [*command, "--eval_only", "true", "--max_eval_samples", "0"]
+        evaluate = [*command, "--eval_only", "true"]
+        evaluate += [] if settings["streaming"] else ["--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # else the model that this run began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
