@@ -95,6 +95,9 @@ def test_a_skipped_update_changes_nothing():
     ("llama", dict(num_hidden_layers=2, hidden_size=100, intermediate_size=48, num_attention_heads=2)),  # V
     ("roberta", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
     ("modernbert", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
+    ("mixtral", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2,
+                     num_key_value_heads=2, num_local_experts=3)),
+    ("mamba", dict(num_hidden_layers=2, hidden_size=32, state_size=4)),
 ])
 def test_every_matrix_of_the_hidden_layers_and_nothing_else(kind, sizes):
     config = AutoConfig.for_model(kind, vocab_size=100, pad_token_id=1, bos_token_id=0, eos_token_id=2,
@@ -106,7 +109,8 @@ def test_every_matrix_of_the_hidden_layers_and_nothing_else(kind, sizes):
     assert matrices and not matrices & outside
     names = [name for name, parameter in lm.named_parameters() if parameter in matrices]
     head = {"roberta": ["lm_head.dense.weight"], "modernbert": ["head.dense.weight"]}.get(kind, [])
-    within = [n for n, p in lm.named_parameters() if p.ndim == 2 and (".0." in n or ".1." in n)]
+    within = [n for n, p in lm.named_parameters() if (".0." in n or ".1." in n) and (
+        p.ndim == 2 and "A_log" not in n or ".experts." in n)]
     expected = within + head
     assert names == expected
     optimizer = build_optimizer(lm, 1e-3, 0.1, optimizer_type="muon", muon_learning_rate=2e-2)

@@ -36,7 +36,7 @@ def cut(tensor):
     grid, cuts = ((size,), [Shard(0)]) if layout == "rows" else ((2, size // 2), [Replicate(), Shard(0)])
     return distribute_tensor(tensor, init_device_mesh("cpu", grid), cuts)
 
-shapes = [(8, 24), (8, 8), (24, 8), (8, 24), (5, 7), (1, 6), (24, 8), (8, 24)]
+shapes = [(8, 24), (8, 8), (24, 8), (8, 24), (5, 7), (1, 6), (24, 8), (8, 24), (5, 4, 6)]  # 5 experts
 def optimizer_of(weights):
     return muon.MuonAdamW([{"params": weights, "momentum": 0.95, "lr": 0.01, "weight_decay": 0.0}], lr=0.01)
 
@@ -66,7 +66,7 @@ found = {"apart": apart, "iterated": sum(iterated), "sent": counted.open[0]}
 dist.barrier()
 dist.destroy_process_group()
 """
-SHAPES, ELEMENTS = 5, 3 * 192 + 2 * 192 + 64 + 35 + 6
+SHAPES, ELEMENTS, EXPERTS = 5, 3 * 192 + 2 * 192 + 64 + 35 + 6, 5 * 24
 
 
 @pytest.mark.parametrize("processes, layout, local, dtype", [
@@ -75,20 +75,22 @@ SHAPES, ELEMENTS = 5, 3 * 192 + 2 * 192 + 64 + 35 + 6
 ])  # fmt: skip
 def test_the_updates_are_those_of_one_process(tmp_path, processes, layout, local, dtype):
     """whole: as DDP has them, on machines of `local` processes; rows: as FSDP cuts them; replicas: two of
-    those. A step in which the gradient is not finite changes nothing. Every update is sent once."""
+    those. A step in which the gradient is not finite changes nothing. Every update is sent once; those of
+    sharded experts never, as each process holds whole ones."""
     done = forked.run_code(PROCESS, [tmp_path, layout, dtype, local], processes)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
     assert max(each["apart"] for each in found) < 1e-6
     size = {"float32": 4, "bfloat16": 2}[dtype]
     copies = processes // local if layout == "whole" else 2 if layout == "replicas" else 1
-    assert sum(each["iterated"] for each in found) == 8 * copies  # each matrix once, in each of its copies
+    assert sum(each["iterated"] for each in found) == (8 + 5) * copies  # each matrix once per copy
     for each in found:
         [(name, (calls, each["bytes"]))] = each["sent"].items()
-        assert name == f"alltoall_base_ {dtype}" and calls == SHAPES * (1 if layout == "whole" else 2)
+        assert name == f"alltoall_base_ {dtype}"
+        assert calls == (SHAPES + 1 if layout == "whole" else 2 * SHAPES)
     total = sum(each["bytes"] for each in found)
     if layout == "whole":
-        assert [each["bytes"] for each in found] == [ELEMENTS * size] * processes
+        assert [each["bytes"] for each in found] == [(ELEMENTS + EXPERTS) * size] * processes
     else:  # rows to who iterates, updates back
         assert total == 2 * ELEMENTS * size * copies
 

@@ -85,7 +85,8 @@ def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: 
     forward pass reads its data."""
     fsdp, ddp, several = sharding == "fsdp", sharding == "ddp" and devices > 1, accumulation > 1
     model = measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted)
-    flops = [iteration_flops(*weight.shape) for weight in model["matrices"] if optimizer == "muon"]
+    shapes = [weight.shape for weight in model["matrices"] if optimizer == "muon"]
+    flops = [iteration_flops(*shape[-2:]) for shape in shapes for _ in range(shape[:-2].numel())]
     moved = sum(weight.numel() for weight in model["matrices"] if flops)
     parameters, blocks, wire, shards = model["parameters"], model["blocks"], 2 if bf16 else 4, devices**fsdp
     root, weights = parameters - sum(blocks), 4 * parameters / shards

@@ -5,6 +5,7 @@ with all singular values set to about one. The step size is that of Liu et al. (
 Training", 2025, arXiv 2502.16982), so that AdamW's learning rates and weight decay fit.
 """
 
+import itertools
 import math
 import os
 
@@ -26,9 +27,9 @@ if cpu_has_bfloat16():
 
 
 def hidden_matrices(model) -> set:
-    """The weights [r, c] in a model's blocks, the modules of its ModuleLists, and square weights of other
-    linear layers: with AdamW at the embeddings' rate a masked model's head would be unstable. No embeddings,
-    no vocabulary projection."""
+    """The weights [r, c] in a model's blocks, the modules of its ModuleLists, the stacks [n, r, c] of their
+    experts, and square weights of other linear layers: a masked model's head is unstable with AdamW at the
+    embeddings' rate. No embeddings, no vocabulary projection, no state matrices (Mamba's A_log)."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = {id(module) for blocks in lists for module in blocks.modules()}
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -37,10 +38,16 @@ def hidden_matrices(model) -> set:
     return {
         parameter
         for module in model.modules()
-        for parameter in module.parameters(recurse=False)
-        if parameter.ndim == 2 and parameter.requires_grad and parameter not in outer
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad and parameter not in outer and _is_matrix(module, name, parameter)
         and (id(module) in inside or isinstance(module, nn.Linear) and len(set(parameter.shape)) == 1)
     }
+
+
+def _is_matrix(module, name, parameter) -> bool:
+    if "Expert" in type(module).__name__:  # transformers' experts, stacked
+        return parameter.ndim in (2, 3) and "bias" not in name
+    return parameter.ndim == 2 and name.endswith("weight")
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -86,10 +93,16 @@ class MuonAdamW(torch.optim.AdamW):
         rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
         keep = 1.0 if skip is None else 1 - skip  # 0-d; 0 if nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
-        lists = _of_one_shape([weight for weight in group["params"] if weight.grad is not None])
+        alone, divided = [], []
+        for weights in _of_one_shape([weight for weight in group["params"] if weight.grad is not None]):
+            experts = isinstance(weights[0], DTensor) and weights[0].ndim == 3  # each process has whole ones
+            (alone if experts else divided).append(weights)
+        processes = self._processes(divided[0][0]) if divided else None
+        if processes is None:
+            alone, divided = alone + divided, []
 
         def ahead(weights):
-            """Updates the momenta. Returns Nesterov's look-ahead: [n, r, c], or this process's rows."""
+            """Updates the momenta. Returns Nesterov's look-ahead: [n, r, c], or what this process holds."""
             buffers = [_local(self._buffer(weight)) for weight in weights]
             stack = torch.stack([_local(weight.grad) for weight in weights])
             if skip is not None:
@@ -98,16 +111,20 @@ class MuonAdamW(torch.optim.AdamW):
             torch._foreach_mul_(buffers, held)
             torch._foreach_add_(buffers, gradients, alpha=1 - momentum)
             torch._foreach_lerp_(gradients, buffers, momentum)
-            return stack.to(PRECISION.get(stack.device.type, torch.float32))
+            return stack.to(PRECISION.get(stack.device.type, torch.float32)).flatten(0, -3)
 
-        updates = map(orthogonalize, stacks := map(ahead, lists))
-        if lists and (processes := self._processes(lists[0][0])):
-            shapes = [(len(weights), *weights[0].shape) for weights in lists]
-            updates = share(orthogonalize, stacks, shapes, processes, isinstance(lists[0][0], DTensor))
-        for weights, update in zip(lists, updates, strict=True):
-            parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape))
+        sizes = [(len(weights), *weights[0].shape) for weights in divided]
+        shapes = [(math.prod(size[:-2]), *size[-2:]) for size in sizes]
+        sharded = bool(divided) and isinstance(divided[0][0], DTensor)
+        updates = itertools.chain(
+            (orthogonalize(ahead(weights)) for weights in alone),
+            share(orthogonalize, map(ahead, divided), shapes, processes, sharded) if divided else (),
+        )
+        for weights, update in zip(alone + divided, updates, strict=True):
+            parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape[-2:]))
+            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype)
             torch._foreach_mul_(parts, left)
-            torch._foreach_add_(parts, (update.to(parts[0].dtype) * keep).unbind(), alpha=-rate * size)
+            torch._foreach_add_(parts, (update * keep).unbind(), alpha=-rate * size)
 
     def _buffer(self, weight):
         if not self.state[weight]:
