@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed `utils`; TPU appends it
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
@@ -30,7 +30,7 @@ from utils.display.trackers import check_trackers
 from utils.entry import entry_point
 from utils.flags import parse_args
 from utils.learning.compiled import compile_blocks
-from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table, trust_row_positions
+from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
 from utils.learning.model import build_model, model_problems
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
@@ -54,7 +54,7 @@ LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 # Where --dataset_name names other data: all documents, and beginnings of evaluation rows as prompts.
 OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
-# In names that most types share; name?: only where the type has it. Other sizes keep their proportion.
+# Names that most types share; name?: only where the type has it. Sizes not named scale along.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=2,intermediate_size?=344"
 SMALL += ",tie_word_embeddings?=true,resid_pdrop?=0,embd_pdrop?=0,attn_pdrop?=0"
 
@@ -67,10 +67,10 @@ class TrainArgs:
     dataset_name: list[str] = field(default_factory=lambda: ["installed-python"])  # or Hub ids, files, shards
     mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
     dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
-    eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split or a part
+    eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=LIBRARIES.copy)  # documents must hold one; none: all
-    keep_duplicates: bool = False  # documents with the text of an earlier one
+    keep_duplicates: bool = False  # keep documents whose text repeats
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
@@ -95,11 +95,11 @@ class TrainArgs:
     learning_rate: float = 4e-2  # peak, of AdamW; about 2e-3 if adamw trains all
     muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
-    adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
+    adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
-    min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
+    min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 1000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -212,7 +212,6 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
-    trust_row_positions()
     lm = build_model(**build, tokenizer=data.tokenizer)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -229,7 +228,7 @@ def main(args: TrainArgs | None = None) -> None:
     accelerator.print(describe_groups(optimizer))
     run.describe(lm)
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
-    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would be stepped per process
+    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
@@ -248,15 +247,15 @@ def main(args: TrainArgs | None = None) -> None:
             if not last:
                 sync()
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
-        means.close(skipped, len(micro_batches))
+        skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then skips the step
+        means.end_step(skipped, len(micro_batches))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         sync()
 
     def evaluate(batch: dict) -> dict:
-        """{name: (sums, counts)}, each [B], or 0-d; padding rows count as nothing."""
+        """{name: (sums, counts)}, both [B] or both 0-d; padding rows count 0."""
         _, row_losses = model(batch)  # [B], each the mean over T - 1 predictions
         rows, predicted = (batch["row"] >= 0).float(), batch["input_ids"].shape[1] - 1
         return {"loss/eval": (row_losses * rows * predicted, rows * predicted)}

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # before any installed `utils`: TPU appends it
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed `utils`; TPU appends it
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
@@ -29,7 +29,7 @@ from utils.display.trackers import check_trackers
 from utils.entry import entry_point
 from utils.flags import parse_args
 from utils.learning.compiled import compile_blocks
-from utils.learning.losses import MaskedLMLoss, trust_row_positions
+from utils.learning.losses import MaskedLMLoss
 from utils.learning.model import build_model, model_problems, packs_pairs
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
 from utils.run import Run
@@ -48,11 +48,11 @@ PROMPTS = [
 OTHER_DATA = {"prompts": ["rows"]}  # where --dataset_name names other data: of its evaluation rows
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
-# Rotary positions: with learned ones a model of this size knows no word order yet when its minutes are over.
+# Rotary positions: with learned ones, so small a model learns no word order in so few minutes.
 # name?: where the type has it. Other sizes keep their proportion to these.
 SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size?=256,local_attention?=16"
 
-# Base, as transformers has it, with the positions of its first phase.
+# ModernBERT-base with the rotary base of its first phase.
 MODERNBERT = """{"vocab_size": 50368, "rope_parameters": {
     "full_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}"""
@@ -66,10 +66,10 @@ class TrainArgs:
     dataset_name: list[str] = field(default_factory=lambda: ["installed-docs"])  # or Hub ids, files, shards
     mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
     dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
-    eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split or a part
+    eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
-    keep_duplicates: bool = False  # documents with the text of an earlier one
+    keep_duplicates: bool = False  # keep documents whose text repeats
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
@@ -79,7 +79,7 @@ class TrainArgs:
     stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
     mlm_probability: float = 0.30  # share of the tokens that are predicted in training
-    eval_mlm_probability: float = 0.15  # and in evaluations: the same, or runs cannot be compared
+    eval_mlm_probability: float = 0.15  # in evaluations; keep it, so that runs can be compared
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
     pack_pairs: bool = field(default=True, metadata={"before": False})  # as many pairs into a row as fit
 
@@ -97,11 +97,11 @@ class TrainArgs:
     learning_rate: float = 1e-2  # peak, of AdamW; about 2e-3 if adamw trains all
     muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
-    adam_beta2: float = 0.95  # of AdamW's second moment; 0.9 of its first
+    adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
-    min_lr_ratio: float = 0.0  # where the rate ends, as a share of its peak
+    min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 5000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -193,7 +193,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Settings and sources: every mistake at once, before any work
     args = args or parse_args(TrainArgs, PRESETS, other_data=OTHER_DATA)
     evaluate_what_is_saved(args)
-    args.pack_pairs &= args.next_sentence  # without pairs False, as in runs from before this setting
+    args.pack_pairs &= args.next_sentence  # False without pairs, as in runs before this setting
     problems = check_args(args)
     special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
     kind = "pretraining" if args.next_sentence else "masked"
@@ -227,7 +227,6 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- Model, loss, optimizer, schedule
     set_seed(args.seed)
-    trust_row_positions()
     lm = build_model(**build, tokenizer=data.tokenizer)
     if args.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -244,7 +243,7 @@ def main(args: TrainArgs | None = None) -> None:
     accelerator.print(describe_groups(optimizer))
     run.describe(lm, predicted=args.mlm_probability)
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
-    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would be stepped per process
+    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
     autocast_forward(model)
     guard = UpdateGuard(accelerator, optimizer)
     means = Means(accelerator, "train_mlm", *(["train_nsp"] if args.next_sentence else []), total="train")
@@ -255,7 +254,7 @@ def main(args: TrainArgs | None = None) -> None:
     def update(micro_batches: list[dict]) -> None:
         """One step: the gradient of all micro-batches and processes, and what it changes."""
         processes = accelerator.num_processes
-        # Rows differ in what they predict: means over a step need its number on all processes first.
+        # Rows differ in their number of predictions: sum it over the step and all processes first.
         labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
         counts = [sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels]
         counts = accelerator.reduce(counts) if processes > 1 else counts
@@ -271,15 +270,15 @@ def main(args: TrainArgs | None = None) -> None:
             if not last:
                 sync()
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        skipped = guard.judge(grad_norm)  # 1. if not finite: then the step changes nothing
-        means.close(skipped, len(micro_batches), divide=False)  # its losses are shares of the step's
+        skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then skips the step
+        means.end_step(skipped, len(micro_batches), divide=False)  # they already sum to the mean
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         sync()
 
     def evaluate(batch: dict) -> dict:
-        """{name: (sums, counts)}, each [B], or 0-d; padding rows have nothing to predict."""
+        """{name: (sums, counts)}, both [B] or both 0-d; padding rows count 0."""
         sums, tokens = model(batch), (batch["slot_labels"] != -100).sum(1)  # [B]
         totals = {"loss/mlm": (sums["mlm_row_losses"], tokens)}
         totals["accuracy"] = sums["mlm_correct"], sums["mlm_tokens"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.forked import start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 
-JUDGE = "        skipped = guard.judge(grad_norm)"
+JUDGE = "        skipped = guard.check(grad_norm)"
 CLIP = "        grad_norm = accelerator.clip_grad_norm_("
 STEP = "        optimizer.step()\n"
 ADD = "            means.add(loss, row_losses.mean())\n"

@@ -168,3 +168,7 @@ def test_what_is_compiled_late_is_a_warning_with_its_cause():
     prepared(torch.ones(5, 4, requires_grad=True))
     [line] = log.news()
     assert line.startswith("warning: 1 graphs were compiled anew") and "size mismatch" in line
+    log.first_evaluation()  # of a resumed run, which has none before its first step
+    prepared(torch.ones(6, 4))
+    [line] = log.news()
+    assert line.startswith("compiled")

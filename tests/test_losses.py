@@ -35,10 +35,8 @@ from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax, chunk_rows,
 from utils.learning.losses import (
     CausalLMLoss,
     MaskedLMLoss,
-    _search,
     keytoken_row_weights,
     keytoken_table,
-    trust_row_positions,
 )
 from utils.learning.model import PACKS, use_one_kernel_gelu
 from utils.learning.optim import UpdateGuard, build_optimizer
@@ -294,7 +292,6 @@ def test_the_logits_of_all_rows_never_exist(precision, token_loss):
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_a_step_never_waits_for_the_device_and_attends_causally_without_a_mask(model_type):
-    trust_row_positions()
     model = CausalLMLoss(small_model(model_type))
     batch = {"input_ids": torch.randint(V, (2, T)), "row": torch.arange(2)}
     with Operations() as seen:
@@ -323,7 +320,6 @@ def test_on_a_gpu_a_whole_step_waits_for_nothing(tmp_path):
     model.lm.tie_weights()
     model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
     guard = UpdateGuard(accelerator, optimizer)
-    trust_row_positions()
     recipe = SimpleNamespace(per_device_train_batch_size=8, seed=0, streaming=False)
     rows = MixedRows(Mixture((1.0,), 0), {"": packed(tmp_path / "rows.npy")})
     data = Data(recipe, accelerator, None, rows, {})
@@ -332,7 +328,7 @@ def test_on_a_gpu_a_whole_step_waits_for_nothing(tmp_path):
         for step, (batch,) in enumerate(data.batches(steps, 0)):
             loss, _ = model(batch)
             accelerator.backward(loss)
-            guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
             optimizer.zero_grad()
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one builds things
@@ -442,17 +438,6 @@ def test_under_autocast_a_loss_of_ones_own_sees_float32_and_is_as_exact():
     assert relative_error(found[1], expected[1]) < 1e-2
 
 
-@pytest.fixture(params=[False, True], ids=["", "trusted"])
-def trusted(request, monkeypatch):
-    """transformers as it is, or after trust_row_positions(), called twice."""
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", _search)
-    if request.param:
-        trust_row_positions()
-        trust_row_positions()
-    torch._dynamo.reset()
-    return request.param
-
-
 @pytest.mark.parametrize(
     ("model_type", "split", "compiled"),
     [
@@ -462,7 +447,8 @@ def trusted(request, monkeypatch):
         pytest.param("llama", False, True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type, split, compiled, trusted):
+def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type, split, compiled):
+    torch._dynamo.reset()
     lm = small_model(model_type).double()
     model = CausalLMLoss(lm)
     model.splits_head = split
@@ -487,7 +473,7 @@ def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type,
         torch.testing.assert_close(losses.mean(1), apart)
 
 
-def test_a_forward_that_fails_leaves_transformers_as_it_was(monkeypatch, trusted):
+def test_a_forward_that_fails_leaves_transformers_as_it_was():
     lm = small_model("gpt2")
     model = CausalLMLoss(lm)
     input_ids, positions = torch.randint(V, (1, T)), torch.arange(T)[None] % 8
@@ -639,7 +625,6 @@ def test_packed_pairs_are_what_they_would_be_alone(tmp_path, model_type, attenti
         row[:length] = rng.integers(6, V, length)
         row[T:] = rng.integers(3, length - 1), length, rng.integers(2)
     np.save(tmp_path / "pairs.npy", rows)
-    trust_row_positions()
     assert model_type in PACKS
     special = {"pad_token_id": 0, "type_vocab_size": 2, "attn_implementation": attention}
     model = MaskedLMLoss(small_model(model_type, AutoModelForPreTraining, **SMALL | special).double())
@@ -677,7 +662,6 @@ def slots_of_pairs(batch):
 def test_a_masked_step_never_waits_for_the_device(name):
     """Sentence pairs, which are padded, too; rows of the others are full and have no attention mask."""
     model_type, auto, special = MASKED[name]
-    trust_row_positions()
     model = MaskedLMLoss(small_model(model_type, auto, **(SMALL | special | {"type_vocab_size": 2})))
     batch = masked_batch()
     if model_type != "bert":
@@ -710,7 +694,6 @@ def value_and_gradients(model, lm, input_ids, *weights):
 
 
 def test_steps_under_compile_are_one_graph_that_is_made_once():
-    trust_row_positions()
     model = CausalLMLoss(small_model("gpt2"))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

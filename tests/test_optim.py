@@ -165,7 +165,7 @@ def train(updates, kind, limit=None, stop_and_resume_at=None, bare=False):
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.grad = grad.clone()
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        judged = guard.judge(norm, limit)
+        judged = guard.check(norm, limit)
         assert judged.shape == () and (torch.equal(guard.norm, norm) or norm.isnan())
         for optimizer in optimizers:
             optimizer.step()
@@ -221,7 +221,7 @@ def test_under_a_gradient_scaler_bad_updates_are_skipped_too(limit, kind):
             for parameter, grad in zip(model.parameters(), grads, strict=True):
                 parameter.grad = grad * scaler.get_scale()
             scaler.unscale_(optimizer.optimizer)
-            guard.judge(nn.utils.clip_grad_norm_(model.parameters(), 1.0), limit)
+            guard.check(nn.utils.clip_grad_norm_(model.parameters(), 1.0), limit)
             optimizer.step()
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()], optimizer.state_dict()["state"], guard.read()
@@ -257,7 +257,7 @@ def test_the_guard_takes_an_optimizer_of_whose_first_group_all_was_taken_out():
     (optimizer,) = OPTIMIZERS["fused"](nn.Linear(3, 5))
     optimizer.param_groups.insert(0, optimizer.param_groups[0] | {"params": []})
     guard = UpdateGuard(Accelerator(cpu=True), optimizer)
-    assert guard.judge(torch.tensor(math.nan)) == 1 and guard.read() == [1]
+    assert guard.check(torch.tensor(math.nan)) == 1 and guard.read() == [1]
 
 
 def test_the_guard_does_not_wait_for_the_device_between_reads():
@@ -266,7 +266,7 @@ def test_the_guard_does_not_wait_for_the_device_between_reads():
     guard = UpdateGuard(accelerator, *fused)
     with Host() as seen:
         for norm in torch.rand(30):
-            guard.judge(norm, limit=3 * norm)
+            guard.check(norm, limit=3 * norm)
     assert not seen.waited()
     assert guard.read() == [0] * 30
 
@@ -292,7 +292,7 @@ def test_means_are_those_of_the_steps_that_were_not_skipped_bit_for_bit():
                 means.add(losses[0].requires_grad_(), losses[1])
                 own += losses.detach().numpy()
             skipped = step in (2, 3)
-            means.close(torch.tensor(float(skipped)), micro_batches=3)
+            means.end_step(torch.tensor(float(skipped)), micro_batches=3)
             if not skipped:
                 sums += np.append(own / np.float32(3), np.float32(1))
         read = means.read(grad_norm=torch.tensor(0.5))
@@ -305,10 +305,10 @@ def test_means_are_those_of_the_steps_that_were_not_skipped_bit_for_bit():
 def test_a_skipped_nan_leaves_no_trace_and_means_of_no_step_are_none():
     means = Means(Accelerator(cpu=True), "train_mlm", "train_nsp", total="train")
     means.add(torch.tensor(math.nan), torch.tensor(1.0))
-    means.close(torch.tensor(1.0))
+    means.end_step(torch.tensor(1.0))
     assert means.read() == {"loss/train": None, "loss/train_mlm": None, "loss/train_nsp": None}
     means.add(torch.tensor(2.0), torch.tensor(1.0))
-    means.close(torch.tensor(0.0))
+    means.end_step(torch.tensor(0.0))
     read = means.read()
     assert read == {"loss/train": 3.0, "loss/train_mlm": 2.0, "loss/train_nsp": 1.0}
     assert list(read) == ["loss/train", "loss/train_mlm", "loss/train_nsp"]
@@ -324,7 +324,7 @@ def test_means_do_not_wait_for_the_device_before_they_are_read():
     means = Means(Accelerator(cpu=True), "train")
     with Host() as seen:
         means.add(torch.ones(()))
-        means.close(torch.zeros(()))
+        means.end_step(torch.zeros(()))
     assert not seen.waited()
 
 
@@ -356,7 +356,7 @@ def two_process_worker():
     means, again = (Means(accelerator, "train", "train_plain") for _ in range(2))
     for step in (1.0, 2.0):  # losses 1 and 2 on one process, 2 and 4 on the other
         means.add(torch.tensor(step * (1 + accelerator.process_index)), torch.tensor(0.5))
-        means.close(torch.tensor(0.0))
+        means.end_step(torch.tensor(0.0))
     saved = means.state_dict()
     again.load_state_dict(saved)
     norm = torch.tensor(1.0 + accelerator.process_index)
@@ -385,7 +385,7 @@ def test_what_ends_a_step_takes_as_many_calls_for_any_number_of_layers():
 
         def end():
             means.add(loss)
-            means.close(guard.judge(accelerator.clip_grad_norm_(lm.parameters(), 1.0)))
+            means.end_step(guard.check(accelerator.clip_grad_norm_(lm.parameters(), 1.0)))
             optimizer.step()
             schedule.step()
 

@@ -16,11 +16,11 @@ def test_the_run_does_not_become_a_trainer():
     trees = [ast.parse((PROJECT / f"utils/{part}.py").read_text()) for part in parts.split()]
     called = [node.func for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = {function.attr for function in called if isinstance(function, ast.Attribute)}
-    assert not calls & {"backward", "step", "zero_grad", "clip_grad_norm_", "no_sync", "prepare", "judge"}
+    assert not calls & {"backward", "step", "zero_grad", "clip_grad_norm_", "no_sync", "prepare", "end_step"}
     for script in ("train_clm.py", "train_mlm.py"):
         written = (PROJECT / script).read_text()
         for verb in ("accelerator.backward(", "optimizer.step()", "optimizer.zero_grad()", "schedule.step()",
-                     "clip_grad_norm_(", "guard.judge(", "run.seed_step()", "Accelerator("):  # fmt: skip
+                     "clip_grad_norm_(", "guard.check(", "run.seed_step()", "Accelerator("):  # fmt: skip
             assert written.count(verb) == 1, (script, verb)
 
 

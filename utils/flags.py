@@ -39,7 +39,7 @@ ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names
 
 
 class _Parser(HfArgumentParser):
-    """Without a field's metadata, which are ours: transformers' parser would pass them to argparse."""
+    """Drops field.metadata, which transformers' parser would pass to argparse."""
 
     def error(self, message):
         raise ValueError(f"{message}\n`--help` lists every setting.")

@@ -8,7 +8,7 @@ shapes, and values are read only after a sync.
 import os
 
 import torch
-from accelerate.utils import is_torch_xla_available as is_xla  # for every launch; USE_TORCH_XLA=0 stops it
+from accelerate.utils import is_torch_xla_available as is_xla  # torch_xla is installed; USE_TORCH_XLA=0: no
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

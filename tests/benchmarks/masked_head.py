@@ -15,7 +15,7 @@ def contender(kind: str, args) -> dict:
     import torch
     from transformers import AutoConfig, AutoModelForMaskedLM, set_seed
 
-    from utils.learning.losses import MaskedLMLoss, trust_row_positions
+    from utils.learning.losses import MaskedLMLoss
     from utils.learning.optim import build_optimizer
 
     set_seed(0)
@@ -26,7 +26,6 @@ def contender(kind: str, args) -> dict:
     )  # fmt: skip
     lm = AutoModelForMaskedLM.from_config(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    trust_row_positions()
     model = MaskedLMLoss(lm).to(device)
     optimizer = build_optimizer(lm, 1e-4, 0.01)
     shape = args.batch_size, args.block_size

@@ -42,12 +42,11 @@ def contender(kind: str, args) -> dict:
 def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one micro-batch a step
     from accelerate import Accelerator
 
-    from utils.learning.losses import MaskedLMLoss, trust_row_positions
+    from utils.learning.losses import MaskedLMLoss
     from utils.learning.model import use_one_kernel_gelu
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
 
     accelerator = Accelerator()
-    trust_row_positions()
     use_one_kernel_gelu(lm)
     lm.set_attn_implementation("local")  # what attn_implementation auto takes for such rows
     model = MaskedLMLoss(lm).to(accelerator.device)
@@ -63,7 +62,7 @@ def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one mi
         loss = model(batch)["mlm_loss_sum"] / (batch["slot_labels"] != -100).sum()
         accelerator.backward(loss)
         means.add(loss)
-        means.close(guard.judge(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        means.end_step(guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

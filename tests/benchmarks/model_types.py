@@ -148,10 +148,9 @@ def compare(mapping: str, saved: Path, tokenizer) -> None:
     import torch.nn.functional as F
 
     from utils.learning.configuration import MODEL_CLASSES
-    from utils.learning.losses import CausalLMLoss, MaskedLMLoss, trust_row_positions
+    from utils.learning.losses import CausalLMLoss, MaskedLMLoss
     from utils.learning.model import build_model
 
-    trust_row_positions()
     own = MODEL_CLASSES[mapping].from_pretrained(saved, dtype=torch.float32).train()
     lm = build_model(mapping, None, "", str(saved), T, tokenizer)
     model = (CausalLMLoss if mapping == "causal" else MaskedLMLoss)(lm).train()

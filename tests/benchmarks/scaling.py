@@ -22,7 +22,7 @@ def worker(args) -> dict | None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-    from utils.learning.losses import CausalLMLoss, trust_row_positions
+    from utils.learning.losses import CausalLMLoss
     from utils.learning.optim import build_optimizer
 
     set_seed(0)
@@ -32,7 +32,6 @@ def worker(args) -> dict | None:
         vocab_size=args.vocab_size, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     lm = AutoModelForCausalLM.from_config(config)
-    trust_row_positions()
     model = CausalLMLoss(lm).to(accelerator.device)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
     sent = 0

@@ -66,7 +66,7 @@ def train_ours(lm, rows, args, bf16, clock):
     from data.mixture import MixedRows, Mixture
     from data.open import Recipe
     from data.rows import PackedRows
-    from utils.learning.losses import CausalLMLoss, trust_row_positions
+    from utils.learning.losses import CausalLMLoss
     from utils.learning.model import use_one_kernel_gelu
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
     from utils.steps import Steps
@@ -76,7 +76,6 @@ def train_ours(lm, rows, args, bf16, clock):
         gradient_accumulation_steps=1, max_train_steps=args.steps,
     )  # fmt: skip
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
-    trust_row_positions()
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm).to(accelerator.device)
     lm.tie_weights()
@@ -91,8 +90,8 @@ def train_ours(lm, rows, args, bf16, clock):
         accelerator.backward(loss)
         means.add(loss, row_losses.mean())
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        skipped = guard.judge(grad_norm)
-        means.close(skipped, len(micro_batches))
+        skipped = guard.check(grad_norm)
+        means.end_step(skipped, len(micro_batches))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -59,13 +59,18 @@ def _or_eager(part, parts, options, say):
 class Compilations:
     """The graphs that this process has compiled, from torch's own records."""
 
-    newest, graphs, seconds, steps, active = 0.0, 0, 0.0, 0, False
+    newest, graphs, seconds, steps, active, evaluated = 0.0, 0, 0.0, 0, False, False
 
     def start(self):
         import torch._dynamo
 
         torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
         self.active = True
+
+    def first_evaluation(self):
+        """Its graphs are new also where it comes late, in a resumed run."""
+        if not self.evaluated:
+            self.steps, self.evaluated = 0, True
 
     def news(self):
         """Lines about what was compiled since the last call. Call it once per step."""
@@ -84,7 +89,7 @@ class Compilations:
         if self.steps <= SETTLED:
             return [f"compiled   {len(new)} graphs in {seconds:,.0f} s"]
         reason = next((one.recompile_reason for one in new if one.recompile_reason), "a first call")
-        late = f"{len(new)} graphs were compiled anew, {self.steps} steps after the start, {seconds:,.0f} s"
+        late = f"{len(new)} graphs were compiled anew, {self.steps} steps after the first, {seconds:,.0f} s"
         return [f"warning: {late}: {' '.join(str(reason).split())[:300]}"]
 
     def summary(self):

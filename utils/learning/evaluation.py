@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from utils.learning.compiled import compilations
 from utils.xla import sync
 
 
@@ -44,6 +45,7 @@ def sums_over_dataset(
     The sums are made in float64 at the end, and the host reads nothing before. evaluate must count padding
     rows (row == -1) as 0: then every sample counts once, however rows are divided."""
     values = []
+    compilations.first_evaluation()
     with eval_mode(*modules):
         for batch in batches:
             pairs = evaluate(batch)

@@ -22,15 +22,10 @@ _search = masking_utils.find_packed_sequence_indices  # transformers' own
 
 
 def _search_elsewhere(position_ids):
+    """transformers looks for positions that start again within a row (packed documents). That waits for the
+    device in each forward, and with torch.compile it prevents the causal kernel. A batch without position_ids
+    has none."""
     return None if getattr(_running, "rows_in_order", False) else _search(position_ids)
-
-
-def trust_row_positions():
-    """Stop transformers' search for positions that start again within a row (documents kept apart) while a
-    module of this file runs its model on a batch without position_ids: there they always count from 0.
-
-    The search waits for the device in each forward, and with torch.compile it prevents the causal kernel."""
-    masking_utils.find_packed_sequence_indices = _search_elsewhere
 
 
 class ModelLoss(nn.Module):
@@ -46,6 +41,7 @@ class ModelLoss(nn.Module):
 
     def __init__(self, lm, token_loss=None):
         super().__init__()
+        masking_utils.find_packed_sequence_indices = _search_elsewhere  # only in _run it differs from _search
         self.lm, self.token_loss = lm, token_loss
         self._no_split_modules = lm._no_split_modules  # the blocks, which are FSDP's units
         self.chunk_softmax = ChunkSoftmax()

@@ -14,7 +14,7 @@ from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
 from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
 from utils.learning.overrides import setting
 
-# What attention is computed by, and what a transformers model says where it can
+# Attention kernels, and the model's attribute that says it has them
 ATTENTION = {
     "auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
     "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa",
@@ -134,8 +134,8 @@ def packs_pairs(model_type, model_name_or_path, attn) -> bool:
 
 
 def freeze_unused(model, kind, block_size):
-    """No gradient for parameters that text alone does not reach, such as an unused pooler: DDP would wait for
-    it. A few tokens tell; where they leave some out, a full row is asked, too."""
+    """Freezes parameters without a gradient, such as an unused pooler: DDP would wait for it. Tries a few
+    tokens, then a full row if some get none."""
     training, trained = model.training, {p for p in model.eval().parameters() if p.requires_grad}
 
     def unreached(length):
@@ -165,8 +165,8 @@ def fastest_attention(kind, config, block_size, device=None):
 
 
 def refuse_documents_in_touch(lm):
-    """ValueError where documents of one row that have positions of their own see each other, tried: another
-    first one must leave the logits of the second as they are."""
+    """ValueError if documents of a row with positions of their own see each other. Tried: another first
+    document must not change the logits of the second."""
     ids = torch.arange(16)[None] % lm.config.vocab_size
     other = torch.cat([ids[:, :8].flip(1), ids[:, 8:]], 1)
     inputs = {"position_ids": torch.arange(8).repeat(2)[None], "use_cache": False}
@@ -202,7 +202,7 @@ def _without_attention(name, kind, config, device=None):
     if name == "flex_attention" and any(
         value for key, value in config.to_dict().items() if key.startswith("att") and "drop" in key
     ):
-        return "it has no dropout, which config_overrides has to set to 0"
+        return "it has no dropout: set it to 0 in config_overrides"
     if name == "flash_attention_2" and not is_flash_attn_2_available():
         return "the package flash-attn is not installed"
     half = os.environ.get("ACCELERATE_MIXED_PRECISION") in ("bf16", "fp16")

@@ -19,7 +19,7 @@ def use_one_kernel_gelu(model):
 
 @torch.no_grad()
 def use_one_kernel_rms_norm(model):
-    """On a CPU, replace modules that compute an RMS norm, which a trial shows, by RMSNorm."""
+    """On a CPU, replace modules that a trial shows to be RMS norms by RMSNorm."""
     norms = [(name, module) for name, module in model.named_modules(remove_duplicate=False)
              if hasattr(module, "variance_epsilon")]  # fmt: skip
     for name, module in norms if device_type() == "cpu" else ():

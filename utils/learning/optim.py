@@ -45,7 +45,7 @@ def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), opti
 
 
 def name_optimizers(settings: dict, optimizers: list) -> dict:
-    """The settings to show: optimizer_type names the optimizers, if build_optimizer made none of them."""
+    """The settings, with optimizer_type naming the optimizers of an edit."""
     kind, kinds = settings.get("optimizer_type"), {"muon": MuonAdamW, "adamw": torch.optim.AdamW}
     if not kind or kinds.get(kind) in map(type, optimizers):
         return settings
@@ -107,7 +107,7 @@ def stable_steps(args, steps):
 
 
 class UpdateGuard:
-    """Skips an update, of all optimizers, whose gradient norm is not finite.
+    """Skips updates of all optimizers if the gradient norm is not finite.
 
     All processes decide alike. Fused AdamW changes nothing if its `found_inf` is 1 (made for GradScaler), so
     the host need not wait. With any other optimizer the host reads the norm and drops the gradients. With
@@ -128,7 +128,7 @@ class UpdateGuard:
         self.consecutive = 0  # updates skipped in a row, at the last read
         self._pending, self._unread = [], []  # flags on the device; flags on the host
 
-    def judge(self, grad_norm, limit=None):
+    def check(self, grad_norm, limit=None):
         """Call it once per update, after clipping and before optimizer.step(). grad_norm: 0-d, before
         clipping. Above `limit` (a number or 0-d, the same on all processes) the update is skipped too.
 
@@ -204,7 +204,7 @@ class Means:
         self._step += torch.stack([loss.detach().float() for loss in losses])
         self._added += 1
 
-    def close(self, skipped, micro_batches=1, divide=True):
+    def end_step(self, skipped, micro_batches=1, divide=True):
         """Ends a step: its losses, divided by `micro_batches` if divide, count unless `skipped` (0-d) is 1.
         ValueError if `add` was not called once for each micro-batch, as the means would be wrong."""
         added, self._added = self._added, 0

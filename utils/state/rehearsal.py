@@ -59,5 +59,5 @@ def rehearse_updates(accelerator, micro_batches, seed_step, edits) -> float:
         del accelerator.backward
     if names := edits.check_weights(accelerator):
         accelerator.print(f"warning: a gradient that is not finite gets into {names[0]}: change weights only "
-                          "after the guard has judged the gradient, and only with a guard.")
+                          "after the guard has checked the gradient, and only with a guard.")
     return min(seconds)
