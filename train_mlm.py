@@ -204,8 +204,10 @@ def main(args: TrainArgs | None = None) -> None:
         kind=kind, model_type=args.model_type, config_overrides=args.config_overrides,
         model_name_or_path=args.model_name_or_path, block_size=args.block_size, attn=args.attn_implementation,
     )  # fmt: skip
-    more = dict(gradient_checkpointing=args.gradient_checkpointing, eval_only=args.eval_only)
-    stop_at(problems + model_problems(**build, tokenizer=sources.tokenizer, **more))
+    stop_at(problems + model_problems(
+        **build, tokenizer=sources.tokenizer, gradient_checkpointing=args.gradient_checkpointing,
+        eval_only=args.eval_only,
+    ))  # fmt: skip
 
     accelerator = Accelerator(
         mixed_precision=launcher_precision(),
