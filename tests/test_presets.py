@@ -3,17 +3,20 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
 
 import train_clm
 import train_mlm
+from data.rows import PackedRows
 from data.tokenizer import train_tokenizer
 from tests import forked
 from tests.hub_data import publish, put_data
 from tests.hub_server import HubServer
 from tests.runs import metrics
+from utils.display.samples import beginnings
 from utils.flags import parse_args
 from utils.learning.configuration import MODEL_CLASSES, configure, meta_model
 from utils.learning.overrides import parse_overrides
@@ -200,3 +203,30 @@ def test_an_evaluation_set_without_a_train_split_is_its_validation_or_its_test(s
     command = ["--preset", "codeparrot", "--dataset_name", name]
     done = forked.run("train_clm.py", command, env=hub.env())
     assert done.returncode == 2 and f"dataset_name '{name}' has no split 'train'" in done.stderr
+
+
+@pytest.mark.parametrize("script", [train_clm, train_mlm], ids=["clm", "mlm"])
+def test_keywords_and_prompts_of_a_preset_are_for_its_own_data(script):
+    def parsed(*words):
+        args = parse_args(script.TrainArgs, script.PRESETS, list(words), script.OTHER_DATA)
+        return args.keywords, args.prompts
+
+    default = script.TrainArgs()
+    own = default.keywords, default.prompts
+    assert parsed() == parsed("--dataset_name", *default.dataset_name) == own
+    assert parsed("--dataset_name", "texts/") == parsed("--dataset_name=texts/") == ([], ["rows"])
+    assert parsed("--dataset_name", "texts/", "--keywords", "pandas") == (["pandas"], ["rows"])
+    for preset, changes in script.PRESETS.items():
+        assert parsed("--preset", preset)[1] == changes.get("prompts", default.prompts)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_prompts_from_rows_are_their_first_tokens(masked):
+    text = "import os\nprint(os.getcwd())\nfor name in os.listdir('.'):\n    print(name)\n" * 9
+    tokenizer = train_tokenizer([text], *(("unigram", 60, "roberta") if masked else ("bpe", 300, "gpt2")))
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16)
+    prompts = beginnings(PackedRows([ids], 32), tokenizer, masked)
+    assert len(prompts) == 3
+    for prompt, row in zip(prompts, np.linspace(0, len(ids) // 32, 3, endpoint=False).astype(int), strict=True):
+        kept = [ids[row * 32 :][part] for part in ((slice(8), slice(9, 16)) if masked else (slice(16),))]
+        assert prompt == " [MASK] ".join(tokenizer.decode(part).strip() for part in kept)
