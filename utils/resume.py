@@ -91,12 +91,13 @@ class Resume:
 
     def _other_run(self, saved: dict, here: str, kind: str) -> str:
         """What differs from this run beside the settings, or ""."""
-        step, now = saved["state"]["step"], self.counts["stable"]
-        if saved["rows"] != (rows := self.steps.rows_before(step)):
-            return f"rows of the first {step} steps: {saved['rows']} in the run, {rows} now"
-        was = saved["settings"].get("stable") or now
-        first, last = max(was[0], now[0]), min(was[1], now[1])
-        if was != now and not first <= step <= last:
+        step, rows = saved["state"]["step"], self.steps.rows_before(saved["state"]["step"])
+        if saved["rows"] != rows:
+            return f"batch size: {saved['rows']} rows in {step} steps, {rows} now"
+        was, now = self.counts | saved["settings"], self.counts
+        (warm_was, end_was), (warm, end) = was["stable"], now["stable"]
+        first, last = (0 if warm_was == warm else max(warm_was, warm)), min(end_was, end)  # same rate
+        if (end_was, was["max_steps"]) != (end, now["max_steps"]) and not first <= step <= last:
             return (f"max_train_steps: the learning rate of step {step} would be different: resume from one "
                     f"of the steps {first} to {last} (--resume_from_checkpoint), in another --output_dir")
         named = {"tokenizer": "tokenizer_name: the tokenizer", "train": "dataset_name: the training rows"}
