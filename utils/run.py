@@ -236,7 +236,6 @@ class Run:
         if self.failure:
             raise RuntimeError(self.failure)
         accelerator.end_training()
-        self.stop.close()
         if self.state.get("ended"):
             accelerator.print(f"Ended at step {self.step} of {last}, by its last evaluation.")
         if stopped_by:

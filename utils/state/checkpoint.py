@@ -34,6 +34,7 @@ from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 
+WRITER = "checkpoint"  # name of the thread that writes in the background
 SPARE_MEMORY = 1 << 30  # bytes that must stay free beside the copies of background saves
 
 
@@ -80,8 +81,8 @@ class Checkpoints:
         if sharded or accelerator.is_main_process:
             arguments = step, files, tensors, sharded
             if self.background and not final and self._copy_to_host(tensors, sharded):
-                # Not a daemon: when the script fails, the interpreter still waits for the checkpoint.
-                self._thread = threading.Thread(target=self._write, args=arguments)
+                # Not a daemon: when the script fails, the interpreter and entry_point still wait for it.
+                self._thread = threading.Thread(target=self._write, args=arguments, name=WRITER)
                 self._thread.start()
             else:
                 self._write(*arguments)
