@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.forked import run_code
-from tests.runs import PROJECT, environment
+from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 
 def test_the_run_does_not_become_a_trainer():
@@ -98,3 +98,23 @@ main()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "the update of step 2 fails" in done.stderr, done.stderr
     assert (tmp_path / "checkpoints/step-00000001").is_dir()
+
+
+def test_an_evaluation_may_end_the_run_before_its_first_step(tmp_path):
+    code = """
+from unittest import mock
+import train_clm
+
+class Run(train_clm.Run):
+    evaluated = property(lambda self: lambda record: True, lambda self, given: None)
+
+with mock.patch("train_clm.Run", Run):
+    train_clm.main()
+"""
+    flags = TINY | {"dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "output_dir": tmp_path / "run",
+                    "cache_dir": tmp_path / "cache"}  # fmt: skip
+    done = run_code(code, arguments(flags))
+    assert done.returncode == 0 and "Ended at step 0 of 6" in done.stdout, done.stderr[-3000:]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0]
+    assert "Training has not finished" not in (tmp_path / "run/README.md").read_text()
+    assert "this run is finished, 0 steps" in run_code(code, arguments(flags)).stdout

@@ -47,7 +47,7 @@ class Run:
         dataset = ", ".join(as_list(self.settings["dataset_name"]))
         self.publication = Publication(args, accelerator, task, self.settings, dataset)
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
-        self.evaluated = lambda record: False  # replace it: takes an evaluation's numbers; True ends the run
+        self.evaluated = lambda record: False  # hook: gets an evaluation's metrics; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
         self.failure = None  # why the run cannot go on
@@ -120,13 +120,13 @@ class Run:
         if due := self.state["evaluation_due"]:
             self.evaluate(due if isinstance(due, list) else ())
             if self.state["evaluation_due"]:  # a signal stopped it again; nothing is unsaved
-                raise SystemExit(exit_status(self.stopping))
+                raise SystemExit(exit_status(self.stop.answer))
         elif not self.state.get("export_due"):
             return True
-        if ended := self._ended:
+        if self._over:
             self.save()
             self.finish()
-        return not ended
+        return not self._over
 
     @property
     def step(self) -> int:
@@ -134,17 +134,17 @@ class Run:
         return self.state["step"]
 
     @property
-    def stopping(self) -> int:
-        """The stop signal that all processes agreed on, or the step at which `evaluated` ended it, or 0."""
-        return self.stop.answer or self.state.get("ended") or 0
+    def stopping(self) -> bool:
+        """Whether this step is the last one, here or for good. The same on all processes."""
+        return bool(self.stop.answer or self._over)
 
     @property
-    def _ended(self) -> bool:
-        return self.step >= self.steps.last or bool(self.state.get("ended"))
+    def _over(self) -> bool:
+        return bool(self.step >= self.steps.last or self.state.get("ended"))
 
     @property
     def _done(self) -> bool:
-        return self._ended and not (self.state["evaluation_due"] or self.state.get("export_due"))
+        return self._over and not (self.state["evaluation_due"] or self.state.get("export_due"))
 
     def seed_step(self) -> None:
         """Random numbers are a function of (seed, step, process), those of `generator` of (seed, step)."""
@@ -163,7 +163,7 @@ class Run:
         self.stop.agreed()
 
     def due(self, steps: int) -> bool:
-        """Every so many steps (0: every epoch), after the last step, and before the learning rate decays."""
+        """True every `steps` steps (0: an epoch), at the last, and at the last before decay."""
         ends = self.steps.last, self.resume.checkpoints.kept_step
         return self.step in ends or self.step % self.steps.every(steps) == 0
 
@@ -183,7 +183,7 @@ class Run:
                 return
             state["eval"] = {**(state["eval"] if names else {}), **record}
             if self.evaluated(record):
-                state["ended"] = self.step
+                state["ended"] = True
             axes = {"step": self.step, "tokens": self.steps.tokens_before(self.step)}  # of dashboards
             self.report.numbers(axes | record)
             if self.args.keep_best:
@@ -202,7 +202,7 @@ class Run:
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
-            final, self.state["export_due"] = bool(self._ended or self.stopping), bool(failure)
+            final, self.state["export_due"] = self.stopping, bool(failure)
             extra = dict(state=self.state, settings=self.settings, metrics_offset=self.report.metrics.offset)
             self.resume.save(self.model, self.keep, extra, self.config, final)
             if not failure:
@@ -223,24 +223,23 @@ class Run:
 
     def finish(self) -> None:
         """Wait for saves and pushes. Then print the summary, or exit with the status of the stop signal."""
-        last, accelerator = self.steps.last, self.accelerator
+        where, accelerator = f"at step {self.step} of {self.steps.last}", self.accelerator
         self.report.progress.close()
         self.resume.checkpoints.wait()
-        timeout = 20 if self.stop.requested else self.args.hub_timeout
-        arrived = self.publication.publisher.finish(timeout)
+        arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
-        stopped_by = 0 if self._done else self.stopping  # a signal after the last step stops nothing
-        if not (self.failure or self._ended or stopped_by):
-            self.failure = (f"the loop ended at step {self.step} of {last}: its data ended, or an edit "
-                            "breaks it; docs/edits/early-stopping.diff ends a run early")
+        signal = 0 if self._done else self.stop.answer  # after the last step it stops nothing
+        if not (self._done or signal or self.failure):
+            self.failure = (f"the loop ended {where}: its data ended, or an edit breaks it; "
+                            "docs/edits/early-stopping.diff ends a run early")
         if self.failure:
             raise RuntimeError(self.failure)
         accelerator.end_training()
         if self.state.get("ended"):
-            accelerator.print(f"Ended at step {self.step} of {last}, by its last evaluation.")
-        if stopped_by:
-            accelerator.print(f"Stopped at step {self.step} of {last} and saved; run it again to resume.")
-            raise SystemExit(exit_status(stopped_by))
+            accelerator.print(f"Ended {where}, by its last evaluation.")
+        if signal:
+            accelerator.print(f"Stopped {where} and saved; run it again to resume.")
+            raise SystemExit(exit_status(signal))
         if accelerator.is_main_process:
             seconds, command = self.report.throughput.seconds, command_line(self.args)
             print(self.publication.summary(self.state, self.steps, self.data.tokenizer, seconds, command))

@@ -78,6 +78,7 @@ class Publication:
             example = own_mask((self.prompts or [self.task.prompt])[0], tokenizer)
             card = dict(step=step, max_steps=steps.last, tokens=steps.tokens_before(step), example=example)
             card |= dict(seconds=state["seconds"], results=state["eval"], branch=state.get("origin"))
+            card |= dict(ended=state.get("ended"))
             write_model_card(self.folder, settings=self.settings, **self.facts, **card)
 
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
