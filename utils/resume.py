@@ -4,7 +4,7 @@ from pathlib import Path
 
 from utils.io.secrets import without_secrets
 from utils.publishing.places import fetch_checkpoint
-from utils.settings import changed_settings, code_version, save_args
+from utils.settings import changed_settings, code_version
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import read_state
 from utils.state.preemption import lock_output_dir
@@ -40,16 +40,13 @@ class Resume:
         saved = self.saved = self.checkpoints.load(self.args.resume_from_checkpoint, model, keep, self.check)
         if saved is None:
             return None
+        self.checkpoints.reserve(model, keep)
         self.data.load_state_dict(saved["stream"])
         self.origin = without_secrets(self.checkpoints.origin)
         if self.origin:
-            return saved["state"] | {"origin": self.origin, "ended": None}
+            return saved["state"] | {"origin": self.origin, "ended": False, "best": None}
         self.metrics_offset = saved["metrics_offset"]
         return saved["state"]
-
-    def save_args(self, settings: dict, origin: dict | None) -> None:
-        if self.lock:
-            save_args(self.args.output_dir, settings, self.code, self.launch, origin)
 
     def save(self, model, keep: dict, extra: dict, config, final: bool) -> None:
         """extra: state, settings and metrics_offset of the run."""
@@ -81,7 +78,7 @@ class Resume:
         here, known = place or self.args.output_dir, saved if isinstance(saved, dict) else {}
         wrong = [name for name, kind in EXTRA.items() if not isinstance(known.get(name), kind)]
         if wrong or not isinstance(saved["state"].get("step"), int):
-            raise ValueError(f"a checkpoint of {here} is not that of a run ({(wrong or ['state'])[0]}); "
+            raise ValueError(f"a checkpoint of {here} lacks {(wrong or ['the step of state'])[0]}; "
                              "resume from another one, or name another folder")
         problems = changed_settings(saved["settings"], self.args, self.counts)
         if problems and place:

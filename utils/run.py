@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate.utils import set_seed
 
 from utils.display.doctor import announce, check_launch, launch_facts, report
+from utils.display.metrics import finite
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
 from utils.entry import NEVER_FREED
@@ -24,6 +25,7 @@ from utils.learning.optim import name_optimizers, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.publication import Publication
 from utils.resume import Resume
+from utils.settings import save_args
 from utils.state.checkpoint import restore_modules
 from utils.state.edit_check import EditCheck
 from utils.state.folders import disk_space
@@ -62,11 +64,11 @@ class Run:
         """Prints the numbers of the evaluation sets as JSON and writes nothing. For the model of output_dir,
         modules in keep, such as an average of the weights, are restored from its newest checkpoint."""
         folder = self.args.output_dir if self.args.model_name_or_path == self.args.output_dir else None
-        for name in restore_modules(folder, model, keep):
+        for name in restore_modules(folder, model, keep, self.accelerator.process_index):
             warning = f"warning: no checkpoint here has {name}: it is evaluated as new"
             self.accelerator.print(warning, file=sys.stderr)
         evaluations = Evaluations(self.accelerator, self.task, model, keep, evaluate, data, [])
-        self.accelerator.print(json.dumps(evaluations.measure()))
+        self.accelerator.print(json.dumps(finite(evaluations.measure())))
 
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
         """Begin, or resume from the newest checkpoint. False: nothing is left to do.
@@ -78,7 +80,8 @@ class Run:
         publication.prompts = self.evaluations.prompts
         stable = stable_steps(args, steps)
         models = publication.plan_milestones(args, steps, kept_step=stable[1])
-        disk = disk_space(args.output_dir, model, keep, args.save_total_limit, models)
+        kept = args.save_total_limit + (stable[1] < steps.last)  # a checkpoint before the decay, too
+        disk = disk_space(args.output_dir, model, keep, kept, models)
         launch = publication.facts["launch"] = launch_facts(accelerator, self.config._attn_implementation)
         place = publication.publisher.checkpoints
         self.resume = Resume(args, accelerator, steps, data, stable, launch, place)
@@ -90,7 +93,8 @@ class Run:
         self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
         optimizers = [*self.edits.optimizers.values()]
         settings = publication.settings = name_optimizers(self.settings, optimizers)
-        self.resume.save_args(settings, self.state.get("origin"))
+        if accelerator.is_main_process:
+            save_args(args.output_dir, settings, self.resume.code, launch, self.state.get("origin"))
         self.report = Report(args, accelerator, steps, self.state, self.flops, launch, settings,
                              self.resume.metrics_offset, publication.publisher)
         name, parameters = args.model_name_or_path or args.model_type, publication.facts["parameters"]

@@ -70,7 +70,7 @@ def common_problems(args: Any) -> list[str]:
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
         problems += changed_settings(saved, args) if saved else []
         if not saved and (path := args.resume_from_checkpoint) not in ("auto", "none"):
-            problems.append(f"resume_from_checkpoint: {path} is no checkpoint; give auto, none or another.")
+            problems.append(f"resume_from_checkpoint: {path} is no checkpoint of this version; give another.")
     return problems
 
 

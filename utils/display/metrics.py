@@ -45,8 +45,7 @@ class MetricsLog:
         """Append a line; NaN and infinity become null. On a full disk the line is lost, with a warning."""
         if self.file is None:
             return
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
             self.file.seek(self.offset)
             if self.file.write(line) < len(line):
@@ -65,6 +64,11 @@ def read_metrics(output_dir) -> list[dict]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
+
+
+def finite(record: Mapping) -> dict[str, Any]:
+    """The record with None, JSON's null, in the place of NaN and infinity, which JSON lacks."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def by_set(record: Mapping, metric: str) -> dict[str, Any]:

@@ -16,8 +16,11 @@ CHUNK = 1 << 24  # bytes read and checksummed at a time
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file that is renamed to `path` at the end: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    yield temporary
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # where the block raised
 
 
 def write_json(path: Path, content: dict) -> None:

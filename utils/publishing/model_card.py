@@ -29,7 +29,8 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
-    training started from. facts, for the template: launch, parameters, step, max_steps, ended, tokens, branch."""
+    training started from. facts, for the template: launch, parameters, step, max_steps, ended (early),
+    tokens, branch."""
     output_dir = Path(output_dir)
     names, base_on_hub = dataset.split(", "), bool(base_model) and not os.path.exists(base_model)
     on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]

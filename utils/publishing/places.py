@@ -75,7 +75,7 @@ class Hub:
         except Exception as error:
             trouble = diagnose(error)
             away = f"; can {HfApi().endpoint} be reached from here? If not, train without push_to_hub"
-            remedy = self.remedies.get(trouble.status, away if trouble.passing else "")
+            remedy = self.remedies.get(trouble.status, away if trouble.transient else "")
             raise ValueError(f"{self.subject}: {trouble.text}{remedy}.") from None
 
     def upload(self, snapshot) -> str:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from utils import xla
+from utils.display.metrics import finite
 from utils.display.progress import duration, summarize
 from utils.display.samples import ROWS
 from utils.io.files import write_json
@@ -102,7 +103,7 @@ class Publication:
         if lowest and not export_model(self.accelerator, model, data.tokenizer, folder):
             state["best"] = {"step": state["step"], "loss": loss, "rows": rows}
             if self.accelerator.is_main_process:
-                write_json(folder / "best.json", {"step": state["step"], **record})
+                write_json(folder / "best.json", {"step": state["step"], **finite(record)})
 
     def push(self, step: int, results: dict) -> None:
         """Push the saved model; the task's main results go into the commit message."""
@@ -115,7 +116,8 @@ class Publication:
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
         results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
-        results |= {**state["eval"], "model": folder, "curves": f"{folder}/curves.png"}
+        results |= {name: value for name, value in finite(state["eval"]).items() if value is not None}
+        results |= {"model": folder, "curves": f"{folder}/curves.png"}
         results |= {"best model": f"{folder}/best, of step {best['step']}"} if best else {}
         prompt = own_mask(self.prompts[0] if settings["prompts"] == ROWS else self.task.prompt, tokenizer)
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"

@@ -211,7 +211,7 @@ class Publisher:
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         """Retry what may pass, after a wait that grows with each failure or that the Hub asks for."""
         trouble = diagnose(error)
-        if not trouble.passing:
+        if not trouble.transient:
             self.status = f"step {snapshot.step} not pushed"
             remedy = self.places[snapshot.branch].remedies.get(trouble.status, "")
             return self._record(snapshot, "failed", error=f"{trouble.text}{remedy}")

@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 FORMAT = 2  # of checkpoints: increase it when older ones cannot be resumed
 
 
+class OtherVersion(ValueError):
+    """A checkpoint of another FORMAT."""
+
+
 def list_checkpoints(folder) -> list[Path]:
     """The complete checkpoints by their names, oldest first; nothing is verified."""
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
@@ -40,7 +44,7 @@ def candidates(folder, resume_from: str) -> list[Path]:
     if resume_from in ("auto", "none"):
         return newest_first if resume_from == "auto" else []
     origin = origin_path(folder, resume_from)
-    descendants = [path for path in newest_first if origin in _peek(path).get("origins", [])]
+    descendants = [path for path in newest_first if origin in _origins(path)]
     return [*descendants, Path(resume_from)]
 
 
@@ -61,43 +65,41 @@ def find_damage(folder: Path) -> str:
     if problem := find_problem(folder):
         return problem
     try:
-        state = json.loads((folder / "state.json").read_bytes())
-        if isinstance(state, dict) and state.get("format") != FORMAT:
-            return ""  # read_state raises for it
+        state = read_state(folder)
         sealed = json.loads((folder / "manifest.json").read_bytes())["files"]
-        kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
-        if "state.json" not in sealed or not all(isinstance(state[key], kinds[key]) for key in kinds):
-            return "state.json: not that of a checkpoint"
         problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
-        return next(filter(None, problems), "")
+        return next(filter(None, problems), "" if "state.json" in sealed else "state.json: not sealed")
+    except OtherVersion:
+        return ""  # loading it says so
     except Exception as error:  # its checksum is right, but its content is not
         return f"state.json: not readable ({type(error).__name__}: {error})"
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a verified checkpoint. ValueError if another version of this project has made it."""
-    state = json.loads((folder / "state.json").read_text())
-    if state.get("format") != FORMAT:
-        raise ValueError(f"{folder} was made by another version of this project: resume it with that "
-                         "version, or start anew in another output_dir (model_name_or_path takes weights)")
+    """state.json. OtherVersion, or another ValueError if it is not that of a checkpoint."""
+    state = json.loads((folder / "state.json").read_bytes())
+    if isinstance(state, dict) and state.get("format") != FORMAT:
+        raise OtherVersion(f"{folder} was made by another version of this project: resume it with that "
+                           "version, or start anew in another output_dir (model_name_or_path takes weights)")
+    kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kinds[key]) for key in kinds):
+        raise ValueError(f"{folder}/state.json is not that of a checkpoint")
     return state
 
 
 def newest_extra(output_dir, resume_from: str) -> dict:
     """The extra of the checkpoint that a start would resume from, {} without one; nothing is verified."""
-    with suppress(OSError, IndexError):
-        extra = _peek(candidates(Path(output_dir) / "checkpoints", resume_from)[0]).get("extra")
+    with suppress(OSError, ValueError, IndexError):
+        extra = read_state(candidates(Path(output_dir) / "checkpoints", resume_from)[0])["extra"]
         if isinstance(extra, dict) and all(isinstance(extra.get(key), dict) for key in ("settings", "data")):
             return extra
     return {}
 
 
-def _peek(folder: Path) -> dict:
-    """state.json, unverified; {} if it cannot be read."""
+def _origins(folder: Path) -> list[str]:
     with suppress(OSError, ValueError):
-        state = json.loads((folder / "state.json").read_text())
-        return state if isinstance(state, dict) else {}
-    return {}
+        return read_state(folder).get("origins", [])
+    return []
 
 
 def thing_bytes(thing, model) -> int:
