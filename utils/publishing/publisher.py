@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from utils.display.progress import readable
 from utils.io.retry import SILENCE, diagnose
@@ -84,10 +84,11 @@ class Publisher:
     def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """Push the files of output_dir, all of one step, to the main branch, and new milestones."""
         if self.models:
-            files = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
+            files = filter(Path.is_file, [*self.output_dir.glob("*"), *self.output_dir.glob("best/*")])
+            files = filter_repo_objects(files, ignore_patterns=unpublished(self.output_dir), key=self._name)
             known = {name: value for name, value in (metrics or {}).items() if value is not None}
             message = ", ".join([f"Step {step}", *(f"{name} {readable(known[name])}" for name in known)])
-            self._freeze(step, "main", filter(Path.is_file, files), message)
+            self._freeze(step, "main", files, message)
             self.push_milestones()
 
     def push_milestones(self) -> None:
@@ -147,7 +148,7 @@ class Publisher:
     def _freeze(self, step: int, branch: str, files, message: str) -> None:
         """Hard-link weights and checkpoints, which are replaced and never rewritten; copy the other files."""
         folder, error = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}", ""
-        names = sorted(path.relative_to(self.output_dir).as_posix() for path in files)
+        names = sorted(map(self._name, files))
         try:
             for name in names:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +160,9 @@ class Publisher:
         except OSError as failure:  # most likely a full disk
             error = f"{type(failure).__name__}: {failure}"
         self._put(Snapshot(step, branch, folder, names, message), error)
+
+    def _name(self, file: Path) -> str:
+        return file.relative_to(self.output_dir).as_posix()
 
     def _put(self, snapshot: Snapshot, error: str = "") -> None:
         """Queue a snapshot. With an error it could not be frozen, and an older one keeps waiting."""
@@ -224,8 +228,13 @@ class Publisher:
                 self._record(snapshot, "replaced")
 
 
+def unpublished(output_dir) -> list[str]:
+    """Patterns of what is not published: folders but best/, hidden files, earlier metrics, logs."""
+    folders = sorted(path.name for path in Path(output_dir).glob("[!.]*") if path.is_dir())
+    return [*(f"{name}/*" for name in folders if name != "best"), ".*", "*/.*", "replaced-*", "*.out", "*.log"]
+
+
 def upload_command(repo_id: str, output_dir, *options: str) -> str:
     """A shell command that uploads the same files as `push`."""
-    excluded = "checkpoints/*", "milestones/*", "replaced-*", ".*"
-    words = [word for name in excluded for word in ("--exclude", name)]
+    words = [word for pattern in unpublished(output_dir) for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo_id, str(output_dir), ".", *words, *options])
