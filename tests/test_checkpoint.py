@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from tests import forked
-from utils.io.files import find_problem
+from utils.io.files import verify_checksums
 from utils.state import checkpoint
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import disk_space, list_checkpoints
@@ -292,7 +292,7 @@ def test_old_checkpoints_go_when_the_new_one_is_complete_and_not_before(accelera
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
-    assert find_problem(checkpoints.folder / "step-00000001") == ""
+    assert verify_checksums(checkpoints.folder / "step-00000001") == ""
     checkpoints.save(4, model, {"optimizer": optimizer}, {}, final=True)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000004"]
 
@@ -333,7 +333,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 from accelerate import Accelerator
-from utils.io.files import find_problem
+from utils.io.files import verify_checksums
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import list_checkpoints
 folder, trials = sys.argv[1], int(sys.argv[2])
@@ -357,7 +357,7 @@ for trial in range(trials):
     os.waitpid(pid, 0)
     inside += any(name.startswith(".tmp-step") for name in os.listdir(folder + "/checkpoints"))
     found = list_checkpoints(folder + "/checkpoints")
-    assert all(find_problem(path) == "" for path in found), found
+    assert all(verify_checksums(path) == "" for path in found), found
     newest = Checkpoints(accelerator, folder).load("auto", model, {"optimizer": optimizer})["step"]
     assert newest >= step, (newest, step)
     assert all((p == newest).all() for p in model.parameters()), newest

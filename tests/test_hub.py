@@ -29,8 +29,8 @@ ALWAYS = float("inf")
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
-from utils.publishing import places
-from utils.publishing.places import Hub, fetch_checkpoint
+from utils.publishing import remote
+from utils.publishing.remote import Hub, fetch_checkpoint
 from utils.publishing.publisher import Publisher
 from utils.io.files import seal, write_file
 
@@ -304,7 +304,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
-    places.CHECK_SECONDS = 1
+    remote.CHECK_SECONDS = 1
     input()
     try:
         Hub("model")
@@ -535,7 +535,7 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
 def test_the_printed_command_uploads_what_a_push_does(tmp_path):
     published = ["README.md", "best/model.safetensors", "metrics.jsonl", "model.safetensors", "picture.jpg"]
     others = [".lock", "best/.export/model.safetensors", "checkpoints/step-00000001/state.json", "nohup.out",
-              "milestones/step-1/config.json", "replaced-metrics.jsonl", "run.log", "train_clm/events"]  # fmt: skip
+              "milestones/step-1/config.json", "replaced-metrics.jsonl", "run.log", "train_clm/events"]
     for name in (*published, *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

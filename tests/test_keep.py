@@ -20,7 +20,7 @@ from utils.state.checkpoint import Checkpoints
 from utils.state.edit_check import EditCheck
 from utils.state.folders import thing_bytes
 from utils.state.rehearsal import rehearsal
-from utils.state.training_state import digest, freeze
+from utils.state.training_state import collect_state, digest
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -75,7 +75,7 @@ def train(model, keep, steps):
 
 
 def digests(model, keep):
-    return {name: digest(*freeze(thing, model)) for name, thing in {"model": model, **keep}.items()}
+    return {name: digest(*collect_state(thing, model)) for name, thing in {"model": model, **keep}.items()}
 
 
 def test_everything_comes_back_bit_for_bit_and_goes_on_as_if_nothing_had_happened(accelerator, tmp_path):

@@ -46,7 +46,7 @@ def strict_lines(folder):
 
 
 def test_a_line_is_in_the_file_when_write_returns_and_is_strict_json(tmp_path):
-    log = MetricsLog(tmp_path / "new")
+    log = MetricsLog(tmp_path / "new", 0)
     log.write({"step": 1, "loss/train": math.nan, "grad_norm": math.inf, "mfu": None})
     assert strict_lines(tmp_path / "new") == [{"step": 1, "loss/train": None, "grad_norm": None, "mfu": None}]
     assert log.offset == (tmp_path / "new" / "metrics.jsonl").stat().st_size
@@ -84,11 +84,10 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("end", ['{"step": 3, "lo', "\0\0\0", '{"step": 3}'])
 def test_a_last_line_that_is_not_whole_is_dropped(tmp_path, end):
-    """Without an offset, and with one beyond the end: a power cut takes lines a checkpoint counted."""
-    for offset in (None, 10_000):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + end)
-        MetricsLog(tmp_path, offset).write({"step": 3})
-        assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    """With an offset beyond the end, as a power cut takes lines that a checkpoint counted."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + end)
+    MetricsLog(tmp_path, 10_000).write({"step": 3})
+    assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 def test_a_new_run_starts_an_empty_log_and_a_resumed_one_keeps_its_tracker_id(tmp_path):
@@ -128,12 +127,12 @@ print(log.offset)
 def test_a_last_line_of_garbage_does_not_end_the_run(tmp_path, last):
     """Whole lines, but not ours, after a power cut or an editor."""
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n' + last + b"\n")
-    log = MetricsLog(tmp_path, step=7)
+    log = MetricsLog(tmp_path, 10_000, step=7)
     log.write({"step": 8})
     assert read_run(tmp_path)["resumes"] == [7]
     assert read_metrics(tmp_path)[0] == {"step": 7} and read_metrics(tmp_path)[-1] == {"step": 8}
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
-    MetricsLog(tmp_path)
+    MetricsLog(tmp_path, 10_000)
 
 
 def test_values_of_several_evaluation_sets_are_found_by_name():

@@ -14,7 +14,7 @@ from utils.state.checkpoint import WRITER
 from utils.state.preemption import handle_stop_signals, restore_handlers
 
 WRITE_SECONDS = 600  # for the last checkpoint, which needs the other processes if it is sharded
-NEVER_FREED = []  # objects that one of several processes must not destroy before it exits: see entry_point
+KEEP_ALIVE = []  # objects that one of several processes must not destroy before it exits: see entry_point
 
 
 def entry_point(main: Callable) -> Callable:

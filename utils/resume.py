@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from utils.io.secrets import without_secrets
-from utils.publishing.places import fetch_checkpoint
+from utils.publishing.remote import fetch_checkpoint
 from utils.settings import changed_settings, code_version
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import read_state
@@ -15,18 +15,18 @@ EXTRA = {"state": dict, "settings": dict, "rows": int, "data": dict, "code": dic
 class Resume:
     """Made when the run starts, on all processes. Locks output_dir until the process ends.
 
-    stable: [first, last] step of constant learning rate; launch: as doctor.launch_facts; place: where
+    stable: [first, last] step of constant learning rate; launch: as doctor.launch_facts; remote: where
     checkpoints are kept too, or None."""
 
-    def __init__(self, args, accelerator, steps, data, stable: list, launch: dict, place=None):
+    def __init__(self, args, accelerator, steps, data, stable: list, launch: dict, remote=None):
         self.args, self.steps, self.data, self.launch = args, steps, data, launch
         self.lock = lock_output_dir(args.output_dir) if accelerator.is_main_process else None
         self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last,
                        "training_rows": data.length, "stable": stable}
         self.code = code_version(args)
-        if place and args.resume_from_checkpoint == "auto":
+        if remote and args.resume_from_checkpoint == "auto":
             url = f"checkpoint_url {without_secrets(args.checkpoint_url)}"
-            fetch_checkpoint(place, args.output_dir, lambda path: self.check(read_state(path)["extra"], url))
+            fetch_checkpoint(remote, args.output_dir, lambda path: self.check(read_state(path)["extra"], url))
         accelerator.wait_for_everyone()
         kept_step = stable[1]  # longer or shorter runs may branch off there
         self.checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, kept_step)

@@ -17,7 +17,7 @@ from utils.display.doctor import announce, check_launch, launch_facts, report
 from utils.display.metrics import finite
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
-from utils.entry import NEVER_FREED
+from utils.entry import KEEP_ALIVE
 from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -41,19 +41,19 @@ class Run:
     def __init__(self, args, accelerator, task: Task):
         check_launch(accelerator)
         if accelerator.num_processes > 1:
-            NEVER_FREED.append(self)  # keeps the accelerator and the model alive until the process ends
+            KEEP_ALIVE.append(self)  # keeps the accelerator and the model alive until the process ends
             if accelerator.device.type == "cpu":  # accelerate's would use GPUs that CPU processes lack
                 accelerator.wait_for_everyone = dist.barrier
         self.args, self.accelerator, self.task = args, accelerator, task
         self.settings = without_secrets(asdict(args))
-        dataset = ", ".join(as_list(self.settings["dataset_name"]))
-        self.publication = Publication(args, accelerator, task, self.settings, dataset)
+        datasets = as_list(self.settings["dataset_name"])
+        self.publication = Publication(args, accelerator, task, self.settings, datasets)
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
         self.evaluated = lambda record: False  # hook: gets an evaluation's metrics; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
         self.failure = None  # why the run cannot go on
-        announce(args, self.settings, dataset, accelerator.is_main_process)
+        announce(args, self.settings, self.publication.dataset, accelerator.is_main_process)
 
     def describe(self, lm, predicted: float = 1.0) -> None:
         """Takes the model before `prepare` shards it. predicted: share of the positions that have a loss."""
@@ -83,8 +83,8 @@ class Run:
         kept = args.save_total_limit + (stable[1] < steps.last)  # a checkpoint before the decay, too
         disk = disk_space(args.output_dir, model, keep, kept, models)
         launch = publication.facts["launch"] = launch_facts(accelerator, self.config._attn_implementation)
-        place = publication.publisher.checkpoints
-        self.resume = Resume(args, accelerator, steps, data, stable, launch, place)
+        remote = publication.publisher.checkpoints
+        self.resume = Resume(args, accelerator, steps, data, stable, launch, remote)
         resumed = self.resume.load(model, keep)
         self.state = resumed or self.state
         publication.start(0 if self.resume.origin else self.step, args.resume_from_checkpoint == "auto")
@@ -189,7 +189,7 @@ class Run:
             if self.evaluated(record):
                 state["ended"] = True
             axes = {"step": self.step, "tokens": self.steps.tokens_before(self.step)}  # of dashboards
-            self.report.numbers(axes | record)
+            self.report.log_record(axes | record)
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, state, record)
             trained = self.step or self.args.model_name_or_path  # the samples of an untrained model are noise

@@ -15,15 +15,14 @@ from utils.io.files import write_json
 class MetricsLog:
     """output_dir/metrics.jsonl: one JSON object per line and event, written when `write` returns.
 
-    offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, saved in
-    checkpoints) truncates the file there, so that a resumed run repeats no line. A line that a crash cut
-    short is dropped. step: where the run continues. Only the main process writes.
+    offset: in bytes, saved in checkpoints: the file is truncated there, so that a resumed run repeats no
+    line; 0 starts anew. A line that a crash cut short is dropped. step: where the run continues.
 
     run.json has the trackers' run id, the steps of the resumes, what each start computed with (`launch`), and
     the origin of a branch: {"run": name, "step": step}."""
 
-    def __init__(self, output_dir, offset=None, is_main_process=True, step=0, origin=None, launch=None):
-        self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0
+    def __init__(self, output_dir, offset: int, is_main_process=True, step=0, origin=None, launch=None):
+        self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset
         if not is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def seal(folder: Path, files: dict, **more) -> None:
     flush(folder)
 
 
-def find_problem(folder: Path) -> str:
+def verify_checksums(folder: Path) -> str:
     """What is wrong with a sealed folder; "" if every file has the size and checksum in its manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -83,7 +83,7 @@ def find_problem(folder: Path) -> str:
     return ""
 
 
-def retire(path: Path, prefix: str = "replaced-") -> None:
+def set_aside(path: Path, prefix: str = "replaced-") -> None:
     """Renames it to prefix + its name, with a number if that name is taken."""
     target, number = path.with_name(f"{prefix}{path.name}"), 1
     while target.exists():

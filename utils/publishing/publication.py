@@ -13,17 +13,18 @@ from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
-from utils.publishing.places import Hub, open_place, refuse_another
 from utils.publishing.publisher import Publisher, upload_command
-from utils.state.folders import outdate, step_of
+from utils.publishing.remote import Hub, open_remote, refuse_another
+from utils.state.folders import set_aside_newer, step_of
 
 
 class Publication:
     """Made with the run, on all processes."""
 
-    def __init__(self, args, accelerator, task, settings: dict, dataset: str):
+    def __init__(self, args, accelerator, task, settings: dict, datasets: list[str]):
         """settings: without secrets, as they may be shown. ValueError if a push could not work."""
-        self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
+        self.accelerator, self.task, self.settings = accelerator, task, settings
+        self.dataset = ", ".join(datasets)
         self.folder, self.prompts = args.output_dir, settings["prompts"]  # Run has the texts of "rows"
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.milestones = set()  # steps whose models are kept for good, known at the start
@@ -32,11 +33,12 @@ class Publication:
             if args.push_to_hub:
                 models = Hub(self.name, args.hub_private_repo)
             if args.checkpoint_url:
-                checkpoints = open_place(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
+                checkpoints = open_remote(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
         self.publisher = Publisher(args.output_dir, models, checkpoints)
-        facts = dict(model_name=self.name.split("/")[-1], repo_id=models and models.repo_id, dataset=dataset)
-        facts |= dict(pipeline_tag=task.pipeline_tag, base_model=settings["model_name_or_path"])
-        self.facts = facts  # for the card; Run adds those of the model and the launch
+        # For the card; Run adds those of the model and the launch.
+        self.facts = dict(model_name=self.name.split("/")[-1], repo_id=models and models.repo_id)
+        self.facts |= dict(datasets=datasets, pipeline_tag=task.pipeline_tag)
+        self.facts |= dict(base_model=settings["model_name_or_path"])
 
     def plan_milestones(self, args, steps, kept_step: int) -> int:
         """Choose the milestones' steps. Returns how many models the folder will hold."""
@@ -54,7 +56,7 @@ class Publication:
             return
         hub = self.publisher.models
         refuse_another(self.publisher.checkpoints, Path(self.folder), math.inf if auto else step)
-        outdate(list_milestones(self.folder), step)
+        set_aside_newer(list_milestones(self.folder), step)
         if hub and not step and (tags := hub.milestones()):
             moved = " (until this run makes it)"
             names = ", ".join(f"step-{tag}{moved if tag in self.milestones else ''}" for tag in tags)
@@ -85,7 +87,7 @@ class Publication:
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
 
     def keep_milestone(self, model, tokenizer, step: int) -> None:
-        """If this step is one. All processes call it."""
+        """Save the milestone, if due. All processes."""
         if step in self.milestones:
             keep_milestone(self.accelerator, model, tokenizer, self.folder, step)
             self.publisher.push_milestones()

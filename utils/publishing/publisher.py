@@ -23,7 +23,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from utils.display.progress import readable
 from utils.io.retry import SILENCE, diagnose
 from utils.publishing.export import list_milestones
-from utils.publishing.places import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub
+from utils.publishing.remote import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub
 from utils.state.folders import list_checkpoints, step_of
 
 
@@ -48,7 +48,7 @@ class Snapshot:
 
 
 class Publisher:
-    """Exists on all processes, of which the first has places. Call `poll` at every log interval and after
+    """Exists on all processes, of which the first pushes. Call `poll` at every log interval and after
     `finish`. Neither the network nor a full disk ends the run.
 
     models: where the model and milestones go; checkpoints: where training states go; None: nowhere."""
@@ -58,8 +58,8 @@ class Publisher:
 
     def __init__(self, output_dir, models: Hub | None = None, checkpoints: Hub | Bucket | None = None):
         self.output_dir, self.models, self.checkpoints = Path(output_dir), models, checkpoints
-        self.places = {"main": models, MILESTONES: models, CHECKPOINTS: checkpoints}
-        self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
+        self.remotes = {"main": models, MILESTONES: models, CHECKPOINTS: checkpoints}
+        self.snapshots = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
         self.events = queue.SimpleQueue()  # records for metrics.jsonl
         self.last_error = ""  # that the user has been told
         self.changed = threading.Condition()  # guards what follows
@@ -72,7 +72,7 @@ class Publisher:
 
     def start(self) -> "Publisher":
         """On the first process, in a locked output_dir."""
-        shutil.rmtree(self.frozen, ignore_errors=True)  # left by a killed run
+        shutil.rmtree(self.snapshots, ignore_errors=True)  # left by a killed run
         if self.models or self.checkpoints:
             os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{SILENCE}s")  # default: 300 s for each try
             disable_progress_bars()  # they would overwrite ours
@@ -88,7 +88,7 @@ class Publisher:
             files = filter_repo_objects(files, ignore_patterns=unpublished(self.output_dir), key=self._name)
             known = {name: value for name, value in (metrics or {}).items() if value is not None}
             message = ", ".join([f"Step {step}", *(f"{name} {readable(known[name])}" for name in known)])
-            self._freeze(step, "main", files, message)
+            self._snapshot(step, "main", files, message)
             self.push_milestones()
 
     def push_milestones(self) -> None:
@@ -107,9 +107,9 @@ class Publisher:
         for event in events:
             lasting = event["state"] == "failed" or event["state"] == "retry" and event["tries"] == 2
             if lasting and event["error"] != self.last_error and not self.finished:
-                self.last_error, place = event["error"], self.places[event["branch"]].name
-                self.say(f"{place}: step {event['push_step']} was not published: {self.last_error}. Training "
-                         "goes on and tries again.")
+                self.last_error, remote = event["error"], self.remotes[event["branch"]].name
+                self.say(f"{remote}: step {event['push_step']} was not published: {self.last_error}. "
+                         "Training goes on and tries again.")
         return events
 
     def finish(self, timeout: float) -> bool:
@@ -123,12 +123,13 @@ class Publisher:
             self.changed.notify_all()
             lost = [snapshot for snapshot in self.newest.values() if snapshot.state != "done"]
         if self.newest:
-            shutil.rmtree(self.frozen, ignore_errors=True)  # an upload in progress fails before its commit
+            shutil.rmtree(self.snapshots, ignore_errors=True)  # an upload in progress fails before its commit
         for snapshot in lost:
-            place, command = self.places[snapshot.branch], "the same command again"
+            remote, command = self.remotes[snapshot.branch], "the same command again"
             if snapshot.branch == "main":
-                command = upload_command(place.repo_id, self.output_dir, "--commit-message", snapshot.message)
-            self.say(f"{snapshot.message!r} did not reach {place.name}: {snapshot.error or self.status}.\n"
+                named = "--commit-message", snapshot.message
+                command = upload_command(remote.repo_id, self.output_dir, *named)
+            self.say(f"{snapshot.message!r} did not reach {remote.name}: {snapshot.error or self.status}.\n"
                      f"Everything is in {self.output_dir}; this uploads it:\n    {command}")
         return not lost
 
@@ -143,11 +144,11 @@ class Publisher:
             if checkpoints[-1] / "manifest.json" in files:
                 step = step_of(checkpoints[-1])
                 files += filter(Path.exists, (self.output_dir / name for name in BESIDE))
-                self._freeze(step, CHECKPOINTS, files, f"Training state after step {step}")
+                self._snapshot(step, CHECKPOINTS, files, f"Training state after step {step}")
 
-    def _freeze(self, step: int, branch: str, files, message: str) -> None:
+    def _snapshot(self, step: int, branch: str, files, message: str) -> None:
         """Hard-link weights and checkpoints, which are replaced and never rewritten; copy the other files."""
-        folder, error = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}", ""
+        folder, error = self.snapshots / f"{branch}-{step}-{time.monotonic_ns()}", ""
         names = sorted(map(self._name, files))
         try:
             for name in names:
@@ -188,7 +189,7 @@ class Publisher:
         while snapshot := self._next():
             started = time.monotonic()
             try:
-                revision = self.places[snapshot.branch].upload(snapshot)
+                revision = self.remotes[snapshot.branch].upload(snapshot)
             except Exception as error:
                 self._failed(snapshot, error)
                 continue
@@ -202,7 +203,7 @@ class Publisher:
             self.uploading = None
             self.changed.notify_all()
             while not self.finished:
-                slot = min(self.waiting, key=lambda slot: slot not in self.places, default=None)  # tags last
+                slot = min(self.waiting, key=lambda slot: slot not in self.remotes, default=None)  # tags last
                 seconds = self.next_try - time.monotonic()
                 if slot and seconds <= 0:
                     self.uploading = snapshot = self.waiting.pop(slot)
@@ -217,7 +218,7 @@ class Publisher:
         trouble = diagnose(error)
         if not trouble.transient:
             self.status = f"step {snapshot.step} not pushed"
-            remedy = self.places[snapshot.branch].remedies.get(trouble.status, "")
+            remedy = self.remotes[snapshot.branch].remedies.get(trouble.status, "")
             return self._record(snapshot, "failed", error=f"{trouble.text}{remedy}")
         with self.changed:
             self.failures, self.asked = self.failures + 1, trouble.retry_after
@@ -231,7 +232,8 @@ class Publisher:
 def unpublished(output_dir) -> list[str]:
     """Patterns of what is not published: folders but best/, hidden files, earlier metrics, logs."""
     folders = sorted(path.name for path in Path(output_dir).glob("[!.]*") if path.is_dir())
-    return [*(f"{name}/*" for name in folders if name != "best"), ".*", "*/.*", "replaced-*", "*.out", "*.log"]
+    others = [f"{name}/*" for name in folders if name != "best"]
+    return [*others, ".*", "*/.*", "replaced-*", "*.out", "*.log"]
 
 
 def upload_command(repo_id: str, output_dir, *options: str) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from torch.distributed.tensor import DTensor
 
 from utils.devices import free_memory, local_processes
-from utils.io.files import find_problem, flush, retire, seal, write_file
+from utils.io.files import flush, seal, set_aside, verify_checksums, write_file
 from utils.state import folders, training_state
 from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
 from utils.state.training_state import bare_optimizer, gather_json
@@ -56,7 +56,7 @@ class Checkpoints:
         self._group = None  # gloo, for shards that are written during training
         for left in self.folder.glob(".tmp-*") if accelerator.is_main_process else ():
             complete = self.folder / left.name.removeprefix(".tmp-")
-            if left.name.startswith(".tmp-step-") and not complete.exists() and not find_problem(left):
+            if left.name.startswith(".tmp-step-") and not complete.exists() and not verify_checksums(left):
                 left.rename(complete)  # the run was killed just before it did this
             else:
                 shutil.rmtree(left, ignore_errors=True)
@@ -107,10 +107,10 @@ class Checkpoints:
         training_state.reshard(model)
         trees, tensors = {}, {}
         for name, thing in {"model": model, **keep}.items():
-            frozen = training_state.freeze(thing, model)
+            state = training_state.collect_state(thing, model)
             if thing is not model and not bare_optimizer(thing):
-                frozen = training_state.gather_differing(self.accelerator, *frozen)
-            trees[name], tensors[name] = frozen
+                state = training_state.gather_differing(self.accelerator, *state)
+            trees[name], tensors[name] = state
         sharded = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
         return trees, tensors, sharded
 
@@ -159,14 +159,14 @@ class Checkpoints:
             files |= {file: write_file(aside / file, [content]) for file, content in small_files}
             seal(aside, files, step=step, torch=torch.__version__)
             if complete.exists():  # the same step was saved before
-                retire(complete, ".tmp-old-")
+                set_aside(complete, ".tmp-old-")
             aside.rename(complete)
             flush(self.folder)
             self.last_good = complete
             old = folders.list_checkpoints(self.folder)[: -self.save_total_limit]
             for path in (*old, *self.folder.glob("bad-*")):
                 if path.name != f"step-{self.kept_step:08d}":
-                    retire(path, ".tmp-old-")  # half deleted it must not look like a damaged one
+                    set_aside(path, ".tmp-old-")  # half deleted it must not look like a damaged one
             for path in self.folder.glob(".tmp-old-*"):
                 shutil.rmtree(path, ignore_errors=True)
         except (Exception, CheckpointException) as error:  # training goes on without this checkpoint
@@ -206,7 +206,7 @@ class Checkpoints:
             if folder.resolve().parent != self.folder.resolve():
                 self.origin = {"run": folders.run_name(folder), "step": step}
         if self.accelerator.is_main_process:
-            folders.outdate(folders.list_checkpoints(self.folder), step)
+            folders.set_aside_newer(folders.list_checkpoints(self.folder), step)
         self.accelerator.wait_for_everyone()
         return extra
 
@@ -215,12 +215,12 @@ class Checkpoints:
         chosen, problem, damaged = "", "", {}
         main = self.accelerator.is_main_process
         for chosen in folders.candidates(self.folder, resume_from) if main else ():
-            if not (problem := folders.find_damage(chosen)):
+            if not (problem := folders.verify_checkpoint(chosen)):
                 break
             damaged[chosen] = problem
         for path, damage in {} if problem else damaged.items():
             logger.warning("%s is damaged (%s): going back to %s", path, damage, chosen)
-            retire(path, "bad-")
+            set_aside(path, "bad-")
         if chosen and not problem and resume_from != "auto" and chosen != Path(resume_from):
             logger.warning("%s descends from %s: resuming there", chosen, resume_from)
         chosen, problem = gather_json(self.accelerator, [str(chosen), problem])[0]
@@ -237,7 +237,7 @@ def restore_modules(output_dir, model, keep: dict, process: int) -> list[str]:
     the names of modules that it lacks. Nothing is written."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
     paths = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
-    folder = next((path for path in paths if not folders.find_damage(path)), None)
+    folder = next((path for path in paths if not folders.verify_checkpoint(path)), None)
     state = folders.read_state(folder) if folder else {"keep": {}}
     return restore_kept(folder, state, modules, model, process)
 

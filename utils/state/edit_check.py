@@ -114,7 +114,7 @@ class EditCheck:
         training_state.reshard(self.model)
         digests = {}
         for name, thing in {"model": self.model, **self.keep}.items():
-            digests[name] = training_state.digest(*training_state.freeze(thing, self.model))
+            digests[name] = training_state.digest(*training_state.collect_state(thing, self.model))
             digests |= reach(attributes(name, thing), set(), self.model)[0]
         return digests
 

@@ -7,9 +7,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from utils.io.files import find_problem, retire
+from utils.io.files import set_aside, verify_checksums
 from utils.state.files import tensor_problem
-from utils.state.training_state import bare_optimizer, freeze
+from utils.state.training_state import bare_optimizer, collect_state
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def outdate(paths: list[Path], step: int) -> None:
+def set_aside_newer(paths: list[Path], step: int) -> None:
     """Rename checkpoints or milestones after `step`, from which the run resumes, to replaced-*."""
     newer = [path for path in paths if step_of(path) > step]
     for path in newer:
-        retire(path)
+        set_aside(path)
     if newer:
         logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
 
@@ -60,9 +60,9 @@ def run_name(checkpoint: Path) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-def find_damage(folder: Path) -> str:
+def verify_checkpoint(folder: Path) -> str:
     """What is wrong with a checkpoint, or "": its checksums, or names, shapes and types of its tensors."""
-    if problem := find_problem(folder):
+    if problem := verify_checksums(folder):
         return problem
     try:
         state = read_state(folder)
@@ -104,7 +104,7 @@ def _origins(folder: Path) -> list[str]:
 
 def thing_bytes(thing, model) -> int:
     """Bytes of its tensors. An optimizer before its first step counts AdamW's two moments."""
-    tensors = [*freeze(thing, model)[1].values()]
+    tensors = [*collect_state(thing, model)[1].values()]
     if not tensors and (optimizer := bare_optimizer(thing)):
         tensors = 2 * [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return sum(tensor.nbytes for tensor in tensors)
