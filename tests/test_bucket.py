@@ -189,7 +189,7 @@ def test_a_bucket_of_another_run_is_not_mixed_with(tmp_path):
     assert mirror(store, one)[0]
     save(other, 5)
     assert fetch_checkpoint(store, other) is None
-    with pytest.raises(ValueError, match="holds step 10, of another run"):
+    with pytest.raises(ValueError, match="holds step 10 of another run"):
         refuse_another(store, other, math.inf)
     (other / "run.json").write_text(json.dumps({"id": "one"}))
     assert fetch_checkpoint(store, other).name == "step-00000010"

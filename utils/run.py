@@ -80,7 +80,7 @@ class Run:
         publication.prompts = self.evaluations.prompts
         stable = stable_steps(args, steps)
         models = publication.plan_milestones(args, steps, kept_step=stable[1])
-        kept = args.save_total_limit + (stable[1] < steps.last)  # a checkpoint before the decay, too
+        kept = args.save_total_limit + (stable[1] < steps.last)  # one from before the decay, too
         disk = disk_space(args.output_dir, model, keep, kept, models)
         launch = publication.facts["launch"] = launch_facts(accelerator, self.config._attn_implementation)
         remote = publication.publisher.checkpoints
@@ -120,13 +120,11 @@ class Run:
             self.evaluations.samples(quick=True)
 
     def _catch_up(self) -> bool:
-        """Do what is still due: an evaluation, or saving the last model. False: that was all."""
+        """Do what is still due: an evaluation, or saving the last model. False: the run is over."""
         if due := self.state["evaluation_due"]:
             self.evaluate(due if isinstance(due, list) else ())
             if self.state["evaluation_due"]:  # a signal stopped it again; nothing is unsaved
                 raise SystemExit(exit_status(self.stop.answer))
-        elif not self.state.get("export_due"):
-            return True
         if self._over:
             self.save()
             self.finish()
@@ -200,9 +198,9 @@ class Run:
         if message := self.edits.changed():  # at the first step it would be an error
             self.report.progress.write(f"warning: {message}")
         if names := self.edits.check_weights(self.accelerator):
-            good = f"The last good checkpoint is {self.resume.checkpoints.last_good or 'missing'}."
-            where = f"at step {self.step} ({names[0]})"
-            raise RuntimeError(f"weights are not finite {where}: they are not saved. {good}")
+            good = self.resume.checkpoints.last_good or "missing"
+            raise RuntimeError(f"weights are not finite at step {self.step} ({names[0]}): they are not "
+                               f"saved. The last good checkpoint is {good}.")
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
@@ -233,11 +231,9 @@ class Run:
         arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
         signal = 0 if self._done else self.stop.answer  # after the last step it stops nothing
-        if not (self._done or signal or self.failure):
-            self.failure = (f"the loop ended {where}: its data ended, or an edit breaks it; "
-                            "docs/edits/early-stopping.diff ends a run early")
-        if self.failure:
-            raise RuntimeError(self.failure)
+        if self.failure or not (self._done or signal):
+            early = f"the loop ended {where}: its data ended, or an edit breaks it"
+            raise RuntimeError(self.failure or f"{early}; docs/edits/early-stopping.diff ends a run early")
         accelerator.end_training()
         if self.state.get("ended"):
             accelerator.print(f"Ended {where}, by its last evaluation.")
@@ -245,7 +241,7 @@ class Run:
             accelerator.print(f"Stopped {where} and saved; run it again to resume.")
             raise SystemExit(exit_status(signal))
         if accelerator.is_main_process:
-            seconds, command = self.report.throughput.seconds, command_line(self.args)
-            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, seconds, command))
+            command = command_line(self.args)
+            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, command))
         if not arrived:
             raise SystemExit(1)

@@ -35,10 +35,9 @@ class Publication:
             if args.checkpoint_url:
                 checkpoints = open_remote(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
         self.publisher = Publisher(args.output_dir, models, checkpoints)
-        # For the card; Run adds those of the model and the launch.
-        self.facts = dict(model_name=self.name.split("/")[-1], repo_id=models and models.repo_id)
-        self.facts |= dict(datasets=datasets, pipeline_tag=task.pipeline_tag)
-        self.facts |= dict(base_model=settings["model_name_or_path"])
+        self.facts = dict(  # for the card; Run adds those of the model and the launch
+            model_name=self.name.split("/")[-1], repo_id=models and models.repo_id, datasets=datasets,
+            pipeline_tag=task.pipeline_tag, base_model=settings["model_name_or_path"])
 
     def plan_milestones(self, args, steps, kept_step: int) -> int:
         """Choose the milestones' steps. Returns how many models the folder will hold."""
@@ -79,10 +78,10 @@ class Publication:
 
         def write_card():
             example = own_mask((self.prompts or [self.task.prompt])[0], tokenizer)
-            card = dict(step=step, max_steps=steps.last, tokens=steps.tokens_before(step), example=example)
-            card |= dict(seconds=state["seconds"], results=state["eval"], branch=state.get("origin"))
-            card |= dict(ended=state.get("ended"))
-            write_model_card(self.folder, settings=self.settings, **self.facts, **card)
+            write_model_card(
+                self.folder, step=step, max_steps=steps.last, ended=state.get("ended"), example=example,
+                tokens=steps.tokens_before(step), seconds=state["seconds"], results=state["eval"],
+                branch=state.get("origin"), settings=self.settings, **self.facts)
 
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
 
@@ -113,10 +112,10 @@ class Publication:
         shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
         self.publisher.push(step, shown)
 
-    def summary(self, state: dict, steps, tokenizer, seconds: float, command: list[str]) -> str:
+    def summary(self, state: dict, steps, tokenizer, command: list[str]) -> str:
         """Results, and commands to try next: printed at the end and written to summary.json."""
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
-        results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
+        results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(state["seconds"])}
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
         results |= {name: value for name, value in finite(state["eval"]).items() if value is not None}
         results |= {"model": folder, "curves": f"{folder}/curves.png"}

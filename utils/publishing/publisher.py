@@ -16,6 +16,8 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
+from itertools import chain
 from pathlib import Path
 
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
@@ -84,11 +86,11 @@ class Publisher:
     def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """Push the files of output_dir, all of one step, to the main branch, and new milestones."""
         if self.models:
-            files = filter(Path.is_file, [*self.output_dir.glob("*"), *self.output_dir.glob("best/*")])
-            files = filter_repo_objects(files, ignore_patterns=unpublished(self.output_dir), key=self._name)
+            names = self._files("*", "best/*")
+            names = [*filter_repo_objects(names, ignore_patterns=unpublished(self.output_dir))]
             known = {name: value for name, value in (metrics or {}).items() if value is not None}
             message = ", ".join([f"Step {step}", *(f"{name} {readable(known[name])}" for name in known)])
-            self._snapshot(step, "main", files, message)
+            self._snapshot(step, "main", names, message)
             self.push_milestones()
 
     def push_milestones(self) -> None:
@@ -139,17 +141,19 @@ class Publisher:
         last = self.newest.get(CHECKPOINTS)
         if not checkpoints or last and last.step == step_of(checkpoints[-1]):
             return
-        with suppress(FileNotFoundError):  # a newer checkpoint has replaced this one
-            files = [path for path in checkpoints[-1].rglob("*") if path.is_file()]
-            if checkpoints[-1] / "manifest.json" in files:
-                step = step_of(checkpoints[-1])
-                files += filter(Path.exists, (self.output_dir / name for name in BESIDE))
-                self._snapshot(step, CHECKPOINTS, files, f"Training state after step {step}")
+        folder, step = f"checkpoints/{checkpoints[-1].name}", step_of(checkpoints[-1])
+        names = self._files(f"{folder}/**", *BESIDE)
+        if f"{folder}/manifest.json" in names:  # else a newer checkpoint has replaced this one
+            self._snapshot(step, CHECKPOINTS, names, f"Training state after step {step}")
 
-    def _snapshot(self, step: int, branch: str, files, message: str) -> None:
+    def _files(self, *patterns: str) -> list[str]:
+        """The names of files in output_dir, without hidden ones."""
+        found = (glob(pattern, root_dir=self.output_dir, recursive=True) for pattern in patterns)
+        return sorted(name for name in chain(*found) if (self.output_dir / name).is_file())
+
+    def _snapshot(self, step: int, branch: str, names: list[str], message: str) -> None:
         """Hard-link weights and checkpoints, which are replaced and never rewritten; copy the other files."""
         folder, error = self.snapshots / f"{branch}-{step}-{time.monotonic_ns()}", ""
-        names = sorted(map(self._name, files))
         try:
             for name in names:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -161,9 +165,6 @@ class Publisher:
         except OSError as failure:  # most likely a full disk
             error = f"{type(failure).__name__}: {failure}"
         self._put(Snapshot(step, branch, folder, names, message), error)
-
-    def _name(self, file: Path) -> str:
-        return file.relative_to(self.output_dir).as_posix()
 
     def _put(self, snapshot: Snapshot, error: str = "") -> None:
         """Queue a snapshot. With an error it could not be frozen, and an older one keeps waiting."""
