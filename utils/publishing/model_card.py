@@ -34,8 +34,7 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
     tokens, branch."""
     output_dir = Path(output_dir)
     base_on_hub = bool(base_model) and not os.path.exists(base_model)
-    on_hub = [name for name in datasets if re.fullmatch(r"[\w.-]+/[\w.-]+", name)]
-    on_hub = [name for name in on_hub if not os.path.exists(name)]
+    on_hub = [n for n in datasets if re.fullmatch(r"[\w.-]+/[\w.-]+", n) and not os.path.exists(n)]
     sets = list(by_set(results, "loss/eval")) or [""]  # a single set has no name
     table: dict[str, dict[str, str]] = {}  # metric -> evaluation set -> number
     for key, value in results.items():

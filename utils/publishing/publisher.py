@@ -129,8 +129,8 @@ class Publisher:
         for snapshot in lost:
             remote, command = self.remotes[snapshot.branch], "the same command again"
             if snapshot.branch == "main":
-                named = "--commit-message", snapshot.message
-                command = upload_command(remote.repo_id, self.output_dir, *named)
+                options = "--commit-message", snapshot.message
+                command = upload_command(remote.repo_id, self.output_dir, *options)
             self.say(f"{snapshot.message!r} did not reach {remote.name}: {snapshot.error or self.status}.\n"
                      f"Everything is in {self.output_dir}; this uploads it:\n    {command}")
         return not lost

@@ -124,8 +124,8 @@ class Checkpoints:
         whole = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
         missing = sum(tensors[name][path].nbytes for name, path in whole if (name, path) not in self._copies)
         missing *= 2 if pin else 1  # torch pins memory in powers of two
-        parts = (getattr(t, "_local_tensor", t) for name in sharded for t in tensors[name].values())
-        needed = missing + local_processes() * sum(part.nbytes for part in parts)
+        shards = (training_state.local(tensor) for name in sharded for tensor in tensors[name].values())
+        needed = missing + local_processes() * sum(shard.nbytes for shard in shards)
         if needed and free_memory() < needed + SPARE_MEMORY:
             message = "no memory for a copy of %s: training waits while checkpoints are written"
             logger.warning(message, folders.size_text(needed))

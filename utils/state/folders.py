@@ -8,16 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from utils.io.files import set_aside, verify_checksums
-from utils.state.files import tensor_problem
+from utils.state.files import DoesNotFit, tensor_problem
 from utils.state.training_state import bare_optimizer, collect_state
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2  # of checkpoints: increase it when older ones cannot be resumed
-
-
-class OtherVersion(ValueError):
-    """A checkpoint of another FORMAT."""
 
 
 def list_checkpoints(folder) -> list[Path]:
@@ -69,18 +65,18 @@ def verify_checkpoint(folder: Path) -> str:
         sealed = json.loads((folder / "manifest.json").read_bytes())["files"]
         problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
         return next(filter(None, problems), "" if "state.json" in sealed else "state.json: not sealed")
-    except OtherVersion:
+    except DoesNotFit:
         return ""  # loading it says so
     except Exception as error:  # its checksum is right, but its content is not
         return f"state.json: not readable ({type(error).__name__}: {error})"
 
 
 def read_state(folder: Path) -> dict:
-    """state.json. OtherVersion, or another ValueError if it is not that of a checkpoint."""
+    """state.json. DoesNotFit if another version made it, ValueError if it is not that of a checkpoint."""
     state = json.loads((folder / "state.json").read_bytes())
     if isinstance(state, dict) and state.get("format") != FORMAT:
-        raise OtherVersion(f"{folder} was made by another version of this project: resume it with that "
-                           "version, or start anew in another output_dir (model_name_or_path takes weights)")
+        raise DoesNotFit(f"{folder} was made by another version of this project: resume it with that "
+                         "version, or start anew in another output_dir (model_name_or_path takes weights)")
     kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
     if not isinstance(state, dict) or not all(isinstance(state.get(key), kinds[key]) for key in kinds):
         raise ValueError(f"{folder}/state.json is not that of a checkpoint")

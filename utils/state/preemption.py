@@ -54,7 +54,6 @@ def handle_stop_signals(importing: bool = False) -> None:
     _state.forward, _state.speaks = forward, int(os.environ.get("RANK", 0)) == 0
     if threading.current_thread() is not threading.main_thread() or _before:
         return
-    _state.signum = 0
     for number in (*STOP_SIGNALS, LAUNCHER_GONE):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             _before[number] = signal.signal(number, _on_signal)

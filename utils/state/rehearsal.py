@@ -47,8 +47,8 @@ def rehearse_updates(accelerator, micro_batches, seed_step, edits) -> float:
     _, *seconds = (timed(once) for _ in range(3))
     for name, sums in edits.optimizer_checksums().items():
         if sums == before[name]:
-            why = "it makes no step yet, or no loss depends on its weights"
-            accelerator.print(f"warning: {name} has moved no weight: {why}.")
+            cause = "it makes no step yet, or no loss depends on them"
+            accelerator.print(f"warning: {name} has moved none of its weights: {cause}.")
     edits.check_weights(accelerator)
     backward = accelerator.backward
     accelerator.backward = lambda loss, **more: backward(loss * math.inf, **more)
