@@ -60,17 +60,16 @@ class Resume:
         files |= {file.name: file.read_bytes() for file in others if file.exists()}  # read by pipeline()
         self.checkpoints.save(step, model, keep, extra, final, files.items())
 
-    def changes(self) -> list[tuple]:
-        """(line, event for metrics.jsonl or None) for each allowed difference from the run so far."""
-        lines, saved = [], self.saved or {}
+    def changes(self) -> dict[str, str | None]:
+        """{line: event for metrics.jsonl or None} for each allowed difference from the run so far."""
+        lines, saved = {}, self.saved or {}
         for name, was in saved.get("launch", {}).items():
             if was != self.launch[name]:
-                lines.append((f"launch     {name}: {was} in the run so far, {self.launch[name]} now", None))
+                lines[f"launch     {name}: {was} in the run so far, {self.launch[name]} now"] = None
         if saved and saved["code"]["script"] != self.code["script"]:
-            lines.append(("code       the script has changed since the last save", None))
+            lines["code       the script has changed since the last save"] = None
         if saved and saved["data"]["eval"] != self.data.fingerprints["eval"]:
-            line = "data       evaluated on other rows than the run so far"
-            lines.append((line, "evaluation_data_changed"))
+            lines["data       evaluated on other rows than the run so far"] = "evaluation_data_changed"
         return lines
 
     def check(self, saved: dict, place: str = "") -> None:

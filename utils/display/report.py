@@ -33,9 +33,9 @@ class Report:
         self.progress = Progress(steps.last, step, main)
         publisher.say = self.progress.write  # above the bar
 
-    def changes(self, step: int, changes: list[tuple]) -> None:
-        """changes: (line, name of an event or None) for each difference from the run so far."""
-        for line, event in changes:
+    def changes(self, step: int, changes: dict) -> None:
+        """changes: {line: name of an event or None} for each difference from the run so far."""
+        for line, event in changes.items():
             self.accelerator.print(line)
             if event:
                 self.metrics.write({"step": step, "event": event})
