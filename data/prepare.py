@@ -124,7 +124,7 @@ def earlier_manifest(factory: Factory, parts: int) -> dict | None:
     holds something else, or a preparation with other settings."""
     folder, settings = factory.folder, factory.settings
     with explained(folder.url, "read"):
-        names = folder.names(tries=FIRST_CONTACT)
+        names = folder.names(retries=FIRST_CONTACT)
     manifest = finished_manifest(folder) if MANIFEST in names else None
     if manifest:
         old = manifest.get("settings", {})

@@ -81,7 +81,7 @@ def read_manifest(url: str) -> dict | None:
         return None
     folder = Folder(url)
     with explained(url, "read"):
-        names = folder.names(tries=FIRST_CONTACT)
+        names = folder.names(retries=FIRST_CONTACT)
         if MANIFEST not in names and PROGRESS in names and "settings.json" in folder.names(PROGRESS):
             raise ValueError("not finished; run the same `python -m data.prepare` command to resume")
         manifest = json.loads(folder.read(MANIFEST)) if MANIFEST in names else None

@@ -11,6 +11,7 @@ import pytest
 
 from tests import forked
 from tests.runs import PROJECT, environment
+from utils.state.folders import FORMAT
 
 CLM, MLM, PREPARE, TOKENIZER = "train_clm.py", "train_mlm.py", "data.prepare", "data.tokenizer"
 TEXT = "--dataset_name ../corpus.jsonl --keywords none"  # where a row of a script says nothing else
@@ -162,7 +163,8 @@ def around(tmp_path_factory):
     (folder / "unnamed/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     state = folder / "old/checkpoints/step-00000003/state.json"
     state.parent.mkdir(parents=True)
-    state.write_text(json.dumps({"extra": {"settings": {"learning_rate": 0.002}, "data": {}}}))
+    extra = {"settings": {"learning_rate": 0.002}, "data": {}}
+    state.write_text(json.dumps({"format": FORMAT, "step": 3, "keep": {}, "classes": {}, "extra": extra}))
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 

@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
         changes |= {"output_dir": folder / name}
         finish([start(PROJECT, "train_clm.py", flags | changes, folder / "log")], folder / "log")
 
-    train("a", save_steps=3)
+    train("a", save_steps=3, keep_best=True)
     before = {path: path.read_bytes() for path in (folder / "a").rglob("*") if path.is_file()}
     train("b", resume_from_checkpoint=folder / "a/checkpoints/step-00000003")
     shutil.rmtree(folder / "b/checkpoints/step-00000006")
@@ -43,6 +43,7 @@ def test_settings_and_card_name_the_origin_also_after_a_resume(runs):
         card = (runs / name / "README.md").read_text()
         row = f"| branch of | `{origin['run']}`, after its step {origin['step']} |" if origin else ""
         assert row in card and ("branch of" in card) == bool(origin)
+        assert ("best model" in json.loads((runs / name / "summary.json").read_text())) == (name == "a")
     assert read_run(runs / "b")["resumes"] == [5]
     assert metrics(runs / "b") == [line for line in metrics(runs / "a") if line["step"] > 3]
     assert metrics(runs / "c") == [line for line in metrics(runs / "a") if line["step"] > 5]

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from tests import forked
 from tests.ftp_server import PASSWORD
 from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
-from utils.io.files import find_problem, seal, write_file
-from utils.publishing.places import fetch_checkpoint, open_place, refuse_another
+from utils.io.files import seal, verify_checksums, write_file
 from utils.publishing.publisher import Publisher, Snapshot
+from utils.publishing.remote import fetch_checkpoint, open_remote, refuse_another
 
 KILLS = int(os.environ.get("BUCKET_KILLS", 4))
 
@@ -113,7 +113,7 @@ def mirror(store, output_dir, timeout=20.0):
 
 def test_what_is_there_is_complete_verified_and_bounded(url, tmp_path):
     """Byte for byte; the newest two; a damaged one is passed over."""
-    store, out, new = open_place(url, limit=2), tmp_path / "out", tmp_path / "new"
+    store, out, new = open_remote(url, limit=2), tmp_path / "out", tmp_path / "new"
     for step in (20, 30, 40):
         newest = save(out, step)
         assert mirror(store, out) == (True, [])
@@ -128,7 +128,7 @@ def test_what_is_there_is_complete_verified_and_bounded(url, tmp_path):
     shutil.rmtree(new)
     new.mkdir()
     assert fetch_checkpoint(store, new).name == "step-00000030"
-    assert not [*new.glob(".*")] and not find_problem(new / "checkpoints/step-00000030")
+    assert not [*new.glob(".*")] and not verify_checksums(new / "checkpoints/step-00000030")
 
 
 def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
 
         monkeypatch.setattr(local, name, change)
 
-    store = open_place(f"file://{tmp_path}/bucket", limit=1)
+    store = open_remote(f"file://{tmp_path}/bucket", limit=1)
     for name in ("put_file", "mv", "rm_file", "rm"):
         until_killed(name)
     kills = 0
@@ -176,7 +176,7 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
                 found = tmp_path / f"found-{kills}-{there}"
                 found.mkdir()
                 store.download(there, found)
-                assert not find_problem(found / f"checkpoints/step-{there:08d}")
+                assert not verify_checksums(found / f"checkpoints/step-{there:08d}")
         assert store.steps() == [step]
     assert kills > 20
 
@@ -184,12 +184,12 @@ def test_the_manifest_comes_last_and_goes_first(tmp_path, monkeypatch):
 def test_a_bucket_of_another_run_is_not_mixed_with(tmp_path):
     """Other checkpoints are here; it is begun anew; one goes back behind later steps of the same run."""
     url = f"file://{tmp_path}/bucket"
-    store, one, other = open_place(url, limit=2), tmp_path / "one", tmp_path / "other"
+    store, one, other = open_remote(url, limit=2), tmp_path / "one", tmp_path / "other"
     save(one, 10)
     assert mirror(store, one)[0]
     save(other, 5)
     assert fetch_checkpoint(store, other) is None
-    with pytest.raises(ValueError, match="holds step 10, of another run"):
+    with pytest.raises(ValueError, match="holds step 10 of another run"):
         refuse_another(store, other, math.inf)
     (other / "run.json").write_text(json.dumps({"id": "one"}))
     assert fetch_checkpoint(store, other).name == "step-00000010"
@@ -197,13 +197,13 @@ def test_a_bucket_of_another_run_is_not_mixed_with(tmp_path):
     refuse_another(store, other, 10)
     for step, folder in ((0, one), (5, one), (20, tmp_path)):
         (tmp_path / "run.json").write_text(json.dumps({"id": "third"}))
-        with pytest.raises(ValueError, match="or not where this one starts"):
+        with pytest.raises(ValueError, match="or after this run's start"):
             refuse_another(store, folder, step)
 
 
 def test_a_bucket_that_is_away_is_told_tried_again_and_never_waited_for(ftp, tmp_path):
     """It comes back and has the newest; silent at the end: said in time, without a password."""
-    store, out = open_place(ftp.url), tmp_path / "out"
+    store, out = open_remote(ftp.url), tmp_path / "out"
     pusher = Publisher(out, None, store).start()
     said = []
     pusher.say = said.append
@@ -246,7 +246,7 @@ def test_settings_are_compared_before_anything_is_written(tmp_path):
         assert line in done.stderr and [path.name for path in out.iterdir()] == [".lock"]
     done = forked.run("train_clm.py", other | {"checkpoint_url": f"{url}/other"})
     assert done.returncode == 0, done.stderr
-    assert "continues" not in done.stdout and open_place(f"{url}/other").steps()[-1] == 6
+    assert "continues" not in done.stdout and open_remote(f"{url}/other").steps()[-1] == 6
 
 
 def start(folder, flags, log):
@@ -302,7 +302,7 @@ def check_kills(ftp, tmp_path, kills):
                 ftp.start(0.005)
         begun += re.findall(r"continues  step (\d+), from ftp://\*\*\*@", log.read_text()[seen:])
         for manifest in ftp.folder.glob("bucket/run/checkpoints/*/manifest.json"):
-            assert not find_problem(manifest.parent)
+            assert not verify_checksums(manifest.parent)
     assert PASSWORD not in log.read_text()
     one, other = tmp_path / "unbroken", tmp_path / f"run-{kills}"
     assert not [name for name, data in contents(other).items() if PASSWORD.encode() in data]
@@ -339,5 +339,5 @@ def test_a_run_on_s3(s3, tmp_path):
         assert done.returncode == 0, done.stderr
     assert f"continues  step 6, from {flags['checkpoint_url']}" in done.stdout
     assert "this run is finished" in done.stdout
-    assert open_place(flags["checkpoint_url"]).steps() == [6]
+    assert open_remote(flags["checkpoint_url"]).steps() == [6]
     assert metrics(tmp_path / "one") == metrics(tmp_path / "two")

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from tests import forked
-from utils.io.files import find_problem
+from utils.io.files import verify_checksums
 from utils.state import checkpoint
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import disk_space, list_checkpoints
@@ -283,12 +283,16 @@ def test_old_checkpoints_go_when_the_new_one_is_complete_and_not_before(accelera
         checkpoints.save(2, model, {"optimizer": optimizer}, {})
         checkpoints.wait()
         assert "step-00000002 was not saved" in caplog.text and "step-00000001" in caplog.text
-        with pytest.raises(RuntimeError, match="too large.*last good checkpoint is .*step-00000001"):
+        said = "checkpoints: the state of step 3 was not saved: .*too large.*last good .*step-00000001"
+        with pytest.raises(RuntimeError, match=said):
             checkpoints.save(3, model, {"optimizer": optimizer}, {}, final=True)
+        with pytest.raises(RuntimeError, match="preflight/checkpoints: the state of step 0 .*too large"):
+            Checkpoints(accelerator, tmp_path / ".preflight").save(0, model, {"o": optimizer}, {}, final=True)
+        shutil.rmtree(tmp_path / ".preflight")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000001"]
-    assert find_problem(checkpoints.folder / "step-00000001") == ""
+    assert verify_checksums(checkpoints.folder / "step-00000001") == ""
     checkpoints.save(4, model, {"optimizer": optimizer}, {}, final=True)
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-00000004"]
 
@@ -329,7 +333,7 @@ KILLED = """
 import os, random, signal, sys, time
 import torch
 from accelerate import Accelerator
-from utils.io.files import find_problem
+from utils.io.files import verify_checksums
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import list_checkpoints
 folder, trials = sys.argv[1], int(sys.argv[2])
@@ -353,7 +357,7 @@ for trial in range(trials):
     os.waitpid(pid, 0)
     inside += any(name.startswith(".tmp-step") for name in os.listdir(folder + "/checkpoints"))
     found = list_checkpoints(folder + "/checkpoints")
-    assert all(find_problem(path) == "" for path in found), found
+    assert all(verify_checksums(path) == "" for path in found), found
     newest = Checkpoints(accelerator, folder).load("auto", model, {"optimizer": optimizer})["step"]
     assert newest >= step, (newest, step)
     assert all((p == newest).all() for p in model.parameters()), newest
@@ -526,6 +530,7 @@ import json, os, resource, sys
 import torch
 from accelerate import Accelerator
 from torch.distributed.fsdp import fully_shard
+from utils.state import checkpoint
 from utils.state.checkpoint import Checkpoints
 folder, hard = sys.argv[1], resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 accelerator = Accelerator(cpu=True)
@@ -595,7 +600,7 @@ for saved_as in ("ddp", "fsdp"):
         checkpoints.save(3, model, keep, {}, final=True)
         raise SystemExit("no error")
     except RuntimeError as error:
-        assert "the last state was not saved" in str(error)
+        assert "the state of step 3 was not saved" in str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     # Only the main process sees these failures; nobody may wait for it
     checkpoints.folder = checkpoints.folder / "step-00000002" / "state.json"  # a file: no folder can be made
@@ -604,8 +609,12 @@ for saved_as in ("ddp", "fsdp"):
         checkpoints.save(3, model, keep, {}, final=True)
         raise SystemExit("no error")
     except RuntimeError as error:
-        assert "the last state was not saved" in str(error)
+        assert "the state of step 3 was not saved" in str(error)
     assert Checkpoints(accelerator, place).load("auto", model, keep) == {"step": 2}
+checkpoint.SPARE_MEMORY = 1 << 60  # no room for copies of the shards, on either process
+checkpoints = Checkpoints(accelerator, os.path.join(folder, "shards"))
+checkpoints.save(4, model, keep, {})
+assert not checkpoints.background
 with open(f"{folder}/{accelerator.process_index}.json", "w") as file:
     json.dump([[*key, value] for key, value in outcomes.items()], file)
 accelerator.end_training()
@@ -630,3 +639,24 @@ def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_p
         model(torch.arange(12.0).view(2, 6) / 10).square().sum().backward()
         optimizer.step()
         assert [p.double().sum().item() for p in model.parameters()] == pytest.approx(unbroken[:4], rel=1e-6)
+
+
+DIFFERING = """
+import sys
+import torch
+from accelerate import Accelerator
+from utils.state.checkpoint import Checkpoints, restore_modules
+accelerator = Accelerator(cpu=True)
+i, model = accelerator.process_index, accelerator.prepare(torch.nn.Linear(2, 2))
+own = torch.nn.BatchNorm1d(3)
+own.running_mean.fill_(i + 1)
+Checkpoints(accelerator, sys.argv[1]).save(1, model, {"own": own}, {}, final=True)
+own.running_mean.zero_()
+assert restore_modules(sys.argv[1], model, {"own": own, "new": torch.nn.Linear(1, 1)}, i) == ["new"]
+assert own.running_mean.tolist() == [i + 1.0] * 3
+"""
+
+
+def test_a_module_that_differs_between_processes_is_restored_for_an_evaluation(tmp_path):
+    result = forked.run_code(DIFFERING, [tmp_path], processes=2)
+    assert result.returncode == 0, result.stderr[-3000:]

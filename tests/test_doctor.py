@@ -18,6 +18,7 @@ from tests.runs import environment
 from utils.devices import forget_peak, peak_memory
 from utils.display.doctor import (
     check_devices,
+    check_launcher,
     device_warnings,
     launch_facts,
     launched,
@@ -110,6 +111,13 @@ def test_an_environment_that_would_divide_losses_twice_is_refused():
     assert done.returncode == 2
     assert done.stderr == ("error: ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4 in the environment: unset it, "
                            "and give --gradient_accumulation_steps 4 to the script.\n")  # fmt: skip
+
+
+def test_fp16_on_xla_is_refused_with_the_settings(monkeypatch):
+    monkeypatch.setattr("utils.display.doctor.is_xla", lambda: True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ValueError, match="mixed_precision: fp16 .* bf16 or no on XLA"):
+        check_launcher()
 
 
 def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path, monkeypatch):

@@ -360,6 +360,9 @@ def test_a_run_on_them_that_is_killed_goes_on_bit_for_bit(folder, tmp_path, kind
     assert all(weights[name].equal(again[name]) for name in weights)
     if script == "train_clm.py" and kind != "zst":
         assert metrics(tmp_path / "whole")[-1]["bits_per_byte"] is None, "nobody knows the bytes"
+        summary = (tmp_path / "whole/summary.json").read_text()
+        evaluated = forked.run(script, flags | {"output_dir": tmp_path / "whole", "eval_only": True}).stdout
+        assert '"bits_per_byte": null' in evaluated and "NaN" not in evaluated + summary, "no JSON"
 
 
 def test_records_are_masked_as_they_are_and_flat_rows_get_their_special_tokens(folder, tmp_path):

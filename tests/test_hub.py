@@ -14,11 +14,14 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from tests import forked
 from tests.hub_server import ADA, TOKEN, Fault, HubServer
+from utils.publishing.publisher import Publisher, upload_command
 
 PROJECT = Path(__file__).resolve().parent.parent
 UPLOAD = "PUT /lfs|POST /xet/v1/xorbs"  # of weights, on either transport
@@ -26,8 +29,8 @@ ALWAYS = float("inf")
 PRELUDE = """
 import os, sys, time
 from pathlib import Path
-from utils.publishing import places
-from utils.publishing.places import Hub, fetch_checkpoint
+from utils.publishing import remote
+from utils.publishing.remote import Hub, fetch_checkpoint
 from utils.publishing.publisher import Publisher
 from utils.io.files import seal, write_file
 
@@ -301,7 +304,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
-    places.CHECK_SECONDS = 1
+    remote.CHECK_SECONDS = 1
     input()
     try:
         Hub("model")
@@ -527,3 +530,18 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     words.push_to_hub("ada/words")
     assert load_tokenizer("ada/words").encode("document") == [0]
     """).end()
+
+
+def test_the_printed_command_uploads_what_a_push_does(tmp_path):
+    published = ["README.md", "best/model.safetensors", "metrics.jsonl", "model.safetensors", "picture.jpg"]
+    others = [".lock", "best/.export/model.safetensors", "checkpoints/step-00000001/state.json", "nohup.out",
+              "milestones/step-1/config.json", "replaced-metrics.jsonl", "run.log", "train_clm/events"]
+    for name in (*published, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    publisher = Publisher(tmp_path, models=SimpleNamespace())
+    publisher.push(1)
+    assert publisher.newest["main"].names == published
+    words = shlex.split(upload_command("ada/model", tmp_path))
+    patterns = [pattern for word, pattern in zip(words, words[1:], strict=False) if word == "--exclude"]
+    assert sorted(filter_repo_objects([*published, *others], ignore_patterns=patterns)) == published

@@ -26,6 +26,7 @@ from utils.display.metrics import MetricsLog, by_set, read_metrics, read_run
 from utils.display.progress import duration, quiet_libraries, readable, summarize
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import check_trackers, log_to_trackers, start_trackers
+from utils.io.files import replacing
 
 
 def python(code, *arguments, capture_output=True, **options):
@@ -45,10 +46,19 @@ def strict_lines(folder):
 
 
 def test_a_line_is_in_the_file_when_write_returns_and_is_strict_json(tmp_path):
-    log = MetricsLog(tmp_path / "new")
+    log = MetricsLog(tmp_path / "new", 0)
     log.write({"step": 1, "loss/train": math.nan, "grad_norm": math.inf, "mfu": None})
     assert strict_lines(tmp_path / "new") == [{"step": 1, "loss/train": None, "grad_norm": None, "mfu": None}]
     assert log.offset == (tmp_path / "new" / "metrics.jsonl").stat().st_size
+
+
+def test_a_file_that_could_not_be_written_leaves_nothing_behind(tmp_path):
+    (tmp_path / "curves.png").write_text("old")
+    with pytest.raises(OSError, match="full"), replacing(tmp_path / "curves.png") as temporary:
+        temporary.write_text("ha")
+        raise OSError("the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+    assert (tmp_path / "curves.png").read_text() == "old"
 
 
 def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
@@ -74,11 +84,10 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
 
 @pytest.mark.parametrize("end", ['{"step": 3, "lo', "\0\0\0", '{"step": 3}'])
 def test_a_last_line_that_is_not_whole_is_dropped(tmp_path, end):
-    """Without an offset, and with one beyond the end: a power cut takes lines a checkpoint counted."""
-    for offset in (None, 10_000):
-        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + end)
-        MetricsLog(tmp_path, offset).write({"step": 3})
-        assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    """With an offset beyond the end, as a power cut takes lines that a checkpoint counted."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + end)
+    MetricsLog(tmp_path, 10_000).write({"step": 3})
+    assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 def test_a_new_run_starts_an_empty_log_and_a_resumed_one_keeps_its_tracker_id(tmp_path):
@@ -118,12 +127,12 @@ print(log.offset)
 def test_a_last_line_of_garbage_does_not_end_the_run(tmp_path, last):
     """Whole lines, but not ours, after a power cut or an editor."""
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n' + last + b"\n")
-    log = MetricsLog(tmp_path, step=7)
+    log = MetricsLog(tmp_path, 10_000, step=7)
     log.write({"step": 8})
     assert read_run(tmp_path)["resumes"] == [7]
     assert read_metrics(tmp_path)[0] == {"step": 7} and read_metrics(tmp_path)[-1] == {"step": 8}
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
-    MetricsLog(tmp_path)
+    MetricsLog(tmp_path, 10_000)
 
 
 def test_values_of_several_evaluation_sets_are_found_by_name():
@@ -300,6 +309,12 @@ def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
     for step in (7, 8):
         log_to_trackers(accelerator, record | {"step": step}, lacks)
     assert tracker.logged[1:] == [(8, {"loss/train": 2.5})]
+    log = MetricsLog(tmp_path, 0)
+    for line in (record | {"step": 9, "tries": 2}, {"step": 10, "loss/train": 2.0}):  # an event; numbers
+        log.write(line)
+    accelerator.trackers = []
+    start_trackers(accelerator, "project", tmp_path, settings, step=8)
+    assert tracker.logged[2:] == [(10, {"loss/train": 2.0})]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():

@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast as Fast
 from tests.forked import finish, run_code, start, start_all
 from tests.hub_server import TOKEN, Fault, HubServer
 from tests.runs import PROJECT, TINY, environment, write_corpus
-from utils.io.files import find_problem
+from utils.io.files import verify_checksums
 from utils.learning.losses import CausalLMLoss
 from utils.publishing.export import keep_milestone, list_milestones, milestone_steps
-from utils.state.folders import outdate, step_of
+from utils.state.folders import set_aside_newer, step_of
 
 KILLS = os.environ.get("MILESTONE_KILLS")
 REPO = "ada/tiny"
@@ -111,7 +111,7 @@ def test_under_kills_and_faults_of_the_hub_none_is_missing_or_wrong(flags, proce
             for process in running:
                 process.join()
             for path in list_milestones(run):
-                assert find_problem(path) == ""
+                assert verify_checksums(path) == ""
                 inodes.setdefault(path, inode(path))
         hub.faults = [Fault(**vars(fault)) for fault in FAULTS[:3]]
         finish(start_all(PROJECT, "train_clm.py", flags, log, processes, env=env), log)
@@ -239,7 +239,7 @@ def test_one_made_again_comes_back_untouched_and_another_is_set_aside(tiny, tmp_
     assert [step_of(path) for path in list_milestones(tmp_path)] == [1, 2, 10]
     (folder / ".tmp-step-2").mkdir()
     (folder / ".tmp-step-2/manifest.json").touch()  # of a killed run
-    outdate(list_milestones(tmp_path), 1)  # as a run that goes on from step 1
+    set_aside_newer(list_milestones(tmp_path), 1)  # as a run that goes on from step 1
     assert {path.name for path in folder.glob("*step*")} == {
         "step-1", "replaced-step-2", "replaced-step-10", ".tmp-step-2"
     }  # fmt: skip
@@ -252,7 +252,7 @@ def test_one_made_again_comes_back_untouched_and_another_is_set_aside(tiny, tmp_
     assert inode(folder / "replaced-step-2") == made[2]
     names = {"step-1", "step-2", "step-10", "replaced-step-2", "replaced-step-10"}
     assert {path.name for path in folder.iterdir()} == names
-    assert [find_problem(path) for path in list_milestones(tmp_path)] == ["", "", ""]
+    assert [verify_checksums(path) for path in list_milestones(tmp_path)] == ["", "", ""]
     assert AutoModelForCausalLM.from_pretrained(folder / "step-2").transformer.wte.weight.eq(7).all()
 
 

@@ -19,7 +19,7 @@ from transformers import (
 from utils.publishing.model_card import END, write_model_card
 
 CARD = {
-    "model_name": "my: model", "parameters": 12_345, "dataset": "ada/text", "step": 100, "max_steps": 100,
+    "model_name": "my: model", "parameters": 12_345, "datasets": ["ada/text"], "step": 100, "max_steps": 100,
     "tokens": 2_000_000, "seconds": 90.0,
     "launch": {"processes": 2, "device": "cpu", "precision": "float32", "attention": "sdpa",
                "compiler": "no"},
@@ -96,7 +96,7 @@ def test_one_evaluation_set(tmp_path):
 def test_unfinished_run_on_local_files(tmp_path):
     """No folder reaches the metadata, as the Hub would refuse it."""
     (tmp_path / "curves.png").touch()
-    changes = {"dataset": f"{tmp_path}/text.jsonl", "step": 7, "results": {}, "base_model": str(tmp_path)}
+    changes = {"datasets": [f"{tmp_path}/text.jsonl"], "step": 7, "results": {}, "base_model": str(tmp_path)}
     write_model_card(tmp_path, repo_id="ada/model", **{**CARD, **GPT2, **changes})
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.datasets is None and card.data.base_model is None

@@ -181,6 +181,7 @@ def test_a_stable_run_is_extended_and_decayed_more_than_once(flags, tmp_path):
     _, long_weights = train(flags, tmp_path / "long", max_train_steps=8)
     kept = sorted(path.name for path in (tmp_path / "short" / "checkpoints").glob("step-*"))
     assert kept == ["step-00000004", "step-00000006"]
+    assert "disk       3 checkpoints of" in (tmp_path / "short.log").read_text()  # while a third is written
     stable = tmp_path / "short" / "checkpoints" / "step-00000004"
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "short").rglob("*")}
     _, extended = train(flags, tmp_path / "branch", max_train_steps=8, resume_from_checkpoint=stable)

@@ -53,3 +53,21 @@ def test_a_kernels_arguments_are_not_settings(monkeypatch):
     assert script == "train_clm.py" and parse_args(TrainArgs, PRESETS, words) == given
     monkeypatch.setattr(sys, "argv", ["/somewhere/train_clm.py", "--preset", "gpt2-124m"])
     assert command_line(given) == ["python", *sys.argv]
+
+
+def test_the_kernels_ctrl_c_is_its_own_again_after_every_end(tmp_path):
+    code = f"""
+import signal
+before = signal.getsignal(signal.SIGINT)
+from train_clm import TrainArgs, main
+settings = dict(dataset_name=[{str(write_corpus(tmp_path / "corpus.jsonl"))!r}], keywords=[], vocab_size=512,
+                cache_dir={str(tmp_path / "cache")!r}, output_dir={str(tmp_path / "run")!r})
+for change in (dict(show=1), dict(learning_rate=-1)):
+    try:
+        main(args=TrainArgs(**settings, **change))
+    except SystemExit as end:
+        print("status", end.code)
+    assert signal.getsignal(signal.SIGINT) is before, change
+"""
+    done = forked.run_code(code)
+    assert done.returncode == 0 and "status 2" in done.stdout, done.stderr[-4000:]

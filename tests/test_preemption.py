@@ -19,7 +19,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 JOB = """
 import os, sys, time
 from accelerate import Accelerator
-from utils.state.preemption import StopSignals, exit_status, handle_stop_signals, lock_output_dir
+from utils.state.preemption import StopSignals, exit_status, handle_stop_signals, restore_handlers
 
 def main():
     handle_stop_signals()
@@ -37,7 +37,7 @@ def main():
             time.sleep(float(sys.argv[2]))
             print("saved", flush=True)
             accelerator.wait_for_everyone()
-            stop.close()
+            restore_handlers()
             sys.exit(exit_status(number))
 
 handle_stop_signals(importing=True)
@@ -151,8 +151,11 @@ def test_before_training_a_signal_ends_the_run_at_once(tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, "terminal"])
 def test_one_process_under_accelerate_launch_saves_when_its_launcher_is_stopped(tmp_path, how):
-    """The launcher forwards nothing and dies; Ctrl-C in a terminal reaches both of them."""
-    job = Job(tmp_path, *ACCELERATE, arguments=("train", "2"))
+    """The launcher forwards nothing and dies; Ctrl-C in a terminal reaches both of them. The project's folder
+    may have the launcher's name."""
+    folder = tmp_path / "accelerate-lm"
+    folder.mkdir()
+    job = Job(folder, *ACCELERATE, arguments=("train", "2"))
     job.wait_for("ready")
     for pid in [job.process.pid, *job.workers] if how == "terminal" else [job.process.pid]:
         os.kill(pid, signal.SIGINT if how == "terminal" else how)
@@ -173,8 +176,8 @@ def test_several_processes_stop_at_the_same_step(tmp_path):
 
 def test_under_a_tpu_launcher_the_signal_reaches_the_child(tmp_path):
     """There main() runs in a thread of a child process, and the launcher does not tell it anything."""
-    (tmp_path / "accelerate").mkdir()
-    launcher = tmp_path / "accelerate/launch.py"
+    launcher = tmp_path / "accelerate/commands/launch.py"
+    launcher.parent.mkdir(parents=True)
     launcher.write_text(TPU_LAUNCHER)
     job = Job(tmp_path, str(launcher))
     job.wait_for("ready")

@@ -98,12 +98,12 @@ def test_interrupted_at_any_write_the_shards_are_the_same_and_nothing_is_tokeniz
     class Killed(BaseException):
         pass
 
-    def write_or_die(folder, name, data, tries=None):
+    def write_or_die(folder, name, data, retries=None):
         writes.append(name)
         if len(writes) == 4:  # each run but the last ends at its fourth write
             writes.clear()
             raise Killed
-        write(folder, name, data, tries)
+        write(folder, name, data, retries)
 
     def counted(documents):
         for batch in batches(documents):

@@ -131,7 +131,7 @@ def test_whatever_stands_in_a_resealed_state_there_is_one_message_or_the_same_we
 @pytest.mark.parametrize("extra", [[], "x", {}, {"state": {"step": "two"}}])
 def test_a_state_that_is_not_that_of_a_run_is_one_message(extra):
     check = Resume.check.__get__(SimpleNamespace(args=SimpleNamespace(output_dir="here")))
-    with pytest.raises(ValueError, match="a checkpoint of here is not that of a run"):
+    with pytest.raises(ValueError, match="a checkpoint of here lacks "):
         check(extra)
 
 

@@ -3,16 +3,21 @@
 import hashlib
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
 
 import train_clm
 import train_mlm
 from tests.runs import PROJECT
 from utils.flags import ELSEWHERE, parse_args
 from utils.io.mistakes import user_mistakes
+from utils.learning.optim import stable_steps
+from utils.resume import Resume
 from utils.settings import (
     changed_settings,
     code_version,
@@ -21,6 +26,7 @@ from utils.settings import (
     save_args,
     stop_at,
 )
+from utils.steps import Steps
 
 
 @dataclass
@@ -208,3 +214,29 @@ def test_a_run_that_began_before_its_stable_steps_were_counted_goes_on():
     assert "max_steps: 6 in the run, 8 now" in changed_settings(saved, cosine, {"max_steps": 8})
     stable = train_clm.TrainArgs(lr_scheduler_type="warmup_stable_decay")
     assert changed_settings(asdict(stable) | {"max_steps": 6}, stable, {"max_steps": 8}) == []
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "step", "resumes"),
+    [
+        (("constant", 1000, 0.04, 0), ("constant", 10_000, 0.04, 0), 250, True),
+        (("constant_with_warmup", 1000, 400, 0), ("constant_with_warmup", 10_000, 400, 0), 250, True),
+        (("constant_with_warmup", 1000, 0.04, 0), ("constant_with_warmup", 10_000, 0.04, 0), 250, False),
+        (("warmup_stable_decay", 100, 10, 20), ("warmup_stable_decay", 110, 10, 30), 80, True),
+        (("warmup_stable_decay", 100, 10, 20), ("warmup_stable_decay", 110, 10, 30), 90, False),
+    ],
+)  # fmt: skip
+def test_a_run_may_grow_where_the_rate_so_far_stays_the_same(tmp_path, was, now, step, resumes):
+    data = SimpleNamespace(length=10**6, fingerprints={"tokenizer": "t", "train": "t", "eval": {}})
+    accelerator, found = Accelerator(cpu=True), []
+    for schedule, length, warmup, decay in (was, now):
+        args = train_clm.TrainArgs(lr_scheduler_type=schedule, max_train_steps=length, num_decay_steps=decay,
+                                   num_warmup_steps=warmup, output_dir=str(tmp_path))  # fmt: skip
+        steps = Steps(args, accelerator, data.length)
+        found.append(Resume(args, accelerator, steps, data, stable_steps(args, steps), {}))
+        found[-1].lock.release()
+    first, second = found
+    saved = {"state": {"step": step}, "settings": asdict(first.args) | first.counts, "metrics_offset": 0,
+             "rows": first.steps.rows_before(step), "data": data.fingerprints, "code": {}}  # fmt: skip
+    with nullcontext() if resumes else pytest.raises(ValueError, match="rate of step .* would be different"):
+        second.check(saved)

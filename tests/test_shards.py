@@ -121,12 +121,12 @@ def test_errors_that_may_pass_are_told_from_those_that_stay():
             self.response = type("Response", (), {"status_code": status})()
 
     Answer.__module__ = "httpx"
-    assert [retry.diagnose(Answer(status)).passing for status in (500, 503, 429, 408, 401, 403, 404)] == [
+    assert [retry.diagnose(Answer(status)).transient for status in (500, 503, 429, 408, 401, 403, 404)] == [
         True, True, True, True, False, False, False]
-    assert retry.diagnose(ConnectionResetError()).passing and retry.diagnose(TimeoutError()).passing
+    assert retry.diagnose(ConnectionResetError()).transient and retry.diagnose(TimeoutError()).passing
     full = OSError(28, "No space left on device")
     for error in (FileNotFoundError(), PermissionError(), full, OSError("damaged file"), KeyError("bug")):
-        assert not retry.diagnose(error).passing
+        assert not retry.diagnose(error).transient
 
 
 class Store:

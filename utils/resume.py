@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from utils.io.secrets import without_secrets
-from utils.publishing.places import fetch_checkpoint
-from utils.settings import changed_settings, code_version, save_args
+from utils.publishing.remote import fetch_checkpoint
+from utils.settings import changed_settings, code_version
 from utils.state.checkpoint import Checkpoints
 from utils.state.folders import read_state
 from utils.state.preemption import lock_output_dir
@@ -15,18 +15,18 @@ EXTRA = {"state": dict, "settings": dict, "rows": int, "data": dict, "code": dic
 class Resume:
     """Made when the run starts, on all processes. Locks output_dir until the process ends.
 
-    stable: [first, last] step of constant learning rate; launch: as doctor.launch_facts; place: where
+    stable: [first, last] step of constant learning rate; launch: as doctor.launch_facts; remote: where
     checkpoints are kept too, or None."""
 
-    def __init__(self, args, accelerator, steps, data, stable: list, launch: dict, place=None):
+    def __init__(self, args, accelerator, steps, data, stable: list, launch: dict, remote=None):
         self.args, self.steps, self.data, self.launch = args, steps, data, launch
         self.lock = lock_output_dir(args.output_dir) if accelerator.is_main_process else None
         self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last,
                        "training_rows": data.length, "stable": stable}
         self.code = code_version(args)
-        if place and args.resume_from_checkpoint == "auto":
+        if remote and args.resume_from_checkpoint == "auto":
             url = f"checkpoint_url {without_secrets(args.checkpoint_url)}"
-            fetch_checkpoint(place, args.output_dir, lambda path: self.check(read_state(path)["extra"], url))
+            fetch_checkpoint(remote, args.output_dir, lambda path: self.check(read_state(path)["extra"], url))
         accelerator.wait_for_everyone()
         kept_step = stable[1]  # longer or shorter runs may branch off there
         self.checkpoints = Checkpoints(accelerator, args.output_dir, args.save_total_limit, kept_step)
@@ -40,16 +40,13 @@ class Resume:
         saved = self.saved = self.checkpoints.load(self.args.resume_from_checkpoint, model, keep, self.check)
         if saved is None:
             return None
+        self.checkpoints.reserve(model, keep)
         self.data.load_state_dict(saved["stream"])
         self.origin = without_secrets(self.checkpoints.origin)
         if self.origin:
-            return saved["state"] | {"origin": self.origin, "ended": None}
+            return saved["state"] | {"origin": self.origin, "ended": False, "best": None}
         self.metrics_offset = saved["metrics_offset"]
         return saved["state"]
-
-    def save_args(self, settings: dict, origin: dict | None) -> None:
-        if self.lock:
-            save_args(self.args.output_dir, settings, self.code, self.launch, origin)
 
     def save(self, model, keep: dict, extra: dict, config, final: bool) -> None:
         """extra: state, settings and metrics_offset of the run."""
@@ -63,17 +60,16 @@ class Resume:
         files |= {file.name: file.read_bytes() for file in others if file.exists()}  # read by pipeline()
         self.checkpoints.save(step, model, keep, extra, final, files.items())
 
-    def changes(self) -> list[tuple]:
-        """(line, event for metrics.jsonl or None) for each allowed difference from the run so far."""
-        lines, saved = [], self.saved or {}
+    def changes(self) -> dict[str, str | None]:
+        """{line: event for metrics.jsonl or None} for each allowed difference from the run so far."""
+        lines, saved = {}, self.saved or {}
         for name, was in saved.get("launch", {}).items():
             if was != self.launch[name]:
-                lines.append((f"launch     {name}: {was} in the run so far, {self.launch[name]} now", None))
+                lines[f"launch     {name}: {was} in the run so far, {self.launch[name]} now"] = None
         if saved and saved["code"]["script"] != self.code["script"]:
-            lines.append(("code       the script has changed since the last save", None))
+            lines["code       the script has changed since the last save"] = None
         if saved and saved["data"]["eval"] != self.data.fingerprints["eval"]:
-            line = "data       evaluated on other rows than the run so far"
-            lines.append((line, "evaluation_data_changed"))
+            lines["data       evaluated on other rows than the run so far"] = "evaluation_data_changed"
         return lines
 
     def check(self, saved: dict, place: str = "") -> None:
@@ -81,7 +77,7 @@ class Resume:
         here, known = place or self.args.output_dir, saved if isinstance(saved, dict) else {}
         wrong = [name for name, kind in EXTRA.items() if not isinstance(known.get(name), kind)]
         if wrong or not isinstance(saved["state"].get("step"), int):
-            raise ValueError(f"a checkpoint of {here} is not that of a run ({(wrong or ['state'])[0]}); "
+            raise ValueError(f"a checkpoint of {here} lacks {(wrong or ['the step of state'])[0]}; "
                              "resume from another one, or name another folder")
         problems = changed_settings(saved["settings"], self.args, self.counts)
         if problems and place:
@@ -91,12 +87,13 @@ class Resume:
 
     def _other_run(self, saved: dict, here: str, kind: str) -> str:
         """What differs from this run beside the settings, or ""."""
-        step, now = saved["state"]["step"], self.counts["stable"]
-        if saved["rows"] != (rows := self.steps.rows_before(step)):
-            return f"rows of the first {step} steps: {saved['rows']} in the run, {rows} now"
-        was = saved["settings"].get("stable") or now
-        first, last = max(was[0], now[0]), min(was[1], now[1])
-        if was != now and not first <= step <= last:
+        step, rows = saved["state"]["step"], self.steps.rows_before(saved["state"]["step"])
+        if saved["rows"] != rows:
+            return f"batch size: {saved['rows']} rows in {step} steps, {rows} now"
+        was, now = self.counts | saved["settings"], self.counts
+        (warm_was, end_was), (warm, end) = was["stable"], now["stable"]
+        first, last = (0 if warm_was == warm else max(warm_was, warm)), min(end_was, end)  # same rate
+        if (end_was, was["max_steps"]) != (end, now["max_steps"]) and not first <= step <= last:
             return (f"max_train_steps: the learning rate of step {step} would be different: resume from one "
                     f"of the steps {first} to {last} (--resume_from_checkpoint), in another --output_dir")
         named = {"tokenizer": "tokenizer_name: the tokenizer", "train": "dataset_name: the training rows"}

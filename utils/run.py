@@ -14,9 +14,10 @@ import torch.distributed as dist
 from accelerate.utils import set_seed
 
 from utils.display.doctor import announce, check_launch, launch_facts, report
+from utils.display.metrics import finite
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
-from utils.entry import NEVER_FREED
+from utils.entry import KEEP_ALIVE
 from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -24,6 +25,7 @@ from utils.learning.optim import name_optimizers, stable_steps
 from utils.publishing.export import export_model
 from utils.publishing.publication import Publication
 from utils.resume import Resume
+from utils.settings import save_args
 from utils.state.checkpoint import restore_modules
 from utils.state.edit_check import EditCheck
 from utils.state.folders import disk_space
@@ -39,19 +41,19 @@ class Run:
     def __init__(self, args, accelerator, task: Task):
         check_launch(accelerator)
         if accelerator.num_processes > 1:
-            NEVER_FREED.append(self)  # keeps the accelerator and the model alive until the process ends
+            KEEP_ALIVE.append(self)  # keeps the accelerator and the model alive until the process ends
             if accelerator.device.type == "cpu":  # accelerate's would use GPUs that CPU processes lack
                 accelerator.wait_for_everyone = dist.barrier
         self.args, self.accelerator, self.task = args, accelerator, task
         self.settings = without_secrets(asdict(args))
-        dataset = ", ".join(as_list(self.settings["dataset_name"]))
-        self.publication = Publication(args, accelerator, task, self.settings, dataset)
+        datasets = as_list(self.settings["dataset_name"])
+        self.publication = Publication(args, accelerator, task, self.settings, datasets)
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
-        self.evaluated = lambda record: False  # replace it: takes an evaluation's numbers; True ends the run
+        self.evaluated = lambda record: False  # hook: gets an evaluation's metrics; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
         self.failure = None  # why the run cannot go on
-        announce(args, self.settings, dataset, accelerator.is_main_process)
+        announce(args, self.settings, self.publication.dataset, accelerator.is_main_process)
 
     def describe(self, lm, predicted: float = 1.0) -> None:
         """Takes the model before `prepare` shards it. predicted: share of the positions that have a loss."""
@@ -62,11 +64,11 @@ class Run:
         """Prints the numbers of the evaluation sets as JSON and writes nothing. For the model of output_dir,
         modules in keep, such as an average of the weights, are restored from its newest checkpoint."""
         folder = self.args.output_dir if self.args.model_name_or_path == self.args.output_dir else None
-        for name in restore_modules(folder, model, keep):
+        for name in restore_modules(folder, model, keep, self.accelerator.process_index):
             warning = f"warning: no checkpoint here has {name}: it is evaluated as new"
             self.accelerator.print(warning, file=sys.stderr)
         evaluations = Evaluations(self.accelerator, self.task, model, keep, evaluate, data, [])
-        self.accelerator.print(json.dumps(evaluations.measure()))
+        self.accelerator.print(json.dumps(finite(evaluations.measure())))
 
     def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
         """Begin, or resume from the newest checkpoint. False: nothing is left to do.
@@ -78,10 +80,11 @@ class Run:
         publication.prompts = self.evaluations.prompts
         stable = stable_steps(args, steps)
         models = publication.plan_milestones(args, steps, kept_step=stable[1])
-        disk = disk_space(args.output_dir, model, keep, args.save_total_limit, models)
+        kept = args.save_total_limit + (stable[1] < steps.last)  # one from before the decay, too
+        disk = disk_space(args.output_dir, model, keep, kept, models)
         launch = publication.facts["launch"] = launch_facts(accelerator, self.config._attn_implementation)
-        place = publication.publisher.checkpoints
-        self.resume = Resume(args, accelerator, steps, data, stable, launch, place)
+        remote = publication.publisher.checkpoints
+        self.resume = Resume(args, accelerator, steps, data, stable, launch, remote)
         resumed = self.resume.load(model, keep)
         self.state = resumed or self.state
         publication.start(0 if self.resume.origin else self.step, args.resume_from_checkpoint == "auto")
@@ -90,7 +93,8 @@ class Run:
         self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
         optimizers = [*self.edits.optimizers.values()]
         settings = publication.settings = name_optimizers(self.settings, optimizers)
-        self.resume.save_args(settings, self.state.get("origin"))
+        if accelerator.is_main_process:
+            save_args(args.output_dir, settings, self.resume.code, launch, self.state.get("origin"))
         self.report = Report(args, accelerator, steps, self.state, self.flops, launch, settings,
                              self.resume.metrics_offset, publication.publisher)
         name, parameters = args.model_name_or_path or args.model_type, publication.facts["parameters"]
@@ -116,17 +120,15 @@ class Run:
             self.evaluations.samples(quick=True)
 
     def _catch_up(self) -> bool:
-        """Do what is still due: an evaluation, or saving the last model. False: that was all."""
+        """Do what is still due: an evaluation, or saving the last model. False: the run is over."""
         if due := self.state["evaluation_due"]:
             self.evaluate(due if isinstance(due, list) else ())
             if self.state["evaluation_due"]:  # a signal stopped it again; nothing is unsaved
-                raise SystemExit(exit_status(self.stopping))
-        elif not self.state.get("export_due"):
-            return True
-        if ended := self._ended:
+                raise SystemExit(exit_status(self.stop.answer))
+        if self._over:
             self.save()
             self.finish()
-        return not ended
+        return not self._over
 
     @property
     def step(self) -> int:
@@ -134,17 +136,17 @@ class Run:
         return self.state["step"]
 
     @property
-    def stopping(self) -> int:
-        """The stop signal that all processes agreed on, or the step at which `evaluated` ended it, or 0."""
-        return self.stop.answer or self.state.get("ended") or 0
+    def stopping(self) -> bool:
+        """Whether this step is the last one, here or for good. The same on all processes."""
+        return bool(self.stop.answer or self._over)
 
     @property
-    def _ended(self) -> bool:
-        return self.step >= self.steps.last or bool(self.state.get("ended"))
+    def _over(self) -> bool:
+        return bool(self.step >= self.steps.last or self.state.get("ended"))
 
     @property
     def _done(self) -> bool:
-        return self._ended and not (self.state["evaluation_due"] or self.state.get("export_due"))
+        return self._over and not (self.state["evaluation_due"] or self.state.get("export_due"))
 
     def seed_step(self) -> None:
         """Random numbers are a function of (seed, step, process), those of `generator` of (seed, step)."""
@@ -163,7 +165,7 @@ class Run:
         self.stop.agreed()
 
     def due(self, steps: int) -> bool:
-        """Every so many steps (0: every epoch), after the last step, and before the learning rate decays."""
+        """True every `steps` steps (0: an epoch), at the last, and at the last before decay."""
         ends = self.steps.last, self.resume.checkpoints.kept_step
         return self.step in ends or self.step % self.steps.every(steps) == 0
 
@@ -183,9 +185,9 @@ class Run:
                 return
             state["eval"] = {**(state["eval"] if names else {}), **record}
             if self.evaluated(record):
-                state["ended"] = self.step
+                state["ended"] = True
             axes = {"step": self.step, "tokens": self.steps.tokens_before(self.step)}  # of dashboards
-            self.report.numbers(axes | record)
+            self.report.log_record(axes | record)
             if self.args.keep_best:
                 self.publication.keep_best(self.model, self.data, state, record)
             trained = self.step or self.args.model_name_or_path  # the samples of an untrained model are noise
@@ -196,13 +198,13 @@ class Run:
         if message := self.edits.changed():  # at the first step it would be an error
             self.report.progress.write(f"warning: {message}")
         if names := self.edits.check_weights(self.accelerator):
-            good = f"The last good checkpoint is {self.resume.checkpoints.last_good or 'missing'}."
-            where = f"at step {self.step} ({names[0]})"
-            raise RuntimeError(f"weights are not finite {where}: they are not saved. {good}")
+            good = self.resume.checkpoints.last_good or "missing"
+            raise RuntimeError(f"weights are not finite at step {self.step} ({names[0]}): they are not "
+                               f"saved. The last good checkpoint is {good}.")
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
-            final, self.state["export_due"] = bool(self._ended or self.stopping), bool(failure)
+            final, self.state["export_due"] = self.stopping, bool(failure)
             extra = dict(state=self.state, settings=self.settings, metrics_offset=self.report.metrics.offset)
             self.resume.save(self.model, self.keep, extra, self.config, final)
             if not failure:
@@ -223,27 +225,23 @@ class Run:
 
     def finish(self) -> None:
         """Wait for saves and pushes. Then print the summary, or exit with the status of the stop signal."""
-        last, accelerator = self.steps.last, self.accelerator
+        where, accelerator = f"at step {self.step} of {self.steps.last}", self.accelerator
         self.report.progress.close()
         self.resume.checkpoints.wait()
-        timeout = 20 if self.stop.requested else self.args.hub_timeout
-        arrived = self.publication.publisher.finish(timeout)
+        arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
-        stopped_by = 0 if self._done else self.stopping  # a signal after the last step stops nothing
-        if not (self.failure or self._ended or stopped_by):
-            self.failure = (f"the loop ended at step {self.step} of {last}: its data ended, or an edit "
-                            "breaks it; docs/edits/early-stopping.diff ends a run early")
-        if self.failure:
-            raise RuntimeError(self.failure)
+        signal = 0 if self._done else self.stop.answer  # after the last step it stops nothing
+        if self.failure or not (self._done or signal):
+            early = f"the loop ended {where}: its data ended, or an edit breaks it"
+            raise RuntimeError(self.failure or f"{early}; docs/edits/early-stopping.diff ends a run early")
         accelerator.end_training()
-        self.stop.close()
         if self.state.get("ended"):
-            accelerator.print(f"Ended at step {self.step} of {last}, by its last evaluation.")
-        if stopped_by:
-            accelerator.print(f"Stopped at step {self.step} of {last} and saved; run it again to resume.")
-            raise SystemExit(exit_status(stopped_by))
+            accelerator.print(f"Ended {where}, by its last evaluation.")
+        if signal:
+            accelerator.print(f"Stopped {where} and saved; run it again to resume.")
+            raise SystemExit(exit_status(signal))
         if accelerator.is_main_process:
-            seconds, command = self.report.throughput.seconds, command_line(self.args)
-            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, seconds, command))
+            command = command_line(self.args)
+            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, command))
         if not arrived:
             raise SystemExit(1)

@@ -32,8 +32,8 @@ MAY_CHANGE = set("""
     per_device_eval_batch_size per_device_train_batch_size gradient_checkpointing gradient_accumulation_steps
     attn_implementation stream_gb""".split())
 # So may the length of a run while its learning rate is constant: `Resume` checks the step.
-LENGTH = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
-STABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
+LENGTH_SETTINGS = {"max_train_steps", "num_train_epochs", "num_decay_steps", "max_steps"}
+CONSTANT_SCHEDULES = ("constant", "constant_with_warmup", "warmup_stable_decay")
 POSITIVE = set("""
     validation_fraction vocab_size block_size mlm_probability eval_mlm_probability learning_rate logging_steps
     per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_skipped_updates
@@ -42,8 +42,8 @@ NOT_NEGATIVE = set("""
     weight_decay num_warmup_steps max_train_steps num_train_epochs max_grad_norm keytoken_alpha adam_beta2
     num_decay_steps min_lr_ratio muon_learning_rate seed max_eval_samples eval_steps max_train_samples
     save_steps show""".split())
-BELOW = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1, "mlm_probability": 1,
-         "eval_mlm_probability": 1}
+UPPER_BOUNDS = {"seed": 2**32, "min_lr_ratio": 1, "validation_fraction": 1, "adam_beta2": 1,
+                "mlm_probability": 1, "eval_mlm_probability": 1}
 PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, less the names of files in it
 
 
@@ -70,7 +70,7 @@ def common_problems(args: Any) -> list[str]:
         saved = {name: value for name, value in saved.items() if hasattr(args, name)}
         problems += changed_settings(saved, args) if saved else []
         if not saved and (path := args.resume_from_checkpoint) not in ("auto", "none"):
-            problems.append(f"resume_from_checkpoint: {path} is no checkpoint; give auto, none or another.")
+            problems.append(f"resume_from_checkpoint: {path} is no checkpoint of this version; give another.")
     return problems
 
 
@@ -119,19 +119,20 @@ def number_problems(args: Any) -> list[str]:
             problems.append(f"{name}: must be 0 (off) or greater, is {value}.")
         elif name in POSITIVE and value <= 0:
             problems.append(f"{name}: must be greater than 0, is {value}.")
-        elif value >= BELOW.get(name, 2**63):
-            problems.append(f"{name}: must be less than {BELOW.get(name, 2**63):,}, is {value}.")
+        elif value >= UPPER_BOUNDS.get(name, 2**63):
+            problems.append(f"{name}: must be less than {UPPER_BOUNDS.get(name, 2**63):,}, is {value}.")
     return problems
 
 
 def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list[str]:
     """A line for each setting that differs and may not change: "learning_rate: 0.0005 in the run, 0.001 now".
 
-    counts: numbers that follow from the data, compared too. A setting that the run lacks had its default
-    there, or the value of field(metadata={"before": value}). A name equals a list of one name."""
+    counts: numbers that follow from the data, compared too. A setting that the run lacks counts as its
+    default, or as field(metadata={"before": value}). "x" equals ["x"]."""
     now, defaults = dataclasses.asdict(args) | (counts or {}), type(args)()
     before = {f.name: f.metadata.get("before", getattr(defaults, f.name)) for f in dataclasses.fields(args)}
-    may_change = MAY_CHANGE | (LENGTH if getattr(args, "lr_scheduler_type", "") in STABLE else set())
+    may_grow = getattr(args, "lr_scheduler_type", "") in CONSTANT_SCHEDULES
+    may_change = MAY_CHANGE | (LENGTH_SETTINGS if may_grow else set())
     lines = {}
     for name in sorted((saved.keys() | now.keys()) - may_change):
         values = saved.get(name, before.get(name, "missing")), now.get(name, "missing")
@@ -143,7 +144,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
         return []
     first = f"{args.output_dir} holds a run with other settings: repeat them, or choose another --output_dir"
     folder, remedy = shlex.quote(args.output_dir), []
-    if lines.keys() <= LENGTH:
+    if lines.keys() <= LENGTH_SETTINGS:
         remedy = ["The learning rate depends on that length; docs/learning.md has runs that may grow. For a "
                   f"new run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
                   '--config_overrides "" --output_dir ANOTHER']

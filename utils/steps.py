@@ -26,10 +26,13 @@ class Steps:
             wanted = int(rows * args.num_train_epochs)
             while self.rows_before(self.last + 1) <= wanted:
                 self.last += 1
-        if self.last < 1 or (rows or first) < first:
+        if rows is not None and rows < first:
             raise ValueError(f"dataset_name: it gives {rows} rows of {args.block_size} tokens to train on, "
                              f"and one step takes {first}. Take more text, or lower block_size, "
                              "per_device_train_batch_size or gradient_accumulation_steps.")
+        if self.last < 1:
+            raise ValueError(f"num_train_epochs: {args.num_train_epochs:g} of {rows} rows are {wanted}, and "
+                             f"one step takes {first}. Give more epochs, or max_train_steps.")
         self.per_epoch = max(1, (rows or 0) // first)
 
     def rows_before(self, step: int) -> int:
@@ -45,7 +48,7 @@ class Steps:
         return self.rows_before(step) / self.rows if self.rows else None
 
     def every(self, steps: int) -> int:
-        """`steps`; if it is 0, those of an epoch with the first step's batch."""
+        """`steps`; if 0, an epoch's steps at the first batch size."""
         return steps or self.per_epoch
 
     def count(self, steps: float) -> int:

@@ -164,7 +164,8 @@ def _file_rows(urls: list[str]) -> Iterator[dict]:
             try:
                 yield from dict(zip(SUFFIXES, readers, strict=True))[suffix(url)](_unpacked(url, file))
             except Exception as error:  # the readers' libraries raise many kinds
-                if diagnose(error).passing or getattr(error, "errno", None) or isinstance(error, MemoryError):
+                known = getattr(error, "errno", None) or isinstance(error, MemoryError)
+                if known or diagnose(error).transient:
                     raise  # it could not be reached, which says nothing of its content
                 raise ValueError(f"{url} is damaged ({error}); repair it or take it out") from error
 

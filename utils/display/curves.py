@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from utils.display.metrics import by_set, read_metrics, read_run
-from utils.display.progress import numbers, readable
+from utils.display.progress import format_metric, readable
 from utils.io.files import replacing
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
@@ -84,9 +84,9 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
 
 def _title(name: str, lines: list[dict]) -> str:
     last = next((line for line in reversed(lines) if by_set(line, "loss/eval")), {})
-    if loss := numbers(last, "loss/eval", ".3f"):
+    if loss := format_metric(last, "loss/eval", ".3f"):
         name += f": evaluation loss {loss}"
-    if perplexity := numbers(last, "perplexity", ",.2f"):
+    if perplexity := format_metric(last, "perplexity", ",.2f"):
         name += f"; perplexity {perplexity}"
     return textwrap.fill(name, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")
 

@@ -35,8 +35,9 @@ def check_launcher() -> None:
     if precision not in PRECISIONS:
         raise ValueError(f"mixed_precision: {precision!r} from the launcher; give no, bf16 or fp16.")
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    if precision == "fp16" and on_cpu and not is_xla():
-        raise ValueError("mixed_precision: fp16 from the launcher needs an accelerator; on the CPU give no.")
+    if precision == "fp16" and (on_cpu or is_xla()):
+        raise ValueError("mixed_precision: fp16 from the launcher needs an accelerator with loss scaling; "
+                         "give no on the CPU, bf16 or no on XLA.")
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if compiler.upper() not in DynamoBackend.__members__:
         raise ValueError(f"dynamo_backend: {compiler!r} from the launcher; give no or inductor.")

@@ -15,15 +15,14 @@ from utils.io.files import write_json
 class MetricsLog:
     """output_dir/metrics.jsonl: one JSON object per line and event, written when `write` returns.
 
-    offset: None continues after the last complete line; 0 starts anew; a number of bytes (`.offset`, saved in
-    checkpoints) truncates the file there, so that a resumed run repeats no line. A line that a crash cut
-    short is dropped. step: where the run continues. Only the main process writes.
+    offset: in bytes, saved in checkpoints: the file is truncated there, so that a resumed run repeats no
+    line; 0 starts anew. A line that a crash cut short is dropped. step: where the run continues.
 
     run.json has the trackers' run id, the steps of the resumes, what each start computed with (`launch`), and
     the origin of a branch: {"run": name, "step": step}."""
 
-    def __init__(self, output_dir, offset=None, is_main_process=True, step=0, origin=None, launch=None):
-        self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset or 0
+    def __init__(self, output_dir, offset: int, is_main_process=True, step=0, origin=None, launch=None):
+        self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset
         if not is_main_process:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,8 +44,7 @@ class MetricsLog:
         """Append a line; NaN and infinity become null. On a full disk the line is lost, with a warning."""
         if self.file is None:
             return
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
             self.file.seek(self.offset)
             if self.file.write(line) < len(line):
@@ -65,6 +63,11 @@ def read_metrics(output_dir) -> list[dict]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
+
+
+def finite(record: Mapping) -> dict[str, Any]:
+    """The record with None, JSON's null, in the place of NaN and infinity, which JSON lacks."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
 def by_set(record: Mapping, metric: str) -> dict[str, Any]:

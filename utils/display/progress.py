@@ -51,10 +51,11 @@ class Progress:
         if record is None:
             return
         train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
-        new = {name: numbers(record, *shown) for name, shown in {"loss": (train, ".4f"), **SHOWN}.items()}
+        shown = {"loss": (train, ".4f"), **SHOWN}
+        new = {name: format_metric(record, *how) for name, how in shown.items()}
         if record.get("loss/eval_stderr") is not None:  # with a single evaluation set
             new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        new["mfu"] = numbers(record, "mfu", ".1%").strip("-")
+        new["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
         new["skipped"] = str(record.get("skipped_updates") or "")
         new |= {"left": "" if eta is None else duration(eta), "hub": hub}
         new = {name: text for name, text in new.items() if text}
@@ -108,7 +109,7 @@ def duration(seconds: float) -> str:
     return f"{seconds} s"
 
 
-def numbers(record: Mapping, metric: str, spec: str) -> str:
+def format_metric(record: Mapping, metric: str, spec: str) -> str:
     """1.65; with several evaluation sets: books 1.65, news 2.10; "" without the metric"""
     texts = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
     return ", ".join(f"{name} {text}".lstrip() for name, text in texts.items())

@@ -9,7 +9,7 @@ from utils.display.metrics import MetricsLog
 from utils.display.progress import Progress, duration
 from utils.display.throughput import Throughput, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
-from utils.io.files import retire
+from utils.io.files import set_aside
 from utils.learning.optim import skipped_updates
 
 
@@ -23,7 +23,7 @@ class Report:
         self.accelerator, self.steps, self.publisher = accelerator, steps, publisher
         main, lines, step = accelerator.is_main_process, Path(args.output_dir, "metrics.jsonl"), state["step"]
         if main and args.resume_from_checkpoint == "none" and lines.exists():
-            retire(lines)
+            set_aside(lines)
             print(f"run        begins anew: the previous metrics were moved to replaced-{lines.name}")
         self.metrics = MetricsLog(args.output_dir, offset, main, step, state.get("origin"), launch)
         project = Path(sys.modules[type(args).__module__].__file__).stem
@@ -33,9 +33,9 @@ class Report:
         self.progress = Progress(steps.last, step, main)
         publisher.say = self.progress.write  # above the bar
 
-    def changes(self, step: int, changes: list[tuple]) -> None:
-        """changes: (line, name of an event or None) for each difference from the run so far."""
-        for line, event in changes:
+    def changes(self, step: int, changes: dict) -> None:
+        """changes: {line: name of an event or None} for each difference from the run so far."""
+        for line, event in changes.items():
             self.accelerator.print(line)
             if event:
                 self.metrics.write({"step": step, "event": event})
@@ -58,13 +58,13 @@ class Report:
             state["skipped_updates"] += 1
         for name in [name for name, epoch in epochs.items() if epoch >= 1 and name not in state["seen"]]:
             self.metrics.write({"step": step, "event": "repeats", "source": name})
-            self.progress.write(f"data       every row of {name} has been seen once: they repeat")
+            self.progress.write(f"data       {name}: first epoch done, rows repeat")
             state["seen"].append(name)
         counts = {"step": step, "epoch": steps.epoch(step)}
         counts |= {f"epoch/{name}": epoch for name, epoch in epochs.items()}
         counts |= {"samples": steps.rows_before(step), "tokens": steps.tokens_before(step)}
         record = counts | record | {"skipped_updates": state["skipped_updates"]}
-        self.numbers(record | self.throughput.measure(step))
+        self.log_record(record | self.throughput.measure(step))
 
     def show(self, samples: list[str]) -> None:
         """After an evaluation: show samples and redraw the curves."""
@@ -73,7 +73,7 @@ class Report:
         if self.accelerator.is_main_process:
             draw_curves(self.metrics.path.parent)
 
-    def numbers(self, record: dict) -> None:
+    def log_record(self, record: dict) -> None:
         """Log a record of training or evaluation with its step; 0-d tensors become numbers."""
         self.pushes(record["step"])
         scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}

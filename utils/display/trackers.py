@@ -43,7 +43,8 @@ def start_trackers(accelerator, project: str, output_dir, settings: dict, step: 
     if not (step and accelerator.is_main_process):
         return {}
     for record in read_metrics(output_dir):
-        log_to_trackers(accelerator, record, lacks)
+        if "event" not in record:
+            log_to_trackers(accelerator, record, lacks)
     return lacks
 
 

@@ -16,8 +16,11 @@ CHUNK = 1 << 24  # bytes read and checksummed at a time
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file that is renamed to `path` at the end: readers see the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    yield temporary
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # where the block raised
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -59,7 +62,7 @@ def seal(folder: Path, files: dict, **more) -> None:
     flush(folder)
 
 
-def find_problem(folder: Path) -> str:
+def verify_checksums(folder: Path) -> str:
     """What is wrong with a sealed folder; "" if every file has the size and checksum in its manifest."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -80,7 +83,7 @@ def find_problem(folder: Path) -> str:
     return ""
 
 
-def retire(path: Path, prefix: str = "replaced-") -> None:
+def set_aside(path: Path, prefix: str = "replaced-") -> None:
     """Renames it to prefix + its name, with a number if that name is taken."""
     target, number = path.with_name(f"{prefix}{path.name}"), 1
     while target.exists():

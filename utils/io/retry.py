@@ -26,7 +26,7 @@ WORTH_A_RETRY = (408, 409, 412, 423, 425, 429)  # HTTP statuses below 500
 class Trouble(NamedTuple):
     """What an exception means."""
 
-    passing: bool  # the same request may succeed later
+    transient: bool  # the same request may succeed later
     retry_after: float  # seconds that the server asks to wait, or 0
     status: int | None  # of HTTP
     text: str  # a line without secrets
@@ -50,18 +50,18 @@ def diagnose(error: BaseException) -> Trouble:
     statuses += map(int, re.findall(r"HTTP status \w+ error \((\d{3})", str(error)))
     status = next((status for status in statuses if isinstance(status, int)), None)
     if status is not None and status >= 400:
-        passing = status >= 500 or status in WORTH_A_RETRY
+        transient = status >= 500 or status in WORTH_A_RETRY
     else:
-        passing = any(map(_passing, chain))
+        transient = any(map(_transient, chain))
     asked = getattr(response, "headers", {}).get("retry-after", "")
     # A date or nonsense counts as 0: our own backoff is used.
     retry_after = min(float(asked), 3600.0) if re.fullmatch(r"\d+", asked) else 0.0
     telling = chain[-1] if response is None else error
     text = " ".join(f"{type(telling).__name__}: {telling}".split()).replace(get_token() or HIDDEN, HIDDEN)
-    return Trouble(passing, retry_after, status, without_secrets(text)[:400])
+    return Trouble(transient, retry_after, status, without_secrets(text)[:400])
 
 
-def _passing(error: BaseException) -> bool:
+def _transient(error: BaseException) -> bool:
     """Whether an error without HTTP status is or may be a timeout or a broken connection."""
     if isinstance(error, PERMANENT) or "Credentials" in type(error).__name__:
         return False
@@ -70,17 +70,17 @@ def _passing(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno not in PERMANENT_ERRNO
 
 
-def with_retries(action: Callable[[], Any], what: str, tries: int | None = None) -> Any:
+def with_retries(action: Callable[[], Any], what: str, retries: int | None = None) -> Any:
     """action(), repeated with exponential backoff while it fails for a reason that may pass.
 
-    ConnectionError that names `what` if it never succeeds; with `tries` the error itself, after so many."""
-    return next(retried(lambda _: iter([action()]), what, tries=tries))
+    ConnectionError that names `what` if it never succeeds; with `retries` the error itself, after so many."""
+    return next(retried(lambda _: iter([action()]), what, retries=retries))
 
 
-def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: int | None = None) -> Iterator:
+def retried(start_at: Callable[[int], Iterator], what: str, position=0, retries=None) -> Iterator:
     """The items of start_at(position). After a failure that may pass it continues with start_at(items seen so
     far); the backoff of `with_retries` starts over with every item."""
-    failures, delays = 0, DELAYS[:tries]
+    failures, delays = 0, DELAYS[:retries]
     while True:
         try:
             for item in start_at(position):
@@ -89,7 +89,7 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, tries: i
             return
         except Exception as error:
             last = failures == len(delays)
-            if not diagnose(error).passing or last and tries is not None:
+            if not diagnose(error).transient or last and retries is not None:
                 raise
             reason = f"{type(error).__name__}: {error}".strip(": ")
             failed = f"{what}, item {position:,}, failed" if position else f"{what} failed"

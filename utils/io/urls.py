@@ -52,12 +52,12 @@ class Folder:
         self.root = self.root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 
-    def make(self, tries: int | None = None) -> None:
+    def make(self, retries: int | None = None) -> None:
         """Creates the repository of a hf:// URL, private, if it is missing. Does nothing for other stores."""
         kind, *name = self.root.split("@")[0].split("/")[:3]
         if self.fs.protocol == "hf" and kind == "datasets":
             create = partial(HfApi().create_repo, "/".join(name), repo_type="dataset", private=True)
-            with_retries(partial(create, exist_ok=True), f"making {self.url}", tries)
+            with_retries(partial(create, exist_ok=True), f"making {self.url}", retries)
             self.fs.invalidate_cache()  # which says that there is none
 
     def path(self, name: str) -> str:
@@ -66,7 +66,7 @@ class Folder:
     def read(self, name: str) -> bytes:
         return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}")
 
-    def write(self, name: str, data: bytes, tries: int | None = None) -> None:
+    def write(self, name: str, data: bytes, retries: int | None = None) -> None:
         """Writes the whole file or nothing: object stores do so, and a local file is renamed into place."""
         path = self.path(name)
 
@@ -79,14 +79,14 @@ class Folder:
             write_file(temporary, [data])
             temporary.replace(path)
 
-        with_retries(store, f"writing {self.url}/{name}", tries)
+        with_retries(store, f"writing {self.url}/{name}", retries)
 
-    def names(self, name: str = "", tries: int | None = None) -> list[str]:
+    def names(self, name: str = "", retries: int | None = None) -> list[str]:
         """The sorted names of what is in the folder, not in its subfolders; [] if there is no folder."""
         self.fs.invalidate_cache()
         entries = partial(self.fs.ls, self.path(name), detail=False)
         try:
-            paths = with_retries(entries, f"listing {self.url}/{name}".rstrip("/"), tries)
+            paths = with_retries(entries, f"listing {self.url}/{name}".rstrip("/"), retries)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)

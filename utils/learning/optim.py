@@ -101,9 +101,10 @@ def _stable_decay(warmup, last, decay, end):
 
 def stable_steps(args, steps):
     """[first, last] step between warm-up and decay, where the learning rate is constant."""
-    falls = getattr(args, "lr_scheduler_type", "") == "warmup_stable_decay"
-    last = steps.last - (steps.count(args.num_decay_steps) if falls else 0)
-    return [steps.count(getattr(args, "num_warmup_steps", 0)), last]
+    schedule = getattr(args, "lr_scheduler_type", "")
+    warmup = 0 if schedule == "constant" else getattr(args, "num_warmup_steps", 0)
+    decay = args.num_decay_steps if schedule == "warmup_stable_decay" else 0
+    return [steps.count(warmup), steps.last - steps.count(decay)]
 
 
 class UpdateGuard:

@@ -1,1 +1,1 @@
-"""What leaves the run: the exported model, its card, milestones, and snapshots on their way to places."""
+"""What leaves the run: the exported model, its card, milestones, and snapshots for remote storage."""

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from utils.io.files import checksum_file, find_problem, flush, retire, seal
+from utils.io.files import checksum_file, flush, seal, set_aside, verify_checksums
 from utils.io.secrets import without_secrets
 from utils.state.folders import step_of
 from utils.state.training_state import clean_name, gather_json, named_tensors
@@ -91,9 +91,9 @@ def keep_milestone(accelerator, model, tokenizer, output_dir, step: int) -> str:
         seal(written, files, step=step)
         manifest, milestone = (written / "manifest.json").read_bytes(), folder / f"step-{step}"
         if milestone.exists():
-            retire(milestone)
+            set_aside(milestone)
         older = (path for path in folder.glob("replaced-*/manifest.json") if path.read_bytes() == manifest)
-        next((path.parent for path in older if not find_problem(path.parent)), written).rename(milestone)
+        next((path.parent for path in older if not verify_checksums(path.parent)), written).rename(milestone)
         flush(folder)
 
     return write_model(accelerator, model, tokenizer, folder / f".tmp-step-{step}", complete)

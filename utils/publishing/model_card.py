@@ -22,17 +22,19 @@ END = b"<!-- The run writes this card anew at every save, down to here. What you
 
 
 def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_type: str, model_name: str,
-                     dataset: str, seconds: float, settings: Mapping[str, Any], results: Mapping[str, float],
-                     example: str, repo_id: str | None = None, base_model: str | None = None, **facts):
+                     datasets: list[str], seconds: float, settings: Mapping[str, Any],
+                     results: Mapping[str, float], example: str, repo_id: str | None = None,
+                     base_model: str | None = None, **facts):
     """Writes output_dir/README.md whole. What follows END in it is the user's and stays. So does a README.md
     without END: then the card is MODEL_CARD.md.
 
     results: metric, or metric/evaluation set, -> value, as in metrics.jsonl; values that are not finite are
     left out. example: the text given to the pipeline. base_model: Hub id or folder of the weights that
-    training started from. facts, for the template: launch, parameters, step, max_steps, tokens, branch."""
+    training started from. facts, for the template: launch, parameters, step, max_steps, ended (early),
+    tokens, branch."""
     output_dir = Path(output_dir)
-    names, base_on_hub = dataset.split(", "), bool(base_model) and not os.path.exists(base_model)
-    on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
+    base_on_hub = bool(base_model) and not os.path.exists(base_model)
+    on_hub = [n for n in datasets if re.fullmatch(r"[\w.-]+/[\w.-]+", n) and not os.path.exists(n)]
     sets = list(by_set(results, "loss/eval")) or [""]  # a single set has no name
     table: dict[str, dict[str, str]] = {}  # metric -> evaluation set -> number
     for key, value in results.items():
@@ -50,7 +52,7 @@ def write_model_card(output_dir: str | os.PathLike, *, pipeline_tag: str, model_
     facts |= dict(title=model_name, model_type=model_type, address=repo_id or str(output_dir))
     facts |= dict(sets=sets, results=table, duration=duration(seconds), example=_json(example))
     facts["origin"] = f"further from {link(base_model, base_on_hub)}" if base_model else "from scratch"
-    facts["dataset_link"] = ", ".join(link(name, name in on_hub, "datasets/") for name in names)
+    facts["dataset_link"] = ", ".join(link(name, name in on_hub, "datasets/") for name in datasets)
     facts["settings"] = {name: _json(value) for name, value in settings.items()}
     facts["curves"] = (output_dir / "curves.png").exists()
     card = ModelCard.from_template(data, str(TEMPLATE), **facts)

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from utils import xla
+from utils.display.metrics import finite
 from utils.display.progress import duration, summarize
 from utils.display.samples import ROWS
 from utils.io.files import write_json
@@ -12,17 +13,18 @@ from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
-from utils.publishing.places import Hub, open_place, refuse_another
 from utils.publishing.publisher import Publisher, upload_command
-from utils.state.folders import outdate, step_of
+from utils.publishing.remote import Hub, open_remote, refuse_another
+from utils.state.folders import set_aside_newer, step_of
 
 
 class Publication:
     """Made with the run, on all processes."""
 
-    def __init__(self, args, accelerator, task, settings: dict, dataset: str):
+    def __init__(self, args, accelerator, task, settings: dict, datasets: list[str]):
         """settings: without secrets, as they may be shown. ValueError if a push could not work."""
-        self.accelerator, self.task, self.settings, self.dataset = accelerator, task, settings, dataset
+        self.accelerator, self.task, self.settings = accelerator, task, settings
+        self.dataset = ", ".join(datasets)
         self.folder, self.prompts = args.output_dir, settings["prompts"]  # Run has the texts of "rows"
         self.name = args.hub_model_id or Path(args.output_dir).resolve().name
         self.milestones = set()  # steps whose models are kept for good, known at the start
@@ -31,11 +33,11 @@ class Publication:
             if args.push_to_hub:
                 models = Hub(self.name, args.hub_private_repo)
             if args.checkpoint_url:
-                checkpoints = open_place(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
+                checkpoints = open_remote(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
         self.publisher = Publisher(args.output_dir, models, checkpoints)
-        facts = dict(model_name=self.name.split("/")[-1], repo_id=models and models.repo_id, dataset=dataset)
-        facts |= dict(pipeline_tag=task.pipeline_tag, base_model=settings["model_name_or_path"])
-        self.facts = facts  # for the card; Run adds those of the model and the launch
+        self.facts = dict(  # for the card; Run adds those of the model and the launch
+            model_name=self.name.split("/")[-1], repo_id=models and models.repo_id, datasets=datasets,
+            pipeline_tag=task.pipeline_tag, base_model=settings["model_name_or_path"])
 
     def plan_milestones(self, args, steps, kept_step: int) -> int:
         """Choose the milestones' steps. Returns how many models the folder will hold."""
@@ -53,7 +55,7 @@ class Publication:
             return
         hub = self.publisher.models
         refuse_another(self.publisher.checkpoints, Path(self.folder), math.inf if auto else step)
-        outdate(list_milestones(self.folder), step)
+        set_aside_newer(list_milestones(self.folder), step)
         if hub and not step and (tags := hub.milestones()):
             moved = " (until this run makes it)"
             names = ", ".join(f"step-{tag}{moved if tag in self.milestones else ''}" for tag in tags)
@@ -76,14 +78,15 @@ class Publication:
 
         def write_card():
             example = own_mask((self.prompts or [self.task.prompt])[0], tokenizer)
-            card = dict(step=step, max_steps=steps.last, tokens=steps.tokens_before(step), example=example)
-            card |= dict(seconds=state["seconds"], results=state["eval"], branch=state.get("origin"))
-            write_model_card(self.folder, settings=self.settings, **self.facts, **card)
+            write_model_card(
+                self.folder, step=step, max_steps=steps.last, ended=state.get("ended"), example=example,
+                tokens=steps.tokens_before(step), seconds=state["seconds"], results=state["eval"],
+                branch=state.get("origin"), settings=self.settings, **self.facts)
 
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
 
     def keep_milestone(self, model, tokenizer, step: int) -> None:
-        """If this step is one. All processes call it."""
+        """Save the milestone, if due. All processes."""
         if step in self.milestones:
             keep_milestone(self.accelerator, model, tokenizer, self.folder, step)
             self.publisher.push_milestones()
@@ -101,7 +104,7 @@ class Publication:
         if lowest and not export_model(self.accelerator, model, data.tokenizer, folder):
             state["best"] = {"step": state["step"], "loss": loss, "rows": rows}
             if self.accelerator.is_main_process:
-                write_json(folder / "best.json", {"step": state["step"], **record})
+                write_json(folder / "best.json", {"step": state["step"], **finite(record)})
 
     def push(self, step: int, results: dict) -> None:
         """Push the saved model; the task's main results go into the commit message."""
@@ -109,12 +112,13 @@ class Publication:
         shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
         self.publisher.push(step, shown)
 
-    def summary(self, state: dict, steps, tokenizer, seconds: float, command: list[str]) -> str:
+    def summary(self, state: dict, steps, tokenizer, command: list[str]) -> str:
         """Results, and commands to try next: printed at the end and written to summary.json."""
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
-        results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(seconds)}
+        results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(state["seconds"])}
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else compilations.summary()
-        results |= {**state["eval"], "model": folder, "curves": f"{folder}/curves.png"}
+        results |= {name: value for name, value in finite(state["eval"]).items() if value is not None}
+        results |= {"model": folder, "curves": f"{folder}/curves.png"}
         results |= {"best model": f"{folder}/best, of step {best['step']}"} if best else {}
         prompt = own_mask(self.prompts[0] if settings["prompts"] == ROWS else self.task.prompt, tokenizer)
         pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"

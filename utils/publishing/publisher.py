@@ -16,14 +16,16 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
+from itertools import chain
 from pathlib import Path
 
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 
 from utils.display.progress import readable
 from utils.io.retry import SILENCE, diagnose
 from utils.publishing.export import list_milestones
-from utils.publishing.places import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub
+from utils.publishing.remote import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub
 from utils.state.folders import list_checkpoints, step_of
 
 
@@ -48,7 +50,7 @@ class Snapshot:
 
 
 class Publisher:
-    """Exists on all processes, of which the first has places. Call `poll` at every log interval and after
+    """Exists on all processes, of which the first pushes. Call `poll` at every log interval and after
     `finish`. Neither the network nor a full disk ends the run.
 
     models: where the model and milestones go; checkpoints: where training states go; None: nowhere."""
@@ -58,8 +60,8 @@ class Publisher:
 
     def __init__(self, output_dir, models: Hub | None = None, checkpoints: Hub | Bucket | None = None):
         self.output_dir, self.models, self.checkpoints = Path(output_dir), models, checkpoints
-        self.places = {"main": models, MILESTONES: models, CHECKPOINTS: checkpoints}
-        self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
+        self.remotes = {"main": models, MILESTONES: models, CHECKPOINTS: checkpoints}
+        self.snapshots = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
         self.events = queue.SimpleQueue()  # records for metrics.jsonl
         self.last_error = ""  # that the user has been told
         self.changed = threading.Condition()  # guards what follows
@@ -72,7 +74,7 @@ class Publisher:
 
     def start(self) -> "Publisher":
         """On the first process, in a locked output_dir."""
-        shutil.rmtree(self.frozen, ignore_errors=True)  # left by a killed run
+        shutil.rmtree(self.snapshots, ignore_errors=True)  # left by a killed run
         if self.models or self.checkpoints:
             os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{SILENCE}s")  # default: 300 s for each try
             disable_progress_bars()  # they would overwrite ours
@@ -84,10 +86,11 @@ class Publisher:
     def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """Push the files of output_dir, all of one step, to the main branch, and new milestones."""
         if self.models:
-            files = [*self.output_dir.glob("[!.]*"), *self.output_dir.glob("best/[!.]*")]
+            names = self._files("*", "best/*")
+            names = [*filter_repo_objects(names, ignore_patterns=unpublished(self.output_dir))]
             known = {name: value for name, value in (metrics or {}).items() if value is not None}
             message = ", ".join([f"Step {step}", *(f"{name} {readable(known[name])}" for name in known)])
-            self._freeze(step, "main", filter(Path.is_file, files), message)
+            self._snapshot(step, "main", names, message)
             self.push_milestones()
 
     def push_milestones(self) -> None:
@@ -106,9 +109,9 @@ class Publisher:
         for event in events:
             lasting = event["state"] == "failed" or event["state"] == "retry" and event["tries"] == 2
             if lasting and event["error"] != self.last_error and not self.finished:
-                self.last_error, place = event["error"], self.places[event["branch"]].name
-                self.say(f"{place}: step {event['push_step']} was not published: {self.last_error}. Training "
-                         "goes on and tries again.")
+                self.last_error, remote = event["error"], self.remotes[event["branch"]].name
+                self.say(f"{remote}: step {event['push_step']} was not published: {self.last_error}. "
+                         "Training goes on and tries again.")
         return events
 
     def finish(self, timeout: float) -> bool:
@@ -122,12 +125,13 @@ class Publisher:
             self.changed.notify_all()
             lost = [snapshot for snapshot in self.newest.values() if snapshot.state != "done"]
         if self.newest:
-            shutil.rmtree(self.frozen, ignore_errors=True)  # an upload in progress fails before its commit
+            shutil.rmtree(self.snapshots, ignore_errors=True)  # an upload in progress fails before its commit
         for snapshot in lost:
-            place, command = self.places[snapshot.branch], "the same command again"
+            remote, command = self.remotes[snapshot.branch], "the same command again"
             if snapshot.branch == "main":
-                command = upload_command(place.repo_id, self.output_dir, "--commit-message", snapshot.message)
-            self.say(f"{snapshot.message!r} did not reach {place.name}: {snapshot.error or self.status}.\n"
+                options = "--commit-message", snapshot.message
+                command = upload_command(remote.repo_id, self.output_dir, *options)
+            self.say(f"{snapshot.message!r} did not reach {remote.name}: {snapshot.error or self.status}.\n"
                      f"Everything is in {self.output_dir}; this uploads it:\n    {command}")
         return not lost
 
@@ -137,17 +141,19 @@ class Publisher:
         last = self.newest.get(CHECKPOINTS)
         if not checkpoints or last and last.step == step_of(checkpoints[-1]):
             return
-        with suppress(FileNotFoundError):  # a newer checkpoint has replaced this one
-            files = [path for path in checkpoints[-1].rglob("*") if path.is_file()]
-            if checkpoints[-1] / "manifest.json" in files:
-                step = step_of(checkpoints[-1])
-                files += filter(Path.exists, (self.output_dir / name for name in BESIDE))
-                self._freeze(step, CHECKPOINTS, files, f"Training state after step {step}")
+        folder, step = f"checkpoints/{checkpoints[-1].name}", step_of(checkpoints[-1])
+        names = self._files(f"{folder}/**", *BESIDE)
+        if f"{folder}/manifest.json" in names:  # else a newer checkpoint has replaced this one
+            self._snapshot(step, CHECKPOINTS, names, f"Training state after step {step}")
 
-    def _freeze(self, step: int, branch: str, files, message: str) -> None:
+    def _files(self, *patterns: str) -> list[str]:
+        """The names of files in output_dir, without hidden ones."""
+        found = (glob(pattern, root_dir=self.output_dir, recursive=True) for pattern in patterns)
+        return sorted(name for name in chain(*found) if (self.output_dir / name).is_file())
+
+    def _snapshot(self, step: int, branch: str, names: list[str], message: str) -> None:
         """Hard-link weights and checkpoints, which are replaced and never rewritten; copy the other files."""
-        folder, error = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}", ""
-        names = sorted(path.relative_to(self.output_dir).as_posix() for path in files)
+        folder, error = self.snapshots / f"{branch}-{step}-{time.monotonic_ns()}", ""
         try:
             for name in names:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +190,7 @@ class Publisher:
         while snapshot := self._next():
             started = time.monotonic()
             try:
-                revision = self.places[snapshot.branch].upload(snapshot)
+                revision = self.remotes[snapshot.branch].upload(snapshot)
             except Exception as error:
                 self._failed(snapshot, error)
                 continue
@@ -198,7 +204,7 @@ class Publisher:
             self.uploading = None
             self.changed.notify_all()
             while not self.finished:
-                slot = min(self.waiting, key=lambda slot: slot not in self.places, default=None)  # tags last
+                slot = min(self.waiting, key=lambda slot: slot not in self.remotes, default=None)  # tags last
                 seconds = self.next_try - time.monotonic()
                 if slot and seconds <= 0:
                     self.uploading = snapshot = self.waiting.pop(slot)
@@ -211,9 +217,9 @@ class Publisher:
     def _failed(self, snapshot: Snapshot, error: Exception) -> None:
         """Retry what may pass, after a wait that grows with each failure or that the Hub asks for."""
         trouble = diagnose(error)
-        if not trouble.passing:
+        if not trouble.transient:
             self.status = f"step {snapshot.step} not pushed"
-            remedy = self.places[snapshot.branch].remedies.get(trouble.status, "")
+            remedy = self.remotes[snapshot.branch].remedies.get(trouble.status, "")
             return self._record(snapshot, "failed", error=f"{trouble.text}{remedy}")
         with self.changed:
             self.failures, self.asked = self.failures + 1, trouble.retry_after
@@ -224,8 +230,14 @@ class Publisher:
                 self._record(snapshot, "replaced")
 
 
+def unpublished(output_dir) -> list[str]:
+    """Patterns of what is not published: folders but best/, hidden files, earlier metrics, logs."""
+    folders = sorted(path.name for path in Path(output_dir).glob("[!.]*") if path.is_dir())
+    others = [f"{name}/*" for name in folders if name != "best"]
+    return [*others, ".*", "*/.*", "replaced-*", "*.out", "*.log"]
+
+
 def upload_command(repo_id: str, output_dir, *options: str) -> str:
     """A shell command that uploads the same files as `push`."""
-    excluded = "checkpoints/*", "milestones/*", "replaced-*", ".*"
-    words = [word for name in excluded for word in ("--exclude", name)]
+    words = [word for pattern in unpublished(output_dir) for word in ("--exclude", pattern)]
     return shlex.join(["hf", "upload", repo_id, str(output_dir), ".", *words, *options])

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException; of a full disk
 from torch.distributed.tensor import DTensor
 
-from utils.devices import free_memory
-from utils.io.files import find_problem, flush, retire, seal, write_file
+from utils.devices import free_memory, local_processes
+from utils.io.files import flush, seal, set_aside, verify_checksums, write_file
 from utils.state import folders, training_state
 from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
 from utils.state.training_state import bare_optimizer, gather_json
@@ -34,6 +34,7 @@ from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 
+WRITER = "checkpoint"  # name of the thread that writes in the background
 SPARE_MEMORY = 1 << 30  # bytes that must stay free beside the copies of background saves
 
 
@@ -55,7 +56,7 @@ class Checkpoints:
         self._group = None  # gloo, for shards that are written during training
         for left in self.folder.glob(".tmp-*") if accelerator.is_main_process else ():
             complete = self.folder / left.name.removeprefix(".tmp-")
-            if left.name.startswith(".tmp-step-") and not complete.exists() and not find_problem(left):
+            if left.name.startswith(".tmp-step-") and not complete.exists() and not verify_checksums(left):
                 left.rename(complete)  # the run was killed just before it did this
             else:
                 shutil.rmtree(left, ignore_errors=True)
@@ -80,16 +81,17 @@ class Checkpoints:
         if sharded or accelerator.is_main_process:
             arguments = step, files, tensors, sharded
             if self.background and not final and self._copy_to_host(tensors, sharded):
-                # Not a daemon: when the script fails, the interpreter still waits for the checkpoint.
-                self._thread = threading.Thread(target=self._write, args=arguments)
+                # Not a daemon: when the script fails, the interpreter and entry_point still wait for it.
+                self._thread = threading.Thread(target=self._write, args=arguments, name=WRITER)
                 self._thread.start()
             else:
                 self._write(*arguments)
         if final and any(gather_json(accelerator, self.failure is not None)):
-            raise RuntimeError(f"the last state was not saved: {self.failure or 'see the main process'}")
+            cause = self.failure or "see the main process"
+            raise RuntimeError(f"{self.folder}: the state of step {step} was not saved: {cause}")
 
     def reserve(self, model, keep: dict) -> None:
-        """Take the memory for background saves now: the first save would stall three times as long."""
+        """Allocate buffers for background saves now, or the first save stalls three times as long."""
         if self.background:
             self._copy_to_host(*self._collect(model, keep)[1:])
 
@@ -105,28 +107,31 @@ class Checkpoints:
         training_state.reshard(model)
         trees, tensors = {}, {}
         for name, thing in {"model": model, **keep}.items():
-            frozen = training_state.freeze(thing, model)
+            state = training_state.collect_state(thing, model)
             if thing is not model and not bare_optimizer(thing):
-                frozen = training_state.gather_differing(self.accelerator, *frozen)
-            trees[name], tensors[name] = frozen
+                state = training_state.gather_differing(self.accelerator, *state)
+            trees[name], tensors[name] = state
         sharded = {n for n, named in tensors.items() if any(isinstance(t, DTensor) for t in named.values())}
         return trees, tensors, sharded
 
     @torch.no_grad()
     def _copy_to_host(self, tensors, sharded) -> bool:
-        """Replace the tensors by copies; False if there is too little memory. What this process writes alone
-        is copied into memory that is kept, as new pages cost more than the copying."""
+        """Replace the tensors by copies; False if there is too little memory.
+
+        Unsharded tensors go into reused buffers: new pages cost more than the copy."""
         main = self.accelerator.is_main_process
         pin = self.accelerator.device.type not in ("cpu", "mps", "xla")
-        places = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
-        missing = sum(tensors[name][path].nbytes for name, path in places if (name, path) not in self._copies)
-        needed = missing * 2 if pin else missing  # torch pins memory in powers of two
-        if missing and free_memory() < needed + SPARE_MEMORY:
+        whole = [(name, path) for name in tensors if main and name not in sharded for path in tensors[name]]
+        missing = sum(tensors[name][path].nbytes for name, path in whole if (name, path) not in self._copies)
+        missing *= 2 if pin else 1  # torch pins memory in powers of two
+        shards = (training_state.local(tensor) for name in sharded for tensor in tensors[name].values())
+        needed = missing + local_processes() * sum(shard.nbytes for shard in shards)
+        if needed and free_memory() < needed + SPARE_MEMORY:
             message = "no memory for a copy of %s: training waits while checkpoints are written"
-            logger.warning(message, folders.size_text(missing))
+            logger.warning(message, folders.size_text(needed))
             self.background = False
             return False
-        for name, path in places:
+        for name, path in whole:
             tensor = tensors[name][path]
             if (name, path) not in self._copies:
                 self._copies[name, path] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
@@ -154,19 +159,19 @@ class Checkpoints:
             files |= {file: write_file(aside / file, [content]) for file, content in small_files}
             seal(aside, files, step=step, torch=torch.__version__)
             if complete.exists():  # the same step was saved before
-                retire(complete, ".tmp-old-")
+                set_aside(complete, ".tmp-old-")
             aside.rename(complete)
             flush(self.folder)
             self.last_good = complete
             old = folders.list_checkpoints(self.folder)[: -self.save_total_limit]
             for path in (*old, *self.folder.glob("bad-*")):
                 if path.name != f"step-{self.kept_step:08d}":
-                    retire(path, ".tmp-old-")  # half deleted it must not look like a damaged one
+                    set_aside(path, ".tmp-old-")  # half deleted it must not look like a damaged one
             for path in self.folder.glob(".tmp-old-*"):
                 shutil.rmtree(path, ignore_errors=True)
         except (Exception, CheckpointException) as error:  # training goes on without this checkpoint
-            good = f"The last good checkpoint is {self.last_good or 'missing'}"
-            self.failure = f"{str(error) or repr(error)}. {good}"
+            good = f". The last good checkpoint is {self.last_good}" if self.last_good else ""
+            self.failure = f"{str(error) or repr(error)}{good}"
             if main:
                 shutil.rmtree(aside, ignore_errors=True)
                 logger.warning("%s was not saved: %s", name, self.failure)
@@ -186,54 +191,36 @@ class Checkpoints:
             extra, step, self._origins = state["extra"], state["step"], state.get("origins", [])
             if check:
                 check(extra)
-            self._restore(folder, state, model, keep)
+            training_state.reshard(model)
+            things = {"model": model, **keep}
+            for name in restore_kept(folder, state, things, model, self.accelerator.process_index):
+                logger.warning("%s: not in %s, so it starts anew", name, folder)
+            for name in state["keep"].keys() - things.keys():
+                logger.warning("%s: in %s, but no longer in keep", name, folder)
+            if state["scaler"] and self.accelerator.scaler:
+                self.accelerator.scaler.load_state_dict(state["scaler"])
             origin = folders.origin_path(self.folder, resume_from)
             if resume_from != "auto" and origin not in self._origins:
                 self._origins.append(origin)
             self.last_good = folder
             if folder.resolve().parent != self.folder.resolve():
                 self.origin = {"run": folders.run_name(folder), "step": step}
-            self.reserve(model, keep)
         if self.accelerator.is_main_process:
-            folders.outdate(folders.list_checkpoints(self.folder), step)
+            folders.set_aside_newer(folders.list_checkpoints(self.folder), step)
         self.accelerator.wait_for_everyone()
         return extra
-
-    def _restore(self, folder, state, model, keep):
-        training_state.reshard(model)
-        for name in keep.keys() - state["keep"].keys():
-            logger.warning("%s: not in %s, so it starts anew", name, folder)
-        for name, tree in state["keep"].items():
-            if name != "model" and name not in keep:
-                logger.warning("%s: in %s, but no longer in keep", name, folder)
-                continue
-            thing, was = keep.get(name, model), state["classes"].get(name)
-            if name in keep and was != (now := _class_name(thing)):
-                other = f"{name} is a {was} in {folder}, and a {now} now"
-                raise ValueError(f"keep: {other}; {training_state.ANOTHER}")
-            if isinstance(tree, dict) and (trees := tree.get("__processes__")):
-                tree = trees[self.accelerator.process_index % len(trees)]  # there may be more processes now
-            try:
-                training_state.restore(folder, name, thing, tree, model)
-            except DoesNotFit:
-                raise
-            except Exception as error:  # its checksums are right, but its content is not
-                cause = f"{type(error).__name__}: {error}"
-                raise ValueError(f"{folder} is damaged: {name} cannot be restored ({cause})") from error
-        if state["scaler"] and self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
 
     def _choose(self, resume_from) -> Path | None:
         """The verified checkpoint to load. The main process chooses, all return the same."""
         chosen, problem, damaged = "", "", {}
         main = self.accelerator.is_main_process
         for chosen in folders.candidates(self.folder, resume_from) if main else ():
-            if not (problem := folders.find_damage(chosen)):
+            if not (problem := folders.verify_checkpoint(chosen)):
                 break
             damaged[chosen] = problem
         for path, damage in {} if problem else damaged.items():
             logger.warning("%s is damaged (%s): going back to %s", path, damage, chosen)
-            retire(path, "bad-")
+            set_aside(path, "bad-")
         if chosen and not problem and resume_from != "auto" and chosen != Path(resume_from):
             logger.warning("%s descends from %s: resuming there", chosen, resume_from)
         chosen, problem = gather_json(self.accelerator, [str(chosen), problem])[0]
@@ -245,16 +232,36 @@ class Checkpoints:
         return Path(chosen) if chosen else None
 
 
-def restore_modules(output_dir, model, keep: dict) -> list[str]:
+def restore_modules(output_dir, model, keep: dict, process: int) -> list[str]:
     """Restore the modules of `keep` from the newest valid checkpoint of output_dir, if there is one. Returns
     the names of modules that it lacks. Nothing is written."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
     paths = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
-    folder = next((path for path in paths if not folders.find_damage(path)), None)
-    trees = folders.read_state(folder)["keep"] if folder else {}
-    for name in modules.keys() & trees.keys():
-        training_state.restore(folder, name, modules[name], trees[name], model)
-    return sorted(modules.keys() - trees.keys())
+    folder = next((path for path in paths if not folders.verify_checkpoint(path)), None)
+    state = folders.read_state(folder) if folder else {"keep": {}}
+    return restore_kept(folder, state, modules, model, process)
+
+
+def restore_kept(folder: Path | None, state: dict, things: dict, model, process: int) -> list[str]:
+    """Restore things {name: model or kept thing} from a verified checkpoint with this state.json. Returns the
+    names that it lacks. ValueError for what does not fit or cannot be read."""
+    for name, tree in state["keep"].items():  # in the same order on all processes
+        if name not in things:
+            continue
+        thing, was = things[name], state["classes"].get(name)
+        if thing is not model and was != (now := _class_name(thing)):
+            other = f"{name} is a {was} in {folder}, and a {now} now"
+            raise ValueError(f"keep: {other}; {training_state.ANOTHER}")
+        if isinstance(tree, dict) and (trees := tree.get("__processes__")):
+            tree = trees[process % len(trees)]  # there may be more processes now
+        try:
+            training_state.restore(folder, name, thing, tree, model)
+        except DoesNotFit:
+            raise
+        except Exception as error:  # its checksums are right, but its content is not
+            cause = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{folder} is damaged: {name} cannot be restored ({cause})") from error
+    return sorted(things.keys() - state["keep"].keys())
 
 
 def _class_name(thing) -> str:

@@ -30,7 +30,7 @@ class EditCheck:
         held = [value for module in modules for value in vars(module).values()]
         losses = [value for value in held if isinstance(value, FunctionType) and of_the_user(value)]
         self.functions = [("", function) for function in (update, *losses)]
-        self.before, self.moved = self._reached()[0], self._checksums()
+        self.before = self._reached()[0]
         self.requires_grad = {weight: weight.requires_grad for weight in model.parameters()}
         self.reported, self.checked = set(), False  # names in earlier messages; whether an update was checked
 
@@ -41,12 +41,12 @@ class EditCheck:
         lines, owners = [], {}  # owners: {weight: names of its optimizers}
         for name, optimizer in self.optimizers.items():
             if guarded and optimizer not in guarded:
-                lines.append(f"guard      of {name}: none, so what is not finite reaches its weights; use "
+                lines.append(f"guard      none for {name}: non-finite gradients reach its weights; use "
                              f"UpdateGuard(accelerator, optimizer, {name})")
             for weight in weights_of(optimizer):
                 owners.setdefault(weight, []).append(name)
         for names in sorted({" and ".join(names) for names in owners.values() if len(names) > 1}):
-            lines.append(f"optimizers {names} move some weights twice; remove these from one's groups")
+            lines.append(f"optimizers {names} share weights; remove them from one optimizer's groups")
         return lines
 
     def changed(self) -> str:
@@ -109,16 +109,12 @@ class EditCheck:
                              'weight.grad.copy_(accelerator.reduce(weight.grad, "mean")).')
         return list(dict.fromkeys(name for _, bad_there in everywhere for name in bad_there))
 
-    def idle_optimizers(self) -> list[str]:
-        """Names of the optimizers that have changed no weight."""
-        return [name for name, sums in self._checksums().items() if sums == self.moved[name]]
-
     def kept(self) -> dict:
         """{name: digest} of what is kept, and of its attributes that load_state_dict may not restore."""
         training_state.reshard(self.model)
         digests = {}
         for name, thing in {"model": self.model, **self.keep}.items():
-            digests[name] = training_state.digest(*training_state.freeze(thing, self.model))
+            digests[name] = training_state.digest(*training_state.collect_state(thing, self.model))
             digests |= reach(attributes(name, thing), set(), self.model)[0]
         return digests
 
@@ -144,7 +140,7 @@ class EditCheck:
                 names.setdefault(weight, f"{thing}.{i}")
         return names
 
-    def _checksums(self) -> dict:
+    def optimizer_checksums(self) -> dict:
         """{optimizer: checksums of its weights}"""
         return {name: [checksum(w) for w in weights_of(o)] for name, o in self.optimizers.items()}
 

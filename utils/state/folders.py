@@ -7,9 +7,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from utils.io.files import find_problem, retire
-from utils.state.files import tensor_problem
-from utils.state.training_state import bare_optimizer, freeze
+from utils.io.files import set_aside, verify_checksums
+from utils.state.files import DoesNotFit, tensor_problem
+from utils.state.training_state import bare_optimizer, collect_state
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def outdate(paths: list[Path], step: int) -> None:
+def set_aside_newer(paths: list[Path], step: int) -> None:
     """Rename checkpoints or milestones after `step`, from which the run resumes, to replaced-*."""
     newer = [path for path in paths if step_of(path) > step]
     for path in newer:
-        retire(path)
+        set_aside(path)
     if newer:
         logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
 
@@ -40,7 +40,7 @@ def candidates(folder, resume_from: str) -> list[Path]:
     if resume_from in ("auto", "none"):
         return newest_first if resume_from == "auto" else []
     origin = origin_path(folder, resume_from)
-    descendants = [path for path in newest_first if origin in _peek(path).get("origins", [])]
+    descendants = [path for path in newest_first if origin in _origins(path)]
     return [*descendants, Path(resume_from)]
 
 
@@ -56,53 +56,51 @@ def run_name(checkpoint: Path) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-def find_damage(folder: Path) -> str:
+def verify_checkpoint(folder: Path) -> str:
     """What is wrong with a checkpoint, or "": its checksums, or names, shapes and types of its tensors."""
-    if problem := find_problem(folder):
+    if problem := verify_checksums(folder):
         return problem
     try:
-        state = json.loads((folder / "state.json").read_bytes())
-        if isinstance(state, dict) and state.get("format") != FORMAT:
-            return ""  # read_state raises for it
+        state = read_state(folder)
         sealed = json.loads((folder / "manifest.json").read_bytes())["files"]
-        kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
-        if "state.json" not in sealed or not all(isinstance(state[key], kinds[key]) for key in kinds):
-            return "state.json: not that of a checkpoint"
         problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
-        return next(filter(None, problems), "")
+        return next(filter(None, problems), "" if "state.json" in sealed else "state.json: not sealed")
+    except DoesNotFit:
+        return ""  # loading it says so
     except Exception as error:  # its checksum is right, but its content is not
         return f"state.json: not readable ({type(error).__name__}: {error})"
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a verified checkpoint. ValueError if another version of this project has made it."""
-    state = json.loads((folder / "state.json").read_text())
-    if state.get("format") != FORMAT:
-        raise ValueError(f"{folder} was made by another version of this project: resume it with that "
+    """state.json. DoesNotFit if another version made it, ValueError if it is not that of a checkpoint."""
+    state = json.loads((folder / "state.json").read_bytes())
+    if isinstance(state, dict) and state.get("format") != FORMAT:
+        raise DoesNotFit(f"{folder} was made by another version of this project: resume it with that "
                          "version, or start anew in another output_dir (model_name_or_path takes weights)")
+    kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kinds[key]) for key in kinds):
+        raise ValueError(f"{folder}/state.json is not that of a checkpoint")
     return state
 
 
 def newest_extra(output_dir, resume_from: str) -> dict:
     """The extra of the checkpoint that a start would resume from, {} without one; nothing is verified."""
-    with suppress(OSError, IndexError):
-        extra = _peek(candidates(Path(output_dir) / "checkpoints", resume_from)[0]).get("extra")
+    with suppress(OSError, ValueError, IndexError):
+        extra = read_state(candidates(Path(output_dir) / "checkpoints", resume_from)[0])["extra"]
         if isinstance(extra, dict) and all(isinstance(extra.get(key), dict) for key in ("settings", "data")):
             return extra
     return {}
 
 
-def _peek(folder: Path) -> dict:
-    """state.json, unverified; {} if it cannot be read."""
+def _origins(folder: Path) -> list[str]:
     with suppress(OSError, ValueError):
-        state = json.loads((folder / "state.json").read_text())
-        return state if isinstance(state, dict) else {}
-    return {}
+        return read_state(folder).get("origins", [])
+    return []
 
 
 def thing_bytes(thing, model) -> int:
     """Bytes of its tensors. An optimizer before its first step counts AdamW's two moments."""
-    tensors = [*freeze(thing, model)[1].values()]
+    tensors = [*collect_state(thing, model)[1].values()]
     if not tensors and (optimizer := bare_optimizer(thing)):
         tensors = 2 * [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return sum(tensor.nbytes for tensor in tensors)

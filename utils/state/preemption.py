@@ -3,9 +3,9 @@
 At the first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP the run saves and ends. A second one ends it at once,
 unless it comes within a second: a launcher may forward a signal that the scheduler also sent to the workers.
 
-What launchers do with a signal that only they receive (read in their source, and tried): * accelerate launch,
-one process: it dies without telling the script. A thread here watches the parent's id and
-  sends this process SIGUSR2, which does not count as a second signal.
+What launchers do with a signal that only they receive (read in their source, and tried):
+* accelerate launch, one process: it dies without telling the script. A thread here watches the parent's id
+  and sends this process SIGUSR2, which does not count as a second signal.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then send
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
 * accelerate launch on TPU: it dies, and its child goes on. So this module runs in the launcher too.
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_GONE = signal.SIGUSR2
+LAUNCHERS = ("accelerate", "accelerate-launch")  # names of their files; or python -m accelerate.commands.X
 XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
 
 # Handlers belong to the process, and so does this state. signum: the first stop signal, or 0.
@@ -46,20 +47,28 @@ def handle_stop_signals(importing: bool = False) -> None:
     if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
-    child, script = multiprocessing.parent_process(), getattr(sys.modules["__main__"], "__file__", "")
+    child, main = multiprocessing.parent_process(), Path(getattr(sys.modules["__main__"], "__file__", ""))
     forward = importing and not child
-    if forward and not any(part.startswith("accelerate") for part in Path(script).parts[-3:]):
-        return  # imported by a test or a notebook
+    if forward and main.name not in LAUNCHERS and main.parts[-3:-1] != ("accelerate", "commands"):
+        return  # imported by a test or a notebook, or run itself
     _state.forward, _state.speaks = forward, int(os.environ.get("RANK", 0)) == 0
     if threading.current_thread() is not threading.main_thread() or _before:
         return
-    _state.signum = 0
     for number in (*STOP_SIGNALS, LAUNCHER_GONE):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             _before[number] = signal.signal(number, _on_signal)
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
     if not forward and (launched or child):  # started from a shell it may outlive its parent
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
+
+
+def restore_handlers() -> None:
+    """Undo `handle_stop_signals`, so that a notebook goes on as before the run."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in _before.items():
+            signal.signal(number, handler)
+        _before.clear()
+    _state.signum, _state.training = 0, False
 
 
 def _on_signal(number, frame):
@@ -117,7 +126,7 @@ def exit_status(signum: int) -> int:
 
 
 class StopSignals:
-    """Made when training begins. close() restores the handlers that were there before."""
+    """Made when training begins: from now on the first signal lets the run save."""
 
     def __init__(self, accelerator):
         self.accelerator, self.answer, self.calls, self.pending = accelerator, 0, 0, None
@@ -154,13 +163,6 @@ class StopSignals:
                 work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
                 self.pending = work, number
         return self.answer
-
-    def close(self) -> None:
-        _state.training = False
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in _before.items():
-                signal.signal(number, handler)
-            _before.clear()
 
 
 def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:

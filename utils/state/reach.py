@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from utils.state.training_state import bare_optimizer, checksum, clean_name, digest, freeze
+from utils.state.training_state import bare_optimizer, checksum, clean_name, collect_state, digest
 
 DIGESTS = [  # of objects of these types
     ((int, float, str, type(None), itertools.count), repr),
@@ -52,7 +52,7 @@ def reach(roots, known: set[int], model, prefix: str = "") -> tuple[dict, dict]:
             weights[value] = name
         elif isinstance(value, torch.Generator) or hasattr(type(value), "state_dict"):
             with suppress(TypeError, ValueError):  # its state can be neither compared nor kept
-                found = digest(*freeze(value, model))
+                found = digest(*collect_state(value, model))
             if isinstance(value, torch.nn.Module):
                 weights.update((weight, path) for path, weight in value.named_parameters(name))
         elif found is None and isinstance(value, Iterator) and not hasattr(value, "fileno"):

@@ -41,12 +41,14 @@ def rehearse_updates(accelerator, micro_batches, seed_step, edits) -> float:
         edits.update(micro_batches)
         edits.check_step(accelerator)
 
+    before = edits.optimizer_checksums()
     forget_peak(accelerator.device)
     # The first call compiles. All processes make the same number of calls, as gradients are all-reduced.
     _, *seconds = (timed(once) for _ in range(3))
-    for name in edits.idle_optimizers():
-        accelerator.print(f"warning: {name} has moved no weight: it makes no step yet, or no loss depends on "
-                          "its weights.")
+    for name, sums in edits.optimizer_checksums().items():
+        if sums == before[name]:
+            cause = "it makes no step yet, or no loss depends on them"
+            accelerator.print(f"warning: {name} has moved none of its weights: {cause}.")
     edits.check_weights(accelerator)
     backward = accelerator.backward
     accelerator.backward = lambda loss, **more: backward(loss * math.inf, **more)

@@ -50,7 +50,7 @@ def bare_optimizer(thing):
     return thing if isinstance(thing, torch.optim.Optimizer) else None
 
 
-def freeze(thing, model) -> tuple[dict, dict]:
+def collect_state(thing, model) -> tuple[dict, dict]:
     """(tree, {path: tensor}) of a model, an optimizer (by the names of its parameters) or anything else with
     state_dict. Nothing is copied. ValueError for what cannot be kept."""
     if thing is model:
@@ -77,8 +77,8 @@ def freeze(thing, model) -> tuple[dict, dict]:
 
 @torch.no_grad()
 def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
-    """Restore `thing`, which a checkpoint in `folder` holds as `name` with this tree of `freeze`. A model may
-    be sharded in another way, or not at all."""
+    """Restore `thing`, which a checkpoint in `folder` holds as `name` with this tree of `collect_state`.
+    A model may be sharded in another way, or not at all."""
     if thing is model:
         here = named_tensors(model)
         there, now = tensor_specs(tree), tensor_specs(_encode(here)[0])
@@ -174,7 +174,7 @@ def _read(folder: Path, name: str, tree, like: dict):
 
 
 def digest(tree, tensors: dict) -> str:
-    """Checksum of what `freeze` gives; of sharded tensors only this process's part counts."""
+    """Checksum of what `collect_state` gives; of sharded tensors only this process's part counts."""
     sums = {name: checksum(tensor) for name, tensor in tensors.items()}
     return xxhash.xxh3_128_hexdigest(json.dumps([tree, sums]).encode())
 

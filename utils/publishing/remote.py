@@ -1,8 +1,8 @@
-"""Places that snapshots go to: a repository on the Hub, or a folder at any fsspec URL.
+"""Remote storage for snapshots: a repository on the Hub, or a folder at any fsspec URL.
 
-A checkpoint that a place lists is complete, whatever dies when: on the Hub it is one commit; in a bucket its
-manifest.json is written last and deleted first. The Hub's client looks the token up at each call: a renewed
-login counts, and nothing is stored.
+A checkpoint that is listed there is complete, whatever dies when: on the Hub it is one commit; in a bucket
+its manifest.json is written last and deleted first. The Hub's client looks the token up at each call: a
+renewed login counts, and nothing is stored.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, HfFileSystem, get_token
 from huggingface_hub.errors import RevisionNotFoundError
 
-from utils.io.files import find_problem
+from utils.io.files import verify_checksums
 from utils.io.retry import FIRST_CONTACT, bound_waiting, diagnose, with_retries
 from utils.io.secrets import without_secrets
 from utils.io.urls import Folder, explained
@@ -75,7 +75,7 @@ class Hub:
         except Exception as error:
             trouble = diagnose(error)
             away = f"; can {HfApi().endpoint} be reached from here? If not, train without push_to_hub"
-            remedy = self.remedies.get(trouble.status, away if trouble.passing else "")
+            remedy = self.remedies.get(trouble.status, away if trouble.transient else "")
             raise ValueError(f"{self.subject}: {trouble.text}{remedy}.") from None
 
     def upload(self, snapshot) -> str:
@@ -83,7 +83,7 @@ class Hub:
         api, tag, moves = HfApi(), snapshot.tag, False
         if not tag:
             return self._commit(snapshot)
-        if problem := find_problem(snapshot.folder):
+        if problem := verify_checksums(snapshot.folder):
             raise ValueError(f"{snapshot.folder} is damaged, {problem}")
         with suppress(RevisionNotFoundError):
             if not self._differing(snapshot, tag):
@@ -165,8 +165,8 @@ class Bucket:
     def upload(self, snapshot) -> str:
         """Returns the name of the checkpoint's folder. Deletes checkpoints beyond the limit, and later steps:
         here they were damaged or set aside."""
-        place, checkpoint = f"step-{snapshot.step:08d}", snapshot.folder / "checkpoints"
-        sealed = f"{place}/manifest.json"
+        target, checkpoint = f"step-{snapshot.step:08d}", snapshot.folder / "checkpoints"
+        sealed = f"{target}/manifest.json"
         try:
             folder = self._folder()
             there = _names(folder)
@@ -174,17 +174,17 @@ class Bucket:
             kept = {f"step-{step:08d}" for step in [*older, snapshot.step][-self.limit :]}
             manifest = (checkpoint / sealed).read_bytes()
             if sealed not in there or folder.fs.cat_file(folder.path(sealed)) != manifest:
-                _remove(folder, there, place)
+                _remove(folder, there, target)
                 for name in sorted(snapshot.names, key=lambda name: name.endswith("/manifest.json")):
-                    relative = name.removeprefix(f"checkpoints/{place}/")
-                    folder.put(snapshot.folder / name, f"{place}/{relative}")
+                    relative = name.removeprefix(f"checkpoints/{target}/")
+                    folder.put(snapshot.folder / name, f"{target}/{relative}")
             for old in {name.split("/")[0] for name in there} - kept:
                 _remove(folder, there, old)
         except PermissionError:
             raise
         except Exception as error:  # each client has its own exceptions; all of them may pass
             raise ConnectionError(str(error)) from error
-        return place
+        return target
 
     def steps(self) -> list[int]:
         return _complete(self._ask("listed", _names))
@@ -207,12 +207,12 @@ def _names(folder: Folder) -> list[str]:
     return [name for name in folder.find() if re.fullmatch(r"step-\d{8}(/\w[\w.-]*)+", name)]
 
 
-def _remove(folder: Folder, there: list[str], place: str) -> None:
+def _remove(folder: Folder, there: list[str], target: str) -> None:
     """Deletes a checkpoint, its manifest first: half deleted it must not look complete."""
-    if f"{place}/manifest.json" in there:
-        folder.fs.rm_file(folder.path(f"{place}/manifest.json"))
-    if any(name.startswith(f"{place}/") for name in there):
-        folder.fs.rm(folder.path(place), recursive=True)
+    if f"{target}/manifest.json" in there:
+        folder.fs.rm_file(folder.path(f"{target}/manifest.json"))
+    if any(name.startswith(f"{target}/") for name in there):
+        folder.fs.rm(folder.path(target), recursive=True)
 
 
 def _complete(names: Iterable[str]) -> list[int]:
@@ -221,31 +221,31 @@ def _complete(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def open_place(url: str, private: bool = False, limit: int = 0) -> Hub | Bucket:
-    """The place of checkpoint_url. private: a Hub repository that is created now."""
+def open_remote(url: str, private: bool = False, limit: int = 0) -> Hub | Bucket:
+    """The storage at checkpoint_url. private: a Hub repository that is created now."""
     hub = url.startswith("hf://") and not url.startswith("hf://buckets/")
     return Hub(url.removeprefix("hf://"), private, "checkpoint_url") if hub else Bucket(url, limit)
 
 
-def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None) -> Path | None:
-    """Downloads the newest valid checkpoint of `place` and BESIDE, unless output_dir has one as new, or has
+def fetch_checkpoint(remote: Hub | Bucket, output_dir, check=lambda folder: None) -> Path | None:
+    """Downloads the newest valid checkpoint of `remote` and BESIDE, unless output_dir has one as new, or has
     another run. Returns its folder, or None.
 
-    It appears whole, verified and after check(folder), or not at all. ValueError if the place cannot be read
+    It appears whole, verified and after check(folder), or not at all. ValueError if the remote cannot be read
     or has only damaged checkpoints."""
-    output_dir, steps = Path(output_dir), place.steps()
+    output_dir, steps = Path(output_dir), remote.steps()
     for left in output_dir.glob(".fetch-*"):  # by a kill
         shutil.rmtree(left, ignore_errors=True)
     checkpoints = list_checkpoints(output_dir / "checkpoints")
     newest = max((step_of(path) for path in checkpoints if (path / "manifest.json").exists()), default=-1)
-    if newest >= 0 and _another_run(place, steps, output_dir):
+    if newest >= 0 and _another_run(remote, steps, output_dir):
         return None
     for step in reversed([step for step in steps if step > newest]):
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=output_dir) as scratch:
-            place.download(step, Path(scratch))
+            remote.download(step, Path(scratch))
             fetched = Path(scratch, "checkpoints", f"step-{step:08d}")
-            if problem := find_problem(fetched):
-                logger.warning("%s: the checkpoint of step %s is damaged (%s)", place.name, step, problem)
+            if problem := verify_checksums(fetched):
+                logger.warning("%s: the checkpoint of step %s is damaged (%s)", remote.name, step, problem)
                 continue
             check(fetched)
             for file in filter(Path.is_file, Path(scratch).iterdir()):
@@ -254,27 +254,25 @@ def fetch_checkpoint(place: Hub | Bucket, output_dir, check=lambda folder: None)
             checkpoint.parent.mkdir(exist_ok=True)
             shutil.rmtree(checkpoint, ignore_errors=True)  # an incomplete one, without a manifest
             os.replace(fetched, checkpoint)
-        print(f"continues  step {step}, from {place.name}")
+        print(f"continues  step {step}, from {remote.name}")
         return checkpoint
     if steps and newest < 0:
-        raise ValueError(f"{place.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
+        raise ValueError(f"{remote.name} holds no valid checkpoint: name another checkpoint_url, or empty it")
     return None
 
 
-def refuse_another(place: Hub | Bucket | None, output_dir: Path, step: float) -> None:
+def refuse_another(remote: Hub | Bucket | None, output_dir: Path, step: float) -> None:
     """ValueError if a bucket has a checkpoint of another run or after `step`. On the Hub the next commit
     replaces such a checkpoint, and the history keeps it."""
-    steps = place.steps() if isinstance(place, Bucket) else []
-    if steps and (steps[-1] > step or _another_run(place, steps, output_dir)):
-        raise ValueError(
-            f"checkpoint_url {place.name} holds step {steps[-1]}, of another run or not where this one "
-            "starts: name another URL. (An empty output_dir resumes from there.)"
-        )
+    steps = remote.steps() if isinstance(remote, Bucket) else []
+    if steps and (steps[-1] > step or _another_run(remote, steps, output_dir)):
+        raise ValueError(f"checkpoint_url {remote.name} holds step {steps[-1]} of another run, or after this "
+                         "run's start: name another URL, or resume it in an empty output_dir.")
 
 
-def _another_run(place: Hub | Bucket, steps: list[int], output_dir: Path) -> bool:
+def _another_run(remote: Hub | Bucket, steps: list[int], output_dir: Path) -> bool:
     """Whether both have a run.json with an id, and the ids differ."""
     with suppress(OSError, ValueError, KeyError, IndexError, TypeError):  # missing, or not ours
         ours = json.loads((output_dir / "run.json").read_bytes())["id"]
-        return ours != json.loads(place.read(steps[-1], "run.json"))["id"]
+        return ours != json.loads(remote.read(steps[-1], "run.json"))["id"]
     return False
