@@ -227,6 +227,7 @@ def test_prompts_from_rows_are_their_first_tokens(masked):
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16)
     prompts = beginnings(PackedRows([ids], 32), tokenizer, masked)
     assert len(prompts) == 3
-    for prompt, row in zip(prompts, np.linspace(0, len(ids) // 32, 3, endpoint=False).astype(int), strict=True):
+    rows = np.linspace(0, len(ids) // 32, 3, endpoint=False).astype(int)
+    for prompt, row in zip(prompts, rows, strict=True):
         kept = [ids[row * 32 :][part] for part in ((slice(8), slice(9, 16)) if masked else (slice(16),))]
         assert prompt == " [MASK] ".join(tokenizer.decode(part).strip() for part in kept)
