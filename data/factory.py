@@ -8,10 +8,11 @@ the documents before it, whose duplicates are left out. Each chunk becomes one f
 
 At the end the tokens for other splits become validation-00000.npy, ..., and manifest.json is written.
 A killed preparation resumes at its chunk: earlier documents are read again, but never tokenized again.
-A lost or damaged file is made again from its chunk.
+If files of a finished folder are lost or damaged, all is prepared again and these files are written.
 """
 
 import contextlib
+import hashlib
 import io
 import itertools
 import json
@@ -33,7 +34,7 @@ from data import filters
 from data.encode import Encoder, tokenize_documents, tokenizer_fingerprint
 from data.filters import Accounting, Chunk, SeenHashes, clean_documents, in_validation, is_wanted
 from data.rows import PackedRows
-from data.shards import FORMAT, MANIFEST, PROGRESS, damaged_files, finished_manifest, write_tokens
+from data.shards import FORMAT, MANIFEST, PROGRESS, damaged_files, finished_manifest
 from data.sources.corpus import Corpus
 from utils.io.urls import Folder
 
@@ -101,7 +102,7 @@ class Factory:
     shard_mb: float = SHARD_MB
     elsewhere: dict[Key, np.ndarray] = field(default_factory=dict)  # Chunk.facts of what other parts make
     lines: dict[Key, dict] = field(default_factory=dict)  # finished chunks, as in the manifest
-    again: set[str] | None = None  # files of chunks, and splits, to make again; None: make everything
+    damaged: list[str] = field(default_factory=list)  # files of a finished folder that are to be written
     left: float = NO_LIMIT  # tokens still to be made
 
     @property
@@ -124,23 +125,41 @@ class Factory:
     # ---- The folder
 
     def complete(self) -> dict:
-        """Makes the folder, resumes it, or mends lost and damaged files. Returns its manifest."""
-        if (manifest := finished_manifest(self.folder)) is None:
-            if finished := self.resume():
-                print(f"{self.folder.url}: resumes after {finished:,} chunks", file=sys.stderr, flush=True)
-            self.run()
-            return self.finish()
-        if damaged := damaged_files(self.folder, manifest):
-            print(f"{self.folder.url}: made again: {', '.join(damaged)}", file=sys.stderr, flush=True)
-            self._mend(manifest, damaged)
-        return manifest
+        """Makes the folder, resumes it, or makes lost and damaged files again. Returns its manifest.
+
+        ValueError if files are lost and the source has other documents now."""
+        if earlier := finished_manifest(self.folder):
+            self.damaged = damaged_files(self.folder, earlier)
+            if again := self._save_tokenizer(self.folder.names("tokenizer")) + self.damaged:
+                print(f"{self.folder.url}: made again: {', '.join(again)}", file=sys.stderr, flush=True)
+            else:
+                print(f"{self.folder.url} is finished: nothing to do")
+            if not self.damaged:
+                return earlier
+        if finished := self.resume():
+            print(f"{self.folder.url}: resumes after {finished:,} chunks", file=sys.stderr, flush=True)
+        self.run()
+        return self.finish(earlier)
 
     def resume(self) -> int:
         """Takes over the chunks that are done. Returns their number."""
         for key in filter(None, map(key_of, self.folder.names(PROGRESS))):
             with contextlib.suppress(FileNotFoundError):
-                self.lines[key] = json.loads(str(self._record(key)["line"]))
+                line = json.loads(str(self._record(key)["line"]))
+                if line.get("file", {}).get("file") not in self.damaged:
+                    self.lines[key] = line
         return len(self.lines)
+
+    def _write(self, name: str, ids: np.ndarray) -> dict:
+        """Writes token ids [n] as .npy, but no file of a finished folder that is whole: others may read it.
+        Returns the file's entry in the manifest."""
+        data = io.BytesIO()
+        np.save(data, ids)
+        content = data.getvalue()
+        if not self.damaged or name in self.damaged:
+            self.folder.write(name, content)
+        digest = hashlib.sha256(content).hexdigest()
+        return {"file": name, "tokens": len(ids), "size": len(content), "sha256": digest}
 
     def _record(self, key: Key) -> dict[str, np.ndarray]:
         """FileNotFoundError where there is none, or half of one: some file systems write no whole files."""
@@ -150,8 +169,9 @@ class Factory:
         except (BadZipFile, ValueError, EOFError) as error:
             raise FileNotFoundError(named(key)) from error
 
-    def finish(self) -> dict:
-        """Writes the tokens that chunks made for other splits, the tokenizer, and the manifest."""
+    def finish(self, earlier: dict | None = None) -> dict:
+        """Writes the tokens that chunks made for other splits, the tokenizer, and the manifest, unless there
+        is an earlier one."""
         files, accounts, chunks = defaultdict(list), defaultdict(Accounting), []
         for key in sorted(self.lines, key=lambda key: (SPLITS.index(key[0]), key)):
             line = dict(self.lines[key])
@@ -161,9 +181,6 @@ class Factory:
                 files[key[0]].append(file | {"chunk": key})
             chunks.append({"chunk": key} | line)
         splits = [split for split in reversed(SPLITS) if split in accounts]
-        with tempfile.TemporaryDirectory() as temporary:
-            for file in sorted(self.make.tokenizer.save_pretrained(temporary)):
-                self.folder.write(f"tokenizer/{Path(file).name}", Path(file).read_bytes())
         manifest = {
             "format": FORMAT, "dtype": str(self.make.dtype), "tokenizer": self.make.settings["tokenizer"],
             "settings": self.settings, "splits": {},
@@ -174,9 +191,27 @@ class Factory:
                 tokens = sum(entry["tokens"] for entry in entries)
                 manifest["splits"][split] = {"tokens": tokens, "files": entries}
         content = json.dumps(manifest, indent=1)
-        self.folder.write(MANIFEST, content.encode())
+        if not earlier:
+            self._save_tokenizer()
+            self.folder.write(MANIFEST, content.encode())
         self.folder.remove(PROGRESS)
-        return json.loads(content)
+        if earlier and json.loads(content)["splits"] != earlier["splits"]:
+            raise ValueError(f"{self.folder.url}: {', '.join(self.damaged)} cannot be made again, because "
+                             "the source has other documents now. Delete the folder to prepare all again.")
+        return earlier or json.loads(content)
+
+    def _save_tokenizer(self, there: Iterable[str] = ()) -> list[str]:
+        """Writes the tokenizer's files, or those that are not there. tokenizer.json is also compared; in the
+        others transformers notes its environment. Returns the names of what is written."""
+        written = []
+        with tempfile.TemporaryDirectory() as temporary:
+            for file in sorted(map(Path, self.make.tokenizer.save_pretrained(temporary))):
+                name, content = f"tokenizer/{file.name}", file.read_bytes()
+                compared = file.name == "tokenizer.json"
+                if file.name not in there or compared and self.folder.read(name) != content:
+                    self.folder.write(name, content)
+                    written.append(name)
+        return written
 
     def _write_rest(self, split: str) -> list[dict]:
         """Writes the tokens that chunks of other splits made for this one, in files of a shard's size."""
@@ -187,25 +222,9 @@ class Factory:
             if key and key[0] != split:
                 waiting = np.append(waiting, self._record(key).get(split, waiting[:0]))
             while len(waiting) >= full or key is None and len(waiting):
-                files.append(write_tokens(self.folder, f"{split}-{len(files):05d}.npy", waiting[:full]))
+                files.append(self._write(f"{split}-{len(files):05d}.npy", waiting[:full]))
                 waiting = waiting[full:]
         return files
-
-    def _mend(self, manifest: dict, damaged: list[str]) -> None:
-        """Makes files again. All documents are read, to find duplicates, but only those of the damaged files
-        are tokenized. ValueError where the source has other documents now."""
-        self.lines = {tuple(line["chunk"]): line for line in manifest["chunks"]}
-        entries = [(split, file) for split, entry in manifest["splits"].items() for file in entry["files"]]
-        damaged_entries = [(split, file) for split, file in entries if file["file"] in damaged]
-        self.again = {file["file"] if "chunk" in file else split for split, file in damaged_entries}
-        self.run()
-        with contextlib.suppress(FileNotFoundError):  # a chunk that the source no longer has
-            for split in self.again.intersection(SPLITS):
-                self._write_rest(split)
-        self.folder.remove(PROGRESS)
-        if lost := damaged_files(self.folder, manifest):
-            raise ValueError(f"{self.folder.url}: {', '.join(lost)} cannot be made again, because the source "
-                             "has other documents now. Delete the folder to prepare all of it again.")
 
     # ---- Chunks
 
@@ -233,7 +252,7 @@ class Factory:
         for number in itertools.count():
             key = split, unit, number
             facts = self.elsewhere.get(key)
-            if facts is None and key in self.lines and self.again is None:
+            if facts is None and key in self.lines:
                 facts = self._record(key)["facts"]
                 self.left -= self.lines[key]["accounts"][split]["tokens"]
             if facts is None:
@@ -267,8 +286,8 @@ class Factory:
         chunk.counts.seconds = round(time.monotonic() - started, 3)
         line = {"last": chunk.last, "accounts": {split: asdict(account) for split, account in counts.items()}}
         if len(own := tokens.pop(key[0])):
-            line["file"] = write_tokens(self.folder, f"{named(key)}.npy", own)
-        line, record = self.lines.setdefault(key, line), io.BytesIO()
+            line["file"] = self._write(f"{named(key)}.npy", own)
+        self.lines[key], record = line, io.BytesIO()
         self.left -= line["accounts"][key[0]]["tokens"]
         np.savez(record, line=json.dumps(line), facts=chunk.facts, **tokens)
         self.folder.write(f"{PROGRESS}/{named(key)}.npz", record.getvalue())
@@ -282,5 +301,4 @@ class Factory:
                 if split == "train" and fraction and in_validation(text, seed, fraction):
                     split = "validation"
                     chunk.counts.hold_out(counts.setdefault(split, Accounting()), size)
-                if self.again is None or (f"{named(key)}.npy" if split == key[0] else split) in self.again:
-                    yield text, split
+                yield text, split

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from utils.io.mistakes import user_mistakes
 from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
 from utils.io.urls import Folder, explained
 
+OWN = rf"{PROGRESS}|tokenizer|{MANIFEST}|[a-z]+-[\d-]+\.npy|README\.md|\.gitattributes"  # names in the folder
 HASHES, MADE = PROGRESS + "/hashes-{:05d}.npz", PROGRESS + "/part-{:05d}.json"  # written by a part
 
 
@@ -106,8 +108,6 @@ def prepare(args: argparse.Namespace) -> dict | None:
                          f"or take more text: {counts.line()}.")
     for split, account in manifest["accounting"].items():
         print(f"{folder.url}, {split}: {Accounting(**account).line()}")
-    if finished == manifest:
-        print(f"{folder.url} is finished: nothing to do")
     return manifest
 
 
@@ -131,7 +131,7 @@ def earlier_manifest(factory: Factory, parts: int) -> dict | None:
     elif PROGRESS in names and "settings.json" in folder.names(PROGRESS):
         old = json.loads(folder.read(f"{PROGRESS}/settings.json"))
         settings |= {"parts": parts}
-    elif set(names) - {PROGRESS, "README.md", ".gitattributes"}:
+    elif not all(re.fullmatch(OWN, name) for name in names):
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
     else:
         return None

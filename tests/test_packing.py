@@ -284,6 +284,14 @@ def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
         assert name == "manifest.json" or file.read_bytes() == before
 
 
+def test_lost_validation_rows_of_the_first_rows_are_made_again(corpus, tokenizer, tmp_path):
+    first = prepare(corpus, tokenizer, tmp_path, max_rows=20)
+    rows = first.splits["validation"].rows
+    Path(first.folder, "validation-00000.npy").unlink()
+    again = prepare(corpus, tokenizer, tmp_path, max_rows=20)
+    assert np.array_equal(again.splits["validation"].rows, rows) and len(again.train) == 20
+
+
 PREPARE = """
 import sys, time
 from data.factory import TokenMaker

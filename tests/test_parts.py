@@ -4,7 +4,6 @@ are the documents, the duplicates and the counts of one preparation.
 
 import contextlib
 import itertools
-import json
 import random
 import re
 import time
@@ -21,7 +20,7 @@ from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
 from tests import forked
 from tests.runs import PROJECT
-from tests.shard_data import command, make_texts, run, save_tokenizer, tokens_of, write_jsonl
+from tests.shard_data import command, files_of, make_texts, run, save_tokenizer, tokens_of, write_jsonl
 from utils.io import urls
 
 PARTS = 3
@@ -52,18 +51,6 @@ def in_parts(source, folder, tokenizer, order=range(PARTS), parts=PARTS, **setti
     for part in [*order] * 2:
         assert run(source, folder, tokenizer, parts=parts, part=part, **settings) == 0
     return folder
-
-
-def files_of(folder) -> dict[str, bytes]:
-    """All that lies there; of the manifest without the seconds, of the tokenizer without what transformers
-    notes of the environment."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    del found["tokenizer/tokenizer_config.json"]
-    manifest = json.loads(found.pop("manifest.json"))
-    for account in [*manifest["accounting"].values(),
-                    *(account for line in manifest["chunks"] for account in line["accounts"].values())]:
-        del account["seconds"]
-    return found | {"manifest": manifest}
 
 
 @pytest.fixture(params=[1, 1 << 26], ids=["many units", "one unit"])
