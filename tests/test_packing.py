@@ -23,7 +23,7 @@ from data.filters import in_validation
 from data.open import Recipe, open_sources
 from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
-from data.text import prepare_rows, trained_tokenizer
+from data.text import prepare_rows, share_to_hold_out, trained_tokenizer
 from tests import forked
 from tests.runs import TINY, write_corpus
 
@@ -90,7 +90,8 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
 def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):
     few = replace(corpus, readers=[lambda: itertools.islice(corpus, 9)], fingerprint="few")
     for seed in range(8):
-        prepared = prepare(few, tokenizer, tmp_path, validation_fraction=0.02, seed=seed)
+        share = share_to_hold_out(few, seed, 0.02, T)
+        prepared = prepare(few, tokenizer, tmp_path, validation_fraction=share, seed=seed)
         assert len(prepared.splits["validation"]) and prepared.accounting["validation"]["kept"] < 9
         assert prepared.accounting["train"]["validation"] == prepared.accounting["validation"]["kept"]
 
