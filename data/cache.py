@@ -22,9 +22,10 @@ def cache_folder(cache_dir, kind: str, settings) -> Path:
 
 
 def make_once(folder: Path, is_whole: Callable[[], bool], make: Callable[[], None]) -> bool:
-    """Unless the folder is whole, one process calls make() while others wait. Returns False if it was whole.
+    """Unless the folder is whole, one process calls make() while others wait. Returns whether it was not
+    whole at first.
 
-    The lock ends with its process; a collective could time out. ValueError: the cache cannot be written."""
+    A killed process frees the lock; a collective could time out. ValueError: the cache cannot be written."""
     if is_whole():
         return False
     try:

@@ -4,7 +4,7 @@ A chunk is some consecutive documents of a source. Its tokens depend on them, on
 the documents before it, whose duplicates are left out. Each chunk becomes one file:
 
     train-00000-00007.npy           chunk 7 of unit 0 (a file of the source, or several) of the split train
-    progress/train-00000-00007.npz  its record, until all is done: counts, hashes, tokens for other splits
+    progress/train-00000-00007.npz  until all is done: its counts, hashes, tokens for other splits
 
 At the end the tokens for other splits become validation-00000.npy, ..., and manifest.json is written.
 A killed preparation resumes at its chunk: earlier documents are read again, but never tokenized again.
@@ -32,7 +32,7 @@ import numpy as np
 
 from data import filters
 from data.encode import Encoder, tokenize_documents, tokenizer_fingerprint
-from data.filters import Accounting, Chunk, SeenHashes, clean_documents, in_validation, is_wanted
+from data.filters import Accounting, Chunk, Facts, SeenHashes, clean_documents, in_validation, is_wanted
 from data.rows import PackedRows
 from data.shards import FORMAT, MANIFEST, PROGRESS, damaged_files, finished_manifest
 from data.sources.corpus import Corpus
@@ -90,20 +90,20 @@ class TokenMaker:
 
 
 @dataclass
-class Factory:
-    """Makes token files of corpora in a folder."""
+class Preparation:
+    """Turns corpora into token files in a folder."""
 
     folder: Folder
     corpora: dict[str, Corpus]  # by split, in the order of SPLITS
-    make: TokenMaker
+    maker: TokenMaker
     held_out: tuple[int, float] = (0, 0.0)  # seed, and the fraction of training documents for validation
     evaluated: Iterable[Corpus] = ()  # their documents are not trained on
-    most: float = NO_LIMIT  # stop after so many tokens; for a single corpus
+    max_tokens: float = NO_LIMIT  # stop after so many tokens; for a single corpus
     shard_mb: float = SHARD_MB
-    elsewhere: dict[Key, np.ndarray] = field(default_factory=dict)  # Chunk.facts of what other parts make
-    lines: dict[Key, dict] = field(default_factory=dict)  # finished chunks, as in the manifest
+    other_parts: dict[Key, Facts] = field(default_factory=dict)  # the chunks that other parts make
+    chunk_records: dict[Key, dict] = field(default_factory=dict)  # finished chunks, as in the manifest
     damaged: list[str] = field(default_factory=list)  # files of a finished folder that are to be written
-    left: float = NO_LIMIT  # tokens still to be made
+    tokens_left: float = NO_LIMIT  # still to be made
 
     @property
     def settings(self) -> dict:
@@ -118,22 +118,21 @@ class Factory:
         }  # fmt: skip
         if self.evaluated:
             settings["evaluated"] = [[other.fingerprint, other.keywords] for other in self.evaluated]
-        if self.most < NO_LIMIT:
-            settings["most"] = self.most
-        return settings | self.make.settings
+        if self.max_tokens < NO_LIMIT:
+            settings["most"] = self.max_tokens
+        return settings | self.maker.settings
 
     # ---- The folder
 
     def complete(self) -> dict:
         """Makes the folder, resumes it, or makes lost and damaged files again. Returns its manifest.
 
-        ValueError if files are lost and the source has other documents now."""
+        ValueError: files are lost, and the source has other documents now."""
         if earlier := finished_manifest(self.folder):
             self.damaged = damaged_files(self.folder, earlier)
-            if again := self._save_tokenizer(self.folder.names("tokenizer")) + self.damaged:
-                print(f"{self.folder.url}: made again: {', '.join(again)}", file=sys.stderr, flush=True)
-            else:
-                print(f"{self.folder.url} is finished: nothing to do")
+            again = self._save_tokenizer(self.folder.names("tokenizer")) + self.damaged
+            state = f"making {', '.join(again)} again" if again else "nothing to do"
+            print(f"{self.folder.url} is finished: {state}", flush=True)
             if not self.damaged:
                 return earlier
         if finished := self.resume():
@@ -144,11 +143,11 @@ class Factory:
     def resume(self) -> int:
         """Takes over the chunks that are done. Returns their number."""
         for key in filter(None, map(key_of, self.folder.names(PROGRESS))):
-            with contextlib.suppress(FileNotFoundError):
-                line = json.loads(str(self._record(key)["line"]))
-                if line.get("file", {}).get("file") not in self.damaged:
-                    self.lines[key] = line
-        return len(self.lines)
+            with contextlib.suppress(FileNotFoundError, KeyError):  # KeyError: it is of an older version
+                record = json.loads(str(self._progress(key)["record"]))
+                if record.get("file", {}).get("file") not in self.damaged:
+                    self.chunk_records[key] = record
+        return len(self.chunk_records)
 
     def _write(self, name: str, ids: np.ndarray) -> dict:
         """Writes token ids [n] as .npy, but no file of a finished folder that is whole: others may read it.
@@ -161,28 +160,27 @@ class Factory:
         digest = hashlib.sha256(content).hexdigest()
         return {"file": name, "tokens": len(ids), "size": len(content), "sha256": digest}
 
-    def _record(self, key: Key) -> dict[str, np.ndarray]:
-        """FileNotFoundError where there is none, or half of one: some file systems write no whole files."""
+    def _progress(self, key: Key) -> dict[str, np.ndarray]:
+        """FileNotFoundError if it is missing or incomplete: some file systems leave half a file."""
         try:
-            with np.load(io.BytesIO(self.folder.read(f"{PROGRESS}/{named(key)}.npz"))) as record:
-                return dict(record)
+            with np.load(io.BytesIO(self.folder.read(f"{PROGRESS}/{named(key)}.npz"))) as arrays:
+                return dict(arrays)
         except (BadZipFile, ValueError, EOFError) as error:
             raise FileNotFoundError(named(key)) from error
 
     def finish(self, earlier: dict | None = None) -> dict:
-        """Writes the tokens that chunks made for other splits, the tokenizer, and the manifest, unless there
-        is an earlier one."""
+        """Writes what chunks made for other splits; the tokenizer and the manifest, if there is none."""
         files, accounts, chunks = defaultdict(list), defaultdict(Accounting), []
-        for key in sorted(self.lines, key=lambda key: (SPLITS.index(key[0]), key)):
-            line = dict(self.lines[key])
-            for split, account in line["accounts"].items():
+        for key in sorted(self.chunk_records, key=lambda key: (SPLITS.index(key[0]), key)):
+            record = dict(self.chunk_records[key])
+            for split, account in record["accounts"].items():
                 accounts[split] += Accounting(**account)
-            if file := line.pop("file", None):
+            if file := record.pop("file", None):
                 files[key[0]].append(file | {"chunk": key})
-            chunks.append({"chunk": key} | line)
+            chunks.append({"chunk": key} | record)
         splits = [split for split in reversed(SPLITS) if split in accounts]
         manifest = {
-            "format": FORMAT, "dtype": str(self.make.dtype), "tokenizer": self.make.settings["tokenizer"],
+            "format": FORMAT, "dtype": str(self.maker.dtype), "tokenizer": self.maker.settings["tokenizer"],
             "settings": self.settings, "splits": {},
             "accounting": {split: asdict(accounts[split]) for split in splits}, "chunks": chunks,
         }  # fmt: skip
@@ -205,7 +203,7 @@ class Factory:
         others transformers notes its environment. Returns the names of what is written."""
         written = []
         with tempfile.TemporaryDirectory() as temporary:
-            for file in sorted(map(Path, self.make.tokenizer.save_pretrained(temporary))):
+            for file in sorted(map(Path, self.maker.tokenizer.save_pretrained(temporary))):
                 name, content = f"tokenizer/{file.name}", file.read_bytes()
                 compared = file.name == "tokenizer.json"
                 if file.name not in there or compared and self.folder.read(name) != content:
@@ -215,12 +213,12 @@ class Factory:
 
     def _write_rest(self, split: str) -> list[dict]:
         """Writes the tokens that chunks of other splits made for this one, in files of a shard's size."""
-        width = self.make.width
-        full = max(1, int(self.shard_mb * 1e6) // self.make.dtype.itemsize // width) * width
-        files, waiting = [], np.empty(0, self.make.dtype)
-        for key in [*sorted(self.lines), None]:
+        width = self.maker.width
+        full = max(1, int(self.shard_mb * 1e6) // self.maker.dtype.itemsize // width) * width
+        files, waiting = [], np.empty(0, self.maker.dtype)
+        for key in [*sorted(self.chunk_records), None]:
             if key and key[0] != split:
-                waiting = np.append(waiting, self._record(key).get(split, waiting[:0]))
+                waiting = np.append(waiting, self._progress(key).get(split, waiting[:0]))
             while len(waiting) >= full or key is None and len(waiting):
                 files.append(self._write(f"{split}-{len(files):05d}.npy", waiting[:full]))
                 waiting = waiting[full:]
@@ -230,7 +228,7 @@ class Factory:
 
     def run(self) -> None:
         """Makes every chunk that is missing."""
-        evaluated, seen, self.left = (), SeenHashes(), self.most
+        evaluated, seen, self.tokens_left = (), SeenHashes(), self.max_tokens
         for split, corpus in self.corpora.items():
             if split == "train":
                 evaluated, seen = seen, SeenHashes()
@@ -239,9 +237,9 @@ class Factory:
                         pass
             for unit in range(len(corpus.readers)):
                 for key, chunk in self.chunks(split, unit, seen):
-                    if self.left > 0:
-                        self._make(key, chunk, evaluated, seen)
-                    if self.left <= 0:
+                    if self.tokens_left > 0:
+                        self._make_chunk(key, chunk, evaluated, seen)
+                    if self.tokens_left <= 0:
                         return
 
     def chunks(self, split: str, unit: int, seen: SeenHashes) -> Iterator[tuple[Key, Chunk]]:
@@ -251,46 +249,47 @@ class Factory:
         documents = filters.show_progress(corpus.documents(unit=unit), f"preparing {corpus.name}, {split}")
         for number in itertools.count():
             key = split, unit, number
-            facts = self.elsewhere.get(key)
-            if facts is None and key in self.lines:
-                facts = self._record(key)["facts"]
-                self.left -= self.lines[key]["accounts"][split]["tokens"]
-            if facts is None:
+            facts = self.other_parts.get(key)
+            if not facts and (record := self.chunk_records.get(key)):
+                account = record["accounts"][split]
+                facts = Facts(account["read"], record["last"], self._progress(key)["hashes"])
+                self.tokens_left -= account["tokens"]
+            if facts:
+                skipped, last = skipped + facts.read, facts.last
+                seen.update(facts.hashes.tolist())
+            else:
                 chunk = Chunk(itertools.islice(documents, skipped, None), corpus, size)
                 yield key, chunk
                 chunk.skip_rest()
                 skipped, last = 0, chunk.last
-            else:
-                read, last, *hashes = facts.tolist()
-                skipped += read
-                seen.update(hashes)
             if last:
                 return
 
-    def _make(self, key: Key, chunk: Chunk, evaluated, seen) -> None:
-        """Writes the file of a chunk and its record; with `most` little more than is left to make."""
+    def _make_chunk(self, key: Key, chunk: Chunk, evaluated, seen) -> None:
+        """Writes the file of a chunk and its record; with max_tokens little more than is left to make."""
         counts, started = {key[0]: chunk.counts}, time.monotonic()
-        written = defaultdict(partial(array, self.make.dtype.char))  # token ids of each split
+        written = defaultdict(partial(array, self.maker.dtype.char))  # token ids of each split
         documents = self._judged(key, chunk, counts, evaluated, seen)
 
-        def until_full() -> Iterator[tuple[str, str]]:  # a document that was read is counted: tokenize it
-            while len(written[key[0]]) < self.left and (document := next(documents, None)):
+        def until_full() -> Iterator[tuple[str, str]]:  # every counted document must be tokenized
+            while len(written[key[0]]) < self.tokens_left and (document := next(documents, None)):
                 yield document
 
-        for split, ids in self.make(until_full(), key):
+        for split, ids in self.maker(until_full(), key):
             written[split].frombytes(ids.tobytes())
         if not chunk.counts.read:
             return
-        tokens = {split: np.frombuffer(ids, self.make.dtype) for split, ids in written.items()}
-        self.make.account(tokens, counts)
+        tokens = {split: np.frombuffer(ids, self.maker.dtype) for split, ids in written.items()}
+        self.maker.account(tokens, counts)
         chunk.counts.seconds = round(time.monotonic() - started, 3)
-        line = {"last": chunk.last, "accounts": {split: asdict(account) for split, account in counts.items()}}
+        accounts = {split: asdict(account) for split, account in counts.items()}
+        self.chunk_records[key] = record = {"last": chunk.last, "accounts": accounts}
         if len(own := tokens.pop(key[0])):
-            line["file"] = self._write(f"{named(key)}.npy", own)
-        self.lines[key], record = line, io.BytesIO()
-        self.left -= line["accounts"][key[0]]["tokens"]
-        np.savez(record, line=json.dumps(line), facts=chunk.facts, **tokens)
-        self.folder.write(f"{PROGRESS}/{named(key)}.npz", record.getvalue())
+            record["file"] = self._write(f"{named(key)}.npy", own)
+        self.tokens_left -= accounts[key[0]]["tokens"]
+        progress = io.BytesIO()
+        np.savez(progress, record=json.dumps(record), hashes=chunk.hashes, **tokens)
+        self.folder.write(f"{PROGRESS}/{named(key)}.npz", progress.getvalue())
 
     def _judged(self, key: Key, chunk: Chunk, counts, evaluated, seen) -> Iterator[tuple[str, str]]:
         """(text, split) of the wanted documents of a chunk, counted in counts {split: Accounting}."""

@@ -5,6 +5,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -15,7 +16,7 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 @dataclass
 class Accounting:
     """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
-    kept; where duplicates are kept, they count as kept, too."""
+    kept; kept duplicates count twice."""
 
     read: int = 0  # documents
     unreadable: int = 0  # not text: None, not a string, not UTF-8
@@ -132,17 +133,25 @@ def clean_documents(corpus, counts: Accounting, seen: SeenHashes | None = None) 
             yield document
 
 
+class Facts(NamedTuple):
+    """What others need to know of a chunk."""
+
+    read: int  # documents
+    last: bool  # of its unit
+    hashes: np.ndarray  # of its texts, uint64
+
+
 class Chunk:
     """The documents of one chunk: (document, hash of its text, bytes) each. Where it ends depends on its own
     text alone, before duplicates are left out, so every machine cuts the same chunks."""
 
-    def __init__(self, documents: Iterator[dict], corpus, most: int):
-        self.documents, self.corpus, self.most = documents, corpus, most
+    def __init__(self, documents: Iterator[dict], corpus, max_bytes: int):
+        self.documents, self.corpus, self.max_bytes = documents, corpus, max_bytes
         self.counts, self.hashes, self.size, self.last = Accounting(), array("Q"), 0, False
 
     def __iter__(self) -> Iterator[tuple[dict, int, int]]:
         documents = readable(self.documents, self.corpus, self.counts)
-        while self.size < self.most and not self.last:
+        while self.size < self.max_bytes and not self.last:
             if document := next(documents, None):
                 self.hashes.append(document[1])
                 self.size += document[2]
@@ -152,11 +161,6 @@ class Chunk:
     def skip_rest(self) -> None:
         for _ in self:
             pass
-
-    @property
-    def facts(self) -> np.ndarray:
-        """The number of documents read, whether they are the unit's last, and the hashes of their texts."""
-        return np.array([self.counts.read, self.last, *self.hashes], np.uint64)
 
 
 def drawn_place(text: str, seed: int) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from data.cache import build_once, cache_folder, make_once
 from data.encode import LEAST_CHARACTERS
-from data.factory import NO_LIMIT, Factory, TokenMaker
+from data.factory import NO_LIMIT, Preparation, TokenMaker
 from data.filters import Accounting, clean_documents, drawn_place, in_validation
 from data.rows import PackedRows
 from data.shards import damaged_files, finished_manifest, rows_of
@@ -33,9 +33,9 @@ class PreparedRows:
     def __init__(self, folder: Path, block_size: int, kind=PackedRows):
         manifest = finished_manifest(Folder(folder))
         self.folder, self.accounting = str(folder), manifest["accounting"]
-        most = manifest["settings"].get("most", 0) // block_size
+        max_rows = manifest["settings"].get("most", 0) // block_size
         entries = {split: entry["files"] for split, entry in manifest["splits"].items()}
-        self.splits = {split: rows_of(folder, manifest, split, files, block_size, most, kind)
+        self.splits = {split: rows_of(folder, manifest, split, files, block_size, max_rows, kind)
                        for split, files in entries.items()}
         self.train = self.splits.get("train")
 
@@ -50,10 +50,11 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
     0: all. ValueError where a split gets no row; the folder made for it is deleted."""
     others = [other for other in evaluated if other.fingerprint != corpus.fingerprint]
     held_out = (seed, validation_fraction) if validation_fraction else (0, 0.0)
-    factory = Factory(None, {split: corpus}, maker, held_out, others, max_rows * block_size or NO_LIMIT)
-    folder = cache_folder(cache_dir, maker.cache, factory.settings)
-    factory.folder = Folder(folder)
-    made = make_once(folder, partial(_is_whole, factory.folder), partial(_make, factory))
+    max_tokens = max_rows * block_size or NO_LIMIT
+    preparation = Preparation(None, {split: corpus}, maker, held_out, others, max_tokens)
+    folder = cache_folder(cache_dir, maker.cache, preparation.settings)
+    preparation.folder = Folder(folder)
+    made = make_once(folder, partial(_is_whole, preparation.folder), partial(_run, preparation))
     prepared = PreparedRows(folder, block_size, maker.kind)
     for name in [split, *["validation"] * (validation_fraction is not None)]:
         if not prepared.splits.get(name):
@@ -63,8 +64,8 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
     return prepared
 
 
-def _make(factory: Factory) -> None:
-    for split, account in factory.complete()["accounting"].items():
+def _run(preparation: Preparation) -> None:
+    for split, account in preparation.complete()["accounting"].items():
         print(f"data       {split}: {Accounting(**account).line()}", flush=True)
 
 

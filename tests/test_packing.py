@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from data import encode
 from data import text as text_rows
 from data.encode import Encoder, token_dtype, tokenize_documents
-from data.factory import Factory, TokenMaker
+from data.factory import Preparation, TokenMaker
 from data.filters import in_validation
 from data.open import Recipe, open_sources
 from data.rows import PackedRows
@@ -190,7 +190,7 @@ def test_rows_of_any_corpus_in_chunks_of_any_size_are_those_of_an_independent_pa
     corpus, rng = load_corpus(Source(str(tmp_path / "texts.jsonl"))), random.Random(seed)
     drawn = 10 ** rng.uniform(-4, -2), rng.randint(2, 300)
     for shard_mb, block_size in ((0.0005, 7), (0.004, 64), (64, 1), drawn):
-        monkeypatch.setattr(text_rows, "Factory", partial(Factory, shard_mb=shard_mb))
+        monkeypatch.setattr(text_rows, "Preparation", partial(Preparation, shard_mb=shard_mb))
         cache, fraction = tmp_path / f"{shard_mb}", rng.choice([None, 0.3])
         settings = {"block_size": block_size, "validation_fraction": fraction, "seed": seed}
         splits = {"train": [t for t in texts if not fraction or not in_validation(t, seed, fraction)],

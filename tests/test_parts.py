@@ -13,7 +13,7 @@ import datasets
 import pytest
 
 from data import prepare
-from data.factory import Factory
+from data.factory import Preparation
 from data.shards import check_shards
 from data.sources import files, installed, library
 from data.sources.corpus import Source, load_corpus
@@ -139,20 +139,20 @@ def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_
 def test_two_that_find_all_done_at_once_write_one_manifest(tmp_path, tokenizer, monkeypatch, other_first):
     """On a store without locks: the other one joins the parts just before this one does, or just after."""
     source, url = write_source(tmp_path / "source"), f"memory://bucket/{other_first}"
-    join = Factory.finish
+    join = Preparation.finish
     one = files_of(in_parts(source, tmp_path / "parts", tokenizer))
     for part in (0, 1, 2, 0):
         assert run(source, url, tokenizer, parts=PARTS, part=part) == 0
 
     def join_beside_another(*arguments):
-        monkeypatch.setattr(Factory, "finish", join)
+        monkeypatch.setattr(Preparation, "finish", join)
         made = None if other_first else join(*arguments)
         assert run(source, url, tokenizer, parts=PARTS, part=0) == 0
         return made or join(*arguments)
 
-    monkeypatch.setattr(Factory, "finish", join_beside_another)
+    monkeypatch.setattr(Preparation, "finish", join_beside_another)
     assert run(source, url, tokenizer, parts=PARTS, part=1) == 0
-    assert Factory.finish is join
+    assert Preparation.finish is join
     folder = urls.Folder(url)
     folder.fs.get(folder.root, str(tmp_path / "copy"), recursive=True)
     assert files_of(tmp_path / "copy") == one and not folder.names("progress")

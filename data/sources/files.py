@@ -145,7 +145,9 @@ def splits(source) -> Iterable[str]:
 
 
 def open_units(source) -> tuple[str, list[Callable]]:
-    """(fingerprint, units) of one split. A unit is one or more files, together at least UNIT_BYTES."""
+    """(fingerprint, units) of one split.
+
+    A unit: files of together UNIT_BYTES or more; the last may be smaller."""
     urls, units, size = split_files(source.dataset_name, say=True)[source.split], [], UNIT_BYTES
     with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead nowhere
         file_states = states(urls)
