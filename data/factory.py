@@ -246,7 +246,7 @@ class Preparation:
         """The missing chunks of a unit, to be read one after the other; documents that the caller leaves
         unread are skipped. `seen` gets the hashes of the chunks that are not missing."""
         corpus, skipped, size = self.corpora[split], 0, int(self.shard_mb * 1e6 * TEXT_PER_BYTE)
-        documents = filters.show_progress(corpus.documents(unit=unit), f"preparing {corpus.name}, {split}")
+        documents = filters.show_progress(corpus.documents(unit), f"preparing {corpus.name}, {split}")
         for number in itertools.count():
             key = split, unit, number
             facts = self.other_parts.get(key)

@@ -21,7 +21,7 @@ from data.groups import Groups, shard_groups, text_groups
 from data.pair_rows import holds_pairs, load_pairs, saved_rows
 from data.pairs import PairMaker
 from data.shards import check_shards, entries_of, fetch_tokenizer, open_shards, read_manifest
-from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus
+from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus
 from data.streams import StreamedRows
 from data.text import PreparedRows, held_out_of, prepare_rows, share_to_hold_out
 
@@ -72,7 +72,7 @@ class Text(Kind):
         self.corpus = load_corpus(source)
 
     def validation(self) -> "Text | None":
-        if self.corpus.source.split.startswith("train") and has_split(self.source, "validation"):
+        if self.corpus.source.split.startswith("train") and "validation" in self.corpus.splits:
             return Text(replace(self.source, split="validation"), self.recipe)
 
     @cached_property

@@ -29,7 +29,7 @@ from data.filters import Accounting, Facts, SeenHashes
 from data.fim import fill_in_middle
 from data.foreign import is_foreign
 from data.shards import MANIFEST, PROGRESS, finished_manifest
-from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
+from data.sources.corpus import Corpus, add_source_flags, check_numbers, load_corpus, source_of
 from data.tokenizer import load_tokenizer
 from utils.io.mistakes import user_mistakes
 from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
@@ -114,9 +114,9 @@ def prepare(args: argparse.Namespace) -> dict | None:
 def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
     """{"test", "validation", "train": Corpus}; a split other than train comes alone, as train."""
     source = source_of(args, streaming=True)
-    names = ("test", "validation") if source.split == "train" else ()
-    splits = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
-    return splits | {"train": load_corpus(source)}
+    train, names = load_corpus(source), ("test", "validation") if source.split == "train" else ()
+    others = {name: load_corpus(replace(source, split=name)) for name in names if name in train.splits}
+    return others | {"train": train}
 
 
 def earlier_manifest(preparation: Preparation, parts: int) -> dict | None:

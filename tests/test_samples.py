@@ -15,7 +15,8 @@ from data import open as opening
 from data.factory import TokenMaker
 from data.filters import drawn_place, in_validation
 from data.open import Recipe, open_sources, prepare, short_names
-from data.sources.corpus import Corpus, Source, has_split, load_corpus
+from data.sources import files
+from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus
 from data.streams import StreamedRows
 from data.text import FEW, prepare_rows, share_to_hold_out, trained_tokenizer
 from data.tokenizer import load_tokenizer
@@ -182,7 +183,6 @@ def test_parts_of_splits_are_those_of_the_datasets_library(folder, part, tmp_pat
     corpus = load_corpus(Source(f"{folder}/splits:{part}"))
     assert [document["text"] for document in corpus] == list(expected)
     assert corpus.fingerprint != load_corpus(Source(f"{folder}/splits")).fingerprint
-    assert [document["text"] for document in corpus.documents(1)] == list(expected)[1:]
     datasets.load_dataset("json", **settings).save_to_disk(tmp_path / "saved")
     saved = load_corpus(Source(f"{tmp_path}/saved:{part}"))
     assert [document["text"] for document in saved] == list(expected)
@@ -196,7 +196,7 @@ def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_
     counted = Counted(replace(corpus, readers=whole))
     corpus = replace(corpus, readers=[partial(part.func, [counted], start, stop)])
     assert len(list(corpus)) == 3 and counted.read == 6
-    assert has_split(Source(f"{folder}/splits:train[:1%]"), "validation")
+    assert "validation" in load_corpus(Source(f"{folder}/splits:train[:1%]")).splits
     with pytest.raises(ValueError, match=r"no split 'nothing\[:3\]'"):
         load_corpus(Source(f"{folder}/splits:nothing[:3]"))
     odd = tmp_path / "x.jsonl:train"
@@ -204,6 +204,15 @@ def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_
     assert len(list(load_corpus(Source(f"file://{folder}/a.jsonl:train[:2]")))) == 2
     names = (f"{folder}/splits:validation[:10]", "s3://bucket/texts:test", "user/name")
     assert short_names(names) == ["splits", "texts", "name"]
+
+
+def test_an_evaluation_set_asks_for_its_splits_once(folder, monkeypatch):
+    """Each time is several requests of the Hub."""
+    asked, splits = [], files.splits
+    monkeypatch.setattr(files, "splits", lambda source: asked.append(source) or splits(source))
+    for name, split in {"splits": "train", "splits:test": "test"}.items():
+        assert evaluation_source(Source(f"{folder}/{name}"), ()).split == split
+    assert len(asked) == 1
 
 
 def test_training_on_a_part_evaluates_on_the_sources_own_validation_split(folder):

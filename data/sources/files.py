@@ -140,8 +140,8 @@ def digest(*parts) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def splits(source) -> Iterable[str]:
-    return split_files(source.dataset_name)
+def splits(source) -> list[str]:
+    return [*split_files(source.dataset_name)]
 
 
 def open_units(source) -> tuple[str, list[Callable]]:
