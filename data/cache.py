@@ -26,9 +26,9 @@ def make_once(folder: Path, is_whole: Callable[[], bool], make: Callable[[], Non
     whole at first.
 
     A killed process frees the lock; a collective could time out. ValueError: the cache cannot be written."""
-    if is_whole():
-        return False
     try:
+        if is_whole():
+            return False
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not is_whole():

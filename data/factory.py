@@ -267,15 +267,23 @@ class Preparation:
 
     def _make_chunk(self, key: Key, chunk: Chunk, evaluated, seen) -> None:
         """Writes the file of a chunk and its record; with max_tokens little more than is left to make."""
-        counts, started = {key[0]: chunk.counts}, time.monotonic()
+        counts, started, (seed, fraction) = {key[0]: chunk.counts}, time.monotonic(), self.held_out
         written = defaultdict(partial(array, self.maker.dtype.char))  # token ids of each split
-        documents = self._judged(key, chunk, counts, evaluated, seen)
+        source, column = self.corpora[key[0]].source, self.corpora[key[0]].text_column
 
-        def until_full() -> Iterator[tuple[str, str]]:  # every counted document must be tokenized
-            while len(written[key[0]]) < self.tokens_left and (document := next(documents, None)):
-                yield document
+        def wanted() -> Iterator[tuple[str, str]]:
+            """(text, split) of the documents to tokenize: all that are counted."""
+            for document, number, size in chunk:
+                if is_wanted(number, size, chunk.counts, seen, evaluated, source.keep_duplicates):
+                    text, split = document[column], key[0]
+                    if split == "train" and fraction and in_validation(text, seed, fraction):
+                        split = "validation"
+                        chunk.counts.hold_out(counts.setdefault(split, Accounting()), size)
+                    yield text, split
+                    if len(written[key[0]]) >= self.tokens_left:
+                        return
 
-        for split, ids in self.maker(until_full(), key):
+        for split, ids in self.maker(wanted(), key):
             written[split].frombytes(ids.tobytes())
         if not chunk.counts.read:
             return
@@ -284,20 +292,9 @@ class Preparation:
         chunk.counts.seconds = round(time.monotonic() - started, 3)
         accounts = {split: asdict(account) for split, account in counts.items()}
         self.chunk_records[key] = record = {"last": chunk.last, "accounts": accounts}
-        if len(own := tokens.pop(key[0])):
+        if len(own := tokens.pop(key[0], ())):
             record["file"] = self._write(f"{named(key)}.npy", own)
         self.tokens_left -= accounts[key[0]]["tokens"]
         progress = io.BytesIO()
         np.savez(progress, record=json.dumps(record), hashes=chunk.hashes, **tokens)
         self.folder.write(f"{PROGRESS}/{named(key)}.npz", progress.getvalue())
-
-    def _judged(self, key: Key, chunk: Chunk, counts, evaluated, seen) -> Iterator[tuple[str, str]]:
-        """(text, split) of the wanted documents of a chunk, counted in counts {split: Accounting}."""
-        corpus, (seed, fraction) = self.corpora[key[0]], self.held_out
-        for document, number, size in chunk:
-            if is_wanted(number, size, chunk.counts, seen, evaluated, corpus.source.keep_duplicates):
-                text, split = document[corpus.text_column], key[0]
-                if split == "train" and fraction and in_validation(text, seed, fraction):
-                    split = "validation"
-                    chunk.counts.hold_out(counts.setdefault(split, Accounting()), size)
-                yield text, split

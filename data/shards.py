@@ -55,6 +55,12 @@ def damaged_files(folder: Folder, manifest: dict, checksums: bool = True) -> lis
     return damaged
 
 
+def is_whole(folder: Folder) -> bool:
+    """Whether it has a manifest, and every file in its size."""
+    manifest = finished_manifest(folder)
+    return manifest is not None and not damaged_files(folder, manifest, checksums=False)
+
+
 def finished_manifest(folder: Folder) -> dict | None:
     """The manifest, or None where there is none, or none that can be read."""
     with contextlib.suppress(FileNotFoundError, ValueError):

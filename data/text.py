@@ -15,7 +15,7 @@ from data.encode import LEAST_CHARACTERS
 from data.factory import NO_LIMIT, Preparation, TokenMaker
 from data.filters import Accounting, clean_documents, drawn_place, in_validation
 from data.rows import PackedRows
-from data.shards import damaged_files, finished_manifest, rows_of
+from data.shards import finished_manifest, is_whole, rows_of
 from data.sources.corpus import Corpus
 from data.sources.files import digest
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sampled, train_tokenizer
@@ -54,7 +54,7 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
     preparation = Preparation(None, {split: corpus}, maker, held_out, others, max_tokens)
     folder = cache_folder(cache_dir, maker.cache, preparation.settings)
     preparation.folder = Folder(folder)
-    made = make_once(folder, partial(_is_whole, preparation.folder), partial(_run, preparation))
+    made = make_once(folder, partial(is_whole, preparation.folder), partial(_run, preparation))
     prepared = PreparedRows(folder, block_size, maker.kind)
     for name in [split, *["validation"] * (validation_fraction is not None)]:
         if not prepared.splits.get(name):
@@ -67,15 +67,6 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
 def _run(preparation: Preparation) -> None:
     for split, account in preparation.complete()["accounting"].items():
         print(f"data       {split}: {Accounting(**account).line()}", flush=True)
-
-
-def _is_whole(folder: Folder) -> bool:
-    """Whether a folder of shards has every file in its size."""
-    try:
-        manifest = finished_manifest(folder)
-        return manifest is not None and not damaged_files(folder, manifest, checksums=False)
-    except OSError:
-        return False
 
 
 def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_size: int, fraction) -> str:
