@@ -256,7 +256,8 @@ class Preparation:
                 self.tokens_left -= account["tokens"]
             if facts:
                 skipped, last = skipped + facts.read, facts.last
-                seen.update(facts.hashes.tolist())
+                for number in facts.hashes.tolist():
+                    seen.add(number)
             else:
                 chunk = Chunk(itertools.islice(documents, skipped, None), corpus, size)
                 yield key, chunk
