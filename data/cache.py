@@ -22,10 +22,10 @@ def cache_folder(cache_dir, kind: str, settings) -> Path:
 
 
 def make_once(folder: Path, is_whole: Callable[[], bool], make: Callable[[], None]) -> bool:
-    """Unless the folder is whole, one process calls make() while others wait. Returns whether it was not
-    whole at first.
+    """Unless the folder is whole, one process calls make() while others wait. A killed process frees
+    the lock; a collective could time out. Returns whether it was not whole at first.
 
-    A killed process frees the lock; a collective could time out. ValueError: the cache cannot be written."""
+    ValueError: the cache cannot be written."""
     try:
         if is_whole():
             return False

@@ -98,7 +98,7 @@ class Preparation:
     maker: TokenMaker
     held_out: tuple[int, float] = (0, 0.0)  # seed, and the fraction of training documents for validation
     evaluated: Iterable[Corpus] = ()  # their documents are not trained on
-    max_tokens: float = NO_LIMIT  # stop after so many tokens; for a single corpus
+    max_tokens: int = 0  # stop after so many tokens, 0: never; for a single corpus
     shard_mb: float = SHARD_MB
     other_parts: dict[Key, Facts] = field(default_factory=dict)  # the chunks that other parts make
     chunk_records: dict[Key, dict] = field(default_factory=dict)  # finished chunks, as in the manifest
@@ -116,10 +116,9 @@ class Preparation:
             "content": {split: own.fingerprint for split, own in self.corpora.items()},
             "validation_fraction": fraction, "seed": seed, "format": FORMAT, "shard_mb": self.shard_mb,
         }  # fmt: skip
-        if self.evaluated:
-            settings["evaluated"] = [[other.fingerprint, other.keywords] for other in self.evaluated]
-        if self.max_tokens < NO_LIMIT:
-            settings["most"] = self.max_tokens
+        evaluated = [[other.fingerprint, other.keywords] for other in self.evaluated]
+        settings |= {"evaluated": evaluated} if evaluated else {}
+        settings |= {"most": self.max_tokens} if self.max_tokens else {}
         return settings | self.maker.settings
 
     # ---- The folder
@@ -228,7 +227,7 @@ class Preparation:
 
     def run(self) -> None:
         """Makes every chunk that is missing."""
-        evaluated, seen, self.tokens_left = (), SeenHashes(), self.max_tokens
+        evaluated, seen, self.tokens_left = (), SeenHashes(), self.max_tokens or NO_LIMIT
         for split, corpus in self.corpora.items():
             if split == "train":
                 evaluated, seen = seen, SeenHashes()

@@ -47,15 +47,15 @@ class Accounting:
         words = [f"{self.kept:,} of {self.read:,} documents"]
         left_out = "unreadable", "empty", "filtered", "duplicate", "evaluated", "validation"
         words += [f"{value:,} {name}" for name in left_out if (value := getattr(self, name))]
-        words.append(f"{self.tokens:,} tokens")
+        words += [f"{self.tokens:,} tokens"] if self.tokens else []
         words += [f"{self.tokens_dropped:,} of them dropped"] if self.tokens_dropped else []
         words += [f"{self.tokens / self.seconds:,.0f} tokens/s"] if self.tokens and self.seconds else []
         return ", ".join(words)
 
 
 class SeenHashes:
-    """A set of 64-bit numbers in sorted arrays, by their first 16 bits. Each of ten million takes 12 bytes, of
-    more it is fewer; a Python set takes about 80.
+    """A set of 64-bit numbers in sorted arrays, by their first 16 bits. Of ten million each takes 12 bytes, in
+    a Python set about 80.
 
     At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
 

@@ -78,9 +78,8 @@ class Text(Kind):
     @cached_property
     def fraction(self) -> float:
         """The share of the documents to hold out: validation_fraction, or more where documents are few."""
-        recipe = self.recipe
+        recipe, share = self.recipe, self.recipe.validation_fraction
         of_row = recipe.row_size, recipe.max_train_samples, 1 + recipe.next_sentence
-        share = recipe.validation_fraction
         return share if recipe.streaming else share_to_hold_out(self.corpus, recipe.seed, share, *of_row)
 
     def held_out(self) -> Corpus:

@@ -49,9 +49,6 @@ def split_sentences(text: str) -> list[str]:
     return [joined for joined in (" ".join(sentence.split()) for sentence in sentences) if joined]
 
 
-Labelled = tuple[np.ndarray, np.ndarray, int]  # A, B, label
-
-
 class SentencePair(NamedTuple):
     """A and the B that follows it, arrays of token ids."""
 
@@ -74,18 +71,18 @@ class PairBuilder:
         self.documents = self.dropped = 0  # dropped: tokens that were cut off or in single sentences
         self.waiting: list[SentencePair] = []
 
-    def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[Labelled]:
+    def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple]:
         pairs = self.waiting + [pair for document in documents for pair in self.cut(document)]
         self.random.shuffle(pairs)
         pairs.sort(key=lambda pair: (pair.ending, len(pair.b)))
         return self.couples(pairs, lambda one, other: one.document != other.document)
 
-    def rest(self) -> Iterator[Labelled]:
+    def rest(self) -> Iterator[tuple]:
         """At the end: couples pairs of one document that do not touch. What is left is dropped."""
         yield from self.couples(self.waiting, lambda one, other: abs(one.number - other.number) > 1)
         self.dropped += sum(len(pair.a) + len(pair.b) for pair in self.waiting)
 
-    def couples(self, pairs: list[SentencePair], may_be: Callable) -> Iterator[Labelled]:
+    def couples(self, pairs: list[SentencePair], may_be: Callable) -> Iterator[tuple]:
         """The pairs two by two: their As with their own Bs, or with each other's. The others wait."""
         self.waiting = []
         for pair in pairs:

@@ -50,8 +50,7 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
     0: all. ValueError where a split gets no row; the folder made for it is deleted."""
     others = [other for other in evaluated if other.fingerprint != corpus.fingerprint]
     held_out = (seed, validation_fraction) if validation_fraction else (0, 0.0)
-    max_tokens = max_rows * block_size or NO_LIMIT
-    preparation = Preparation(None, {split: corpus}, maker, held_out, others, max_tokens)
+    preparation = Preparation(None, {split: corpus}, maker, held_out, others, max_rows * block_size)
     folder = cache_folder(cache_dir, maker.cache, preparation.settings)
     preparation.folder = Folder(folder)
     made = make_once(folder, partial(is_whole, preparation.folder), partial(_run, preparation))

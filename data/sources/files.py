@@ -145,9 +145,7 @@ def splits(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list[Callable]]:
-    """(fingerprint, units) of one split.
-
-    A unit: files of together UNIT_BYTES or more; the last may be smaller."""
+    """(fingerprint, units) of one split: files of together UNIT_BYTES or more; the last may be smaller."""
     urls, units, size = split_files(source.dataset_name, say=True)[source.split], [], UNIT_BYTES
     with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead nowhere
         file_states = states(urls)
