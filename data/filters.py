@@ -54,8 +54,8 @@ class Accounting:
 
 
 class SeenHashes:
-    """A set of 64-bit numbers in sorted arrays, by their first 16 bits. Of ten million each takes 12 bytes, in
-    a Python set about 80.
+    """A set of 64-bit numbers in sorted arrays, by their first 16 bits. One of ten million takes 12
+    bytes, in a Python set about 80.
 
     At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
 

@@ -83,7 +83,7 @@ def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_siz
     elif fraction is not None and train.kept + train.validation == 1:
         remedy = "one document cannot be split: name validation data, or cut it into several files"
     elif split == "validation" and fraction is not None:
-        remedy = f"raise validation_fraction ({fraction}), lower block_size or name validation data"
+        remedy = f"raise validation_fraction ({fraction:.3g}), lower block_size or name validation data"
     return f"block_size {block_size}: {documents}, {account.tokens:,} tokens, not one whole row; {remedy}"
 
 

@@ -65,7 +65,7 @@ class Corpus:
         return sorted(set(self.source.keywords))
 
     def documents(self, unit: int | None = None) -> Iterator[dict]:
-        """Each document's columns, of all units or one. After a passing failure the source is opened again."""
+        """The columns of each document, of all units or one. A source that fails for a while is reopened."""
         readers = self.readers if unit is None else [self.readers[unit]]
         return retried(partial(_rows, readers), f"reading {self.name}")
 
