@@ -22,12 +22,13 @@ def cache_folder(cache_dir, kind: str, settings) -> Path:
 
 
 def make_once(folder: Path, is_whole: Callable[[], bool], make: Callable[[], None]) -> bool:
-    """Unless the folder is whole, one process calls make() while others wait. Returns False if it was whole.
+    """Unless the folder is whole, one process calls make() while others wait. A killed process frees
+    the lock; a collective could time out. Returns whether it was not whole at first.
 
-    The lock ends with its process; a collective could time out. ValueError: the cache cannot be written."""
-    if is_whole():
-        return False
+    ValueError: the cache cannot be written."""
     try:
+        if is_whole():
+            return False
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not is_whole():

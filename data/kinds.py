@@ -8,23 +8,22 @@ kind is one more class, in KINDS.
 """
 
 import copy
-import itertools
 import os
 from collections.abc import Collection, Iterable
 from dataclasses import replace
+from functools import cached_property
 
 from data.encode import Encoder, id_count, token_dtype
 from data.factory import TokenMaker
-from data.filters import Accounting, clean_documents
 from data.fim import fill_in_middle
 from data.foreign import ForeignRows, is_foreign
 from data.groups import Groups, shard_groups, text_groups
 from data.pair_rows import holds_pairs, load_pairs, saved_rows
 from data.pairs import PairMaker
 from data.shards import check_shards, entries_of, fetch_tokenizer, open_shards, read_manifest
-from data.sources.corpus import Corpus, Source, evaluation_source, has_split, load_corpus
+from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus
 from data.streams import StreamedRows
-from data.text import FEW, PreparedRows, held_out_of, prepare_rows
+from data.text import PreparedRows, held_out_of, prepare_rows, share_to_hold_out
 
 TEXT_GROUP, SHARD_GROUP = 1 << 13, 1 << 16  # rows of a stream that are shuffled together
 
@@ -70,17 +69,20 @@ class Text(Kind):
 
     def __init__(self, source: Source, recipe):
         super().__init__(source, recipe)
-        self.corpus, self.fraction = load_corpus(source), recipe.validation_fraction
+        self.corpus = load_corpus(source)
 
     def validation(self) -> "Text | None":
-        if self.corpus.source.split.startswith("train") and has_split(self.source, "validation"):
+        if self.corpus.source.split.startswith("train") and "validation" in self.corpus.splits:
             return Text(replace(self.source, split="validation"), self.recipe)
 
-    def held_out(self, tokenizer) -> Corpus:
-        """The held-out documents. Where documents are few, `fraction` first rises until they fill a row."""
-        documents = clean_documents(self.corpus, Accounting())
-        if not self.recipe.streaming and sum(1 for _ in itertools.islice(documents, FEW)) < FEW:
-            self.fraction = self.prepared(self.corpus, tokenizer, validation_fraction=self.fraction).share
+    @cached_property
+    def fraction(self) -> float:
+        """The share of the documents to hold out: validation_fraction, or more where documents are few."""
+        recipe, share = self.recipe, self.recipe.validation_fraction
+        of_row = recipe.row_size, recipe.max_train_samples, 1 + recipe.next_sentence
+        return share if recipe.streaming else share_to_hold_out(self.corpus, recipe.seed, share, *of_row)
+
+    def held_out(self) -> Corpus:
         return held_out_of(self.corpus, self.recipe.seed, self.fraction)
 
     def training(self, tokenizer, accelerator, hold_out: bool, evaluated: list[Corpus]) -> dict:

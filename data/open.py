@@ -223,7 +223,7 @@ def prepare(sources: Sources, accelerator) -> Data:
         evals |= _named_sets(name, kind.evaluation(tokenizer))
     evaluated = [kind.corpus for kind in sources.evals.values() if kind.corpus]
     hold_out = [name for name in sources.train if not recipe.eval_dataset_name and name not in sources.evals]
-    held_out = {name: sources.train[name].held_out(tokenizer) for name in hold_out if len(sources.train) > 1}
+    held_out = {name: sources.train[name].held_out() for name in hold_out if len(sources.train) > 1}
     for name, kind in sources.train.items():
         # The usual fraction holds out the same texts in every data set. What others hold out matters only
         # where this one holds out nothing, or where another's fraction has risen.

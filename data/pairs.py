@@ -6,8 +6,8 @@
 A and B are consecutive whole sentences that fill the row, as in BERT's own preparation. In half of the rows B
 follows A in its document (label 0, as in transformers' BertForPreTraining); in the other half it comes from
 another document (label 1). Only the meaning can tell the two apart:
-* documents are cut into chunks A B before labels are drawn; what does not fit goes on to the next chunk;
-* two chunks of different documents whose Bs end alike become a couple; the longer B is cut to the shorter;
+* documents are cut into pairs A B before labels are drawn; what does not fit goes on to the next pair;
+* two pairs of different documents whose Bs end alike become a couple; the longer B is cut to the shorter;
 * of every two couples one, chosen by a coin, swaps its Bs, so that both labels have Bs of the same lengths.
 """
 
@@ -25,7 +25,7 @@ from data.factory import Key, TokenMaker
 from data.filters import Accounting
 from data.pair_rows import PairRows
 
-BLOCK = 1 << 23  # characters of text whose chunks are coupled at a time
+BLOCK = 1 << 23  # characters of text whose pairs are coupled at a time
 
 # A sentence ends at . ! or ? and closing quotes or brackets, before a space and what can open a sentence, but
 # not after an initial ("H. Smith") or these abbreviations. WikiText writes a space before a closing quote.
@@ -49,7 +49,7 @@ def split_sentences(text: str) -> list[str]:
     return [joined for joined in (" ".join(sentence.split()) for sentence in sentences) if joined]
 
 
-class Chunk(NamedTuple):
+class SentencePair(NamedTuple):
     """A and the B that follows it, arrays of token ids."""
 
     a: np.ndarray
@@ -61,42 +61,42 @@ class Chunk(NamedTuple):
 
 class PairBuilder:
     """Turns documents (lists of sentences, each an array of token ids) into (A, B, label), couple after
-    couple. Chunks that find no partner wait for the documents of the next call."""
+    couple. Pairs that find no partner wait for the documents of the next call."""
 
     def __init__(self, room: int, seed: int | str):
         self.room, self.tokens = room, 0  # tokens of A and B together; of all sentences, for the caller
         self.random = random.Random(seed)
-        # A coin labels the first of two couples; the second gets the other label, so both have alike Bs.
+        # Of every two couples a coin labels one 0, the other 1: both labels get like Bs.
         self.labels = (label for _ in itertools.count() for label in self.random.sample((0, 1), 2))
         self.documents = self.dropped = 0  # dropped: tokens that were cut off or in single sentences
-        self.waiting: list[Chunk] = []
+        self.waiting: list[SentencePair] = []
 
-    def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        chunks = self.waiting + [chunk for document in documents for chunk in self.chunks(document)]
-        self.random.shuffle(chunks)
-        chunks.sort(key=lambda chunk: (chunk.ending, len(chunk.b)))
-        return self.couples(chunks, lambda one, other: one.document != other.document)
+    def pairs(self, documents: list[list[np.ndarray]]) -> Iterator[tuple]:
+        pairs = self.waiting + [pair for document in documents for pair in self.cut(document)]
+        self.random.shuffle(pairs)
+        pairs.sort(key=lambda pair: (pair.ending, len(pair.b)))
+        return self.couples(pairs, lambda one, other: one.document != other.document)
 
-    def rest(self) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """At the end: couples chunks of one document that do not touch. What is left is dropped."""
+    def rest(self) -> Iterator[tuple]:
+        """At the end: couples pairs of one document that do not touch. What is left is dropped."""
         yield from self.couples(self.waiting, lambda one, other: abs(one.number - other.number) > 1)
-        self.dropped += sum(len(chunk.a) + len(chunk.b) for chunk in self.waiting)
+        self.dropped += sum(len(pair.a) + len(pair.b) for pair in self.waiting)
 
-    def couples(self, chunks: list[Chunk], may_be: Callable) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-        """The chunks two by two: their As with their own Bs, or with each other's. The others wait."""
+    def couples(self, pairs: list[SentencePair], may_be: Callable) -> Iterator[tuple]:
+        """The pairs two by two: their As with their own Bs, or with each other's. The others wait."""
         self.waiting = []
-        for chunk in chunks:
-            if not self.waiting or not may_be(self.waiting[-1], chunk):
-                self.waiting.append(chunk)
+        for pair in pairs:
+            if not self.waiting or not may_be(self.waiting[-1], pair):
+                self.waiting.append(pair)
                 continue
             other, label = self.waiting.pop(), next(self.labels)
-            end = min(len(chunk.b), len(other.b))
-            self.dropped += len(chunk.b) + len(other.b) - 2 * end
-            yield other.a, (chunk if label else other).b[:end], label
-            yield chunk.a, (other if label else chunk).b[:end], label
+            end = min(len(pair.b), len(other.b))
+            self.dropped += len(pair.b) + len(other.b) - 2 * end
+            yield other.a, (pair if label else other).b[:end], label
+            yield pair.a, (other if label else pair).b[:end], label
 
-    def chunks(self, document: list[np.ndarray]) -> Iterator[Chunk]:
-        """The chunks of a document, which do not depend on labels."""
+    def cut(self, document: list[np.ndarray]) -> Iterator[SentencePair]:
+        """The pairs of a document, which do not depend on labels."""
         sentences, start, numbers = list(document), 0, itertools.count()
         self.documents += 1
         while start < len(sentences):
@@ -120,7 +120,8 @@ class PairBuilder:
             else:
                 self.dropped += len(rest)
             ending = 0 if len(rest) else 1 + (end == len(sentences))
-            yield Chunk(a[len(a) - keep :], b[: self.room - keep], ending, self.documents, next(numbers))
+            a, b = a[len(a) - keep :], b[: self.room - keep]
+            yield SentencePair(a, b, ending, self.documents, next(numbers))
             start = end
 
 
@@ -164,8 +165,8 @@ class PairMaker(TokenMaker):
         return documents
 
     def rows(self, pairs: Iterable[tuple]) -> np.ndarray:
-        cls, sep, pad = self.special
         """(A, B, label) of each pair -> the rows, one after the other [n x (T + 3)]."""
+        cls, sep, pad = self.special
         rows = [np.empty(0, self.dtype)]
         for a, b, label in pairs:
             ids = [cls, *a, sep, *b, sep]

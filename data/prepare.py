@@ -2,7 +2,7 @@
 
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
 
-Memory grows only by the hashes that find exact duplicates: 10 to 20 bytes per kept document. After a kill the
+Memory grows only by the hashes that find exact duplicates: about 12 bytes per document. After a kill the
 same command resumes, to the same bytes. In a finished folder it makes lost and damaged files again.
 
 On many machines, --parts 64 --part 7 makes every 64th unit of the source (usually a file) or, where it has
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,17 +24,18 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from data.factory import SHARD_MB, Factory, TokenMaker, key_of, named
-from data.filters import Accounting, SeenHashes
+from data.factory import SHARD_MB, Preparation, TokenMaker, key_of, named
+from data.filters import Accounting, Facts, SeenHashes
 from data.fim import fill_in_middle
 from data.foreign import is_foreign
 from data.shards import MANIFEST, PROGRESS, finished_manifest
-from data.sources.corpus import Corpus, add_source_flags, check_numbers, has_split, load_corpus, source_of
+from data.sources.corpus import Corpus, add_source_flags, check_numbers, load_corpus, source_of
 from data.tokenizer import load_tokenizer
 from utils.io.mistakes import user_mistakes
 from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
 from utils.io.urls import Folder, explained
 
+OWN = rf"{PROGRESS}|tokenizer|{MANIFEST}|[a-z]+-[\d-]+\.npy|README\.md|\.gitattributes"  # names in the folder
 HASHES, MADE = PROGRESS + "/hashes-{:05d}.npz", PROGRESS + "/part-{:05d}.json"  # written by a part
 
 
@@ -81,19 +83,19 @@ def prepare(args: argparse.Namespace) -> dict | None:
     maker = TokenMaker(tokenizer, fill_in_middle(args.fim_rate, args.seed, tokenizer))
     corpora = with_retries(partial(open_text, args), f"opening {args.dataset_name}", FIRST_CONTACT)
     held_out = args.seed, 0.0 if "validation" in corpora else args.validation_fraction
-    factory = Factory(folder, corpora, maker, held_out, shard_mb=args.shard_mb)
-    finished = earlier_manifest(factory, args.parts)
+    preparation = Preparation(folder, corpora, maker, held_out, shard_mb=args.shard_mb)
+    finished = earlier_manifest(preparation, args.parts)
     in_parts = args.parts > 1 and not finished
     with only_run(folder, "lock", wait=-1 if finished or in_parts else 0):
         if not finished:
             with explained(folder.url, "written"):
                 folder.make(FIRST_CONTACT)
-                settings = json.dumps(factory.settings | {"parts": args.parts}, indent=1)
+                settings = json.dumps(preparation.settings | {"parts": args.parts}, indent=1)
                 folder.write(f"{PROGRESS}/settings.json", settings.encode(), FIRST_CONTACT)
-        manifest = None if in_parts else factory.complete()
+        manifest = None if in_parts else preparation.complete()
     if in_parts:
         with only_run(folder, f"lock-{args.part}", wait=0):
-            manifest = prepare_part(factory, args.part, args.parts)
+            manifest = prepare_part(preparation, args.part, args.parts)
     if manifest is None:
         return None
     folder.remove(PROGRESS)
@@ -106,23 +108,21 @@ def prepare(args: argparse.Namespace) -> dict | None:
                          f"or take more text: {counts.line()}.")
     for split, account in manifest["accounting"].items():
         print(f"{folder.url}, {split}: {Accounting(**account).line()}")
-    if finished == manifest:
-        print(f"{folder.url} is finished: nothing to do")
     return manifest
 
 
 def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
     """{"test", "validation", "train": Corpus}; a split other than train comes alone, as train."""
     source = source_of(args, streaming=True)
-    names = ("test", "validation") if source.split == "train" else ()
-    splits = {name: load_corpus(replace(source, split=name)) for name in names if has_split(source, name)}
-    return splits | {"train": load_corpus(source)}
+    train, names = load_corpus(source), ("test", "validation") if source.split == "train" else ()
+    others = {name: load_corpus(replace(source, split=name)) for name in names if name in train.splits}
+    return others | {"train": train}
 
 
-def earlier_manifest(factory: Factory, parts: int) -> dict | None:
+def earlier_manifest(preparation: Preparation, parts: int) -> dict | None:
     """The manifest of a finished preparation; None if it must begin or resume. ValueError where the folder
     holds something else, or a preparation with other settings."""
-    folder, settings = factory.folder, factory.settings
+    folder, settings = preparation.folder, preparation.settings
     with explained(folder.url, "read"):
         names = folder.names(retries=FIRST_CONTACT)
     manifest = finished_manifest(folder) if MANIFEST in names else None
@@ -131,7 +131,7 @@ def earlier_manifest(factory: Factory, parts: int) -> dict | None:
     elif PROGRESS in names and "settings.json" in folder.names(PROGRESS):
         old = json.loads(folder.read(f"{PROGRESS}/settings.json"))
         settings |= {"parts": parts}
-    elif set(names) - {PROGRESS, "README.md", ".gitattributes"}:
+    elif not all(re.fullmatch(OWN, name) for name in names):
         raise ValueError(f"output_dir: {folder.url} is not empty and holds no shards. Name a new folder.")
     else:
         return None
@@ -159,23 +159,23 @@ def only_run(folder: Folder, name: str, wait: float):
 # ---- In parts
 
 
-def prepare_part(factory: Factory, part: int, parts: int) -> dict | None:
+def prepare_part(preparation: Preparation, part: int, parts: int) -> dict | None:
     """Does what one part can do now. Returns the manifest once all parts are done."""
-    folder = factory.folder
+    folder = preparation.folder
     for state, kind, work in ("read", HASHES, read_hashes), ("made", MADE, make_chunks):
         if part in lacking(folder, kind, parts):
-            content = work(factory, part, parts)
-            earlier_manifest(factory, parts)  # ValueError: another part has begun with other settings
+            content = work(preparation, part, parts)
+            earlier_manifest(preparation, parts)  # ValueError: another part has begun with other settings
             folder.write(kind.format(part), content)
-        if left := lacking(folder, kind, parts):
-            if not (manifest := earlier_manifest(factory, parts)):
-                print(f"part {part} is {state}. Run the same command again when these are:", *left)
+        if others := lacking(folder, kind, parts):
+            if not (manifest := earlier_manifest(preparation, parts)):
+                print(f"part {part} is {state}. Run the same command again when these are:", *others)
             return manifest
     with contextlib.suppress(FileNotFoundError), only_run(folder, "lock", wait=-1):
-        if not earlier_manifest(factory, parts):
-            factory.resume()
-            return factory.finish()
-    return earlier_manifest(factory, parts)  # another part has just written it
+        if not earlier_manifest(preparation, parts):
+            preparation.resume()
+            return preparation.finish()
+    return earlier_manifest(preparation, parts)  # another part has just written it
 
 
 def lacking(folder: Folder, kind: str, parts: int) -> list[int]:
@@ -184,35 +184,36 @@ def lacking(folder: Folder, kind: str, parts: int) -> list[int]:
     return [part for part in range(parts) if kind.format(part).split("/")[1] not in names]
 
 
-def read_hashes(factory: Factory, part: int, parts: int) -> bytes:
-    """The file HASHES: Chunk.facts of each chunk of the part."""
+def read_hashes(preparation: Preparation, part: int, parts: int) -> bytes:
+    """The file HASHES: of each chunk of the part an array of its Facts."""
     facts, data = {}, io.BytesIO()
-    for split, corpus in factory.corpora.items():
+    for split, corpus in preparation.corpora.items():
         units = len(corpus.readers)
         for unit in range(part, units, parts) if units >= parts else range(units):
-            for key, chunk in factory.chunks(split, unit, SeenHashes()):
+            for key, chunk in preparation.chunks(split, unit, SeenHashes()):
                 chunk.skip_rest()
                 if units >= parts or (unit + key[2]) % parts == part:
-                    facts[named(key)] = chunk.facts
+                    facts[named(key)] = np.array([chunk.counts.read, chunk.last, *chunk.hashes], np.uint64)
     np.savez(data, **facts)
     return data.getvalue()
 
 
-def make_chunks(factory: Factory, part: int, parts: int) -> bytes:
+def make_chunks(preparation: Preparation, part: int, parts: int) -> bytes:
     """Makes the chunks of the part; of other parts' hashes it keeps only those of its own documents. Returns
     the content of MADE."""
 
-    def facts_of(part: int) -> dict[str, np.ndarray]:
-        with np.load(io.BytesIO(factory.folder.read(HASHES.format(part)))) as facts:
-            return dict(facts)
+    def facts_of(part: int) -> dict[str, Facts]:
+        with np.load(io.BytesIO(preparation.folder.read(HASHES.format(part)))) as arrays:
+            return {name: Facts(int(array[0]), bool(array[1]), array[2:]) for name, array in arrays.items()}
 
-    hashes = [facts[2:] for facts in facts_of(part).values()]
+    hashes = [facts.hashes for facts in facts_of(part).values()]
     own = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes]))
     for other in set(range(parts)) - {part}:
         for name, facts in facts_of(other).items():
-            factory.elsewhere[key_of(name)] = np.append(facts[:2], np.intersect1d(facts[2:], own))
-    factory.resume()
-    factory.run()
+            shared = np.intersect1d(facts.hashes, own)
+            preparation.other_parts[key_of(name)] = facts._replace(hashes=shared)
+    preparation.resume()
+    preparation.run()
     return b"{}"
 
 

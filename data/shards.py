@@ -10,7 +10,6 @@
 import contextlib
 import glob
 import hashlib
-import io
 import json
 import os
 from pathlib import Path
@@ -27,16 +26,6 @@ from utils.io.urls import Folder, explained
 
 MANIFEST, PROGRESS = "manifest.json", "progress"
 FORMAT = "tokens-1"
-
-
-def write_tokens(folder: Folder, name: str, ids: np.ndarray) -> dict:
-    """Writes token ids [n] as .npy. Returns the file's entry in the manifest."""
-    data = io.BytesIO()
-    np.save(data, ids)
-    content = data.getvalue()
-    folder.write(name, content)
-    digest = hashlib.sha256(content).hexdigest()
-    return {"file": name, "tokens": len(ids), "size": len(content), "sha256": digest}
 
 
 def read_file(folder: Folder, entry: dict) -> bytes:
@@ -64,6 +53,12 @@ def damaged_files(folder: Folder, manifest: dict, checksums: bool = True) -> lis
             whole = False
         damaged += [] if whole else [entry["file"]]
     return damaged
+
+
+def is_whole(folder: Folder) -> bool:
+    """Whether it has a manifest, and every file in its size."""
+    manifest = finished_manifest(folder)
+    return manifest is not None and not damaged_files(folder, manifest, checksums=False)
 
 
 def finished_manifest(folder: Folder) -> dict | None:

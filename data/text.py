@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from data.cache import build_once, cache_folder, make_once
-from data.encode import tokenize_documents
-from data.factory import NO_LIMIT, Factory, TokenMaker
+from data.encode import LEAST_CHARACTERS
+from data.factory import NO_LIMIT, Preparation, TokenMaker
 from data.filters import Accounting, clean_documents, drawn_place, in_validation
 from data.rows import PackedRows
-from data.shards import damaged_files, finished_manifest, rows_of
+from data.shards import finished_manifest, is_whole, rows_of
 from data.sources.corpus import Corpus
 from data.sources.files import digest
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sampled, train_tokenizer
@@ -23,19 +23,19 @@ from utils.io.urls import Folder, explained
 
 TOKENIZER_FORMAT = 4  # part of every tokenizer's cache key: raise it when training gives another tokenizer
 FEW = 2000  # documents: a source with fewer may hold out more than validation_fraction
+CHARACTERS = 8  # of text per token, more than usual: so much is held out for a row
 
 
 class PreparedRows:
     """The rows of a folder of shards in the cache. splits: {"train": rows of the class `kind`, ...};
-    accounting: each split's Accounting as a dictionary; share: the fraction of the documents held out."""
+    accounting: each split's Accounting as a dictionary."""
 
     def __init__(self, folder: Path, block_size: int, kind=PackedRows):
         manifest = finished_manifest(Folder(folder))
         self.folder, self.accounting = str(folder), manifest["accounting"]
-        self.share = manifest["settings"].get("validation_fraction", 0.0)
-        most = manifest["settings"].get("most", 0) // block_size
+        max_rows = manifest["settings"].get("most", 0) // block_size
         entries = {split: entry["files"] for split, entry in manifest["splits"].items()}
-        self.splits = {split: rows_of(folder, manifest, split, files, block_size, most, kind)
+        self.splits = {split: rows_of(folder, manifest, split, files, block_size, max_rows, kind)
                        for split, files in entries.items()}
         self.train = self.splits.get("train")
 
@@ -45,61 +45,27 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
                  cache_dir="cache") -> PreparedRows:
     """The rows of a corpus, made by one process and kept in the cache.
 
-    split: what the documents are for. validation_fraction: the share of them to hold out (None: nothing);
-    where that gives no row and documents are few, as many more as fill one, at most half. evaluated: corpora
-    whose documents are not trained on. max_rows: take the first rows and read little more; 0: all.
-    ValueError where a split gets no row; the folders made for it are deleted."""
+    split: what the documents are for. validation_fraction: the share of them to hold out; None: nothing.
+    evaluated: corpora whose documents are not trained on. max_rows: take the first rows and read little more;
+    0: all. ValueError where a split gets no row; the folder made for it is deleted."""
     others = [other for other in evaluated if other.fingerprint != corpus.fingerprint]
-    share, new_folders = validation_fraction or 0.0, []
-    while True:
-        held_out = (seed, share) if share else (0, 0.0)
-        factory = Factory(None, {split: corpus}, maker, held_out, others, max_rows * block_size or NO_LIMIT)
-        folder = cache_folder(cache_dir, maker.cache, factory.settings)
-        factory.folder = Folder(folder)
-        if make_once(folder, partial(_is_whole, factory.folder), partial(_make, factory)):
-            new_folders.append(folder)
-        prepared = PreparedRows(folder, block_size, maker.kind)
-        account = Accounting(**prepared.accounting.get(split, {}))
-        documents = account.kept + account.validation
-        lacking = share and prepared.train and not prepared.splits.get("validation") and documents < FEW
-        few = itertools.islice(clean_documents(corpus, Accounting()), max(documents, 2) if lacking else 0)
-        texts = [document[corpus.text_column] for document in few]
-        if not (raised := _raised(share, texts, maker, block_size, seed)):
-            break
-        share, number = raised
-        print(f"validation_fraction {validation_fraction} of {len(texts)} documents gives no row of "
-              f"{block_size} tokens: holding out {number} of them", flush=True)
+    held_out = (seed, validation_fraction) if validation_fraction else (0, 0.0)
+    preparation = Preparation(None, {split: corpus}, maker, held_out, others, max_rows * block_size)
+    folder = cache_folder(cache_dir, maker.cache, preparation.settings)
+    preparation.folder = Folder(folder)
+    made = make_once(folder, partial(is_whole, preparation.folder), partial(_run, preparation))
+    prepared = PreparedRows(folder, block_size, maker.kind)
     for name in [split, *["validation"] * (validation_fraction is not None)]:
         if not prepared.splits.get(name):
-            for folder in new_folders:
+            if made:
                 shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(_no_row(prepared, name, corpus, maker, block_size, validation_fraction))
     return prepared
 
 
-def _make(factory: Factory) -> None:
-    for split, account in factory.complete()["accounting"].items():
+def _run(preparation: Preparation) -> None:
+    for split, account in preparation.complete()["accounting"].items():
         print(f"data       {split}: {Accounting(**account).line()}", flush=True)
-
-
-def _is_whole(folder: Folder) -> bool:
-    """Whether a folder of shards has every file in its size."""
-    try:
-        manifest = finished_manifest(folder)
-        return manifest is not None and not damaged_files(folder, manifest, checksums=False)
-    except OSError:
-        return False
-
-
-def _raised(share: float, texts: list[str], maker: TokenMaker, block_size: int, seed: int) -> tuple | None:
-    """The (fraction, number of documents) to hold out so that they fill a row; None: that takes over half."""
-    tokens = 0
-    places = sorted((drawn_place(text, seed), text) for text in texts)
-    for number, (place, text) in enumerate(places[: len(texts) // 2], 1):
-        tokens += sum(len(ids) for ids, _ in tokenize_documents([(text, None)], maker.encoder))
-        if tokens >= block_size and place >= share:
-            return place + 1e-15, number
-    return None
 
 
 def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_size: int, fraction) -> str:
@@ -117,8 +83,32 @@ def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_siz
     elif fraction is not None and train.kept + train.validation == 1:
         remedy = "one document cannot be split: name validation data, or cut it into several files"
     elif split == "validation" and fraction is not None:
-        remedy = f"raise validation_fraction ({fraction}), lower block_size or name validation data"
+        remedy = f"raise validation_fraction ({fraction:.3g}), lower block_size or name validation data"
     return f"block_size {block_size}: {documents}, {account.tokens:,} tokens, not one whole row; {remedy}"
+
+
+def share_to_hold_out(corpus: Corpus, seed: int, fraction: float, block_size: int, max_rows: int = 0,
+                      least: int = 1) -> float:
+    """`fraction`, the validation_fraction; of few documents the share that holds out the text of a row and
+    `least` documents, at most half of them. max_rows: the first documents alone count, as in prepare_rows."""
+    wanted, unread = CHARACTERS * block_size, max(LEAST_CHARACTERS, (max_rows or NO_LIMIT) * block_size)
+    drawn, held_out = [], []  # (place, size) of each document; sizes of those that `fraction` takes
+    for document in clean_documents(corpus, Accounting()):
+        text = document[corpus.text_column]
+        drawn.append((drawn_place(text, seed), len(text)))
+        held_out += [size for place, size in drawn[-1:] if place < fraction]
+        if sum(held_out) >= wanted and len(held_out) >= least or len(drawn) == FEW:
+            return fraction
+        if (unread := unread - len(text)) <= 0 and len(drawn) > 1:
+            break
+    drawn.sort()
+    sizes = itertools.accumulate(size for _, size in drawn)
+    number = min(max(least, 1 + sum(size < wanted for size in sizes)), len(drawn) // 2)
+    share = drawn[number - 1][0] + 1e-15 if number else 0.0
+    if share > fraction:
+        print(f"validation_fraction {fraction} of {len(drawn)} documents is too little text for a row of "
+              f"{block_size} tokens: holding out {number} of them", flush=True)
+    return max(share, fraction)
 
 
 def held_out_of(corpus: Corpus, seed: int, fraction: float) -> Corpus:

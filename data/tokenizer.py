@@ -232,9 +232,8 @@ def main(arguments=None):
         os.listdir(args.output_dir)  # fails now, not after training, if it is a file
     corpus = load_corpus(source_of(args, args.streaming))
     texts, counts = sampled(corpus, args.max_bytes, args.seed)
-    print(f"{corpus.name}: {counts.read:,} documents read ({counts.unreadable:,} unreadable, "
-          f"{counts.empty:,} empty, {counts.filtered:,} filtered, {counts.duplicate:,} duplicate); "
-          f"training on {len(texts):,} with {sum(len(text.encode()) for text in texts):,} bytes", flush=True)
+    size = sum(len(text.encode()) for text in texts)
+    print(f"{corpus.name}: {counts.line()}; training on {len(texts):,} with {size:,} bytes", flush=True)
     model_type, terminal = args.model_type or USUAL_MODEL[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal, args.fim)
     with explained(f"output_dir {args.output_dir}", "written", Exception):  # as tokenizers raises

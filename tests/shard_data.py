@@ -54,6 +54,18 @@ def shard_bytes(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).glob("*.npy")}
 
 
+def files_of(folder) -> dict[str, bytes]:
+    """All that lies there; of the manifest without the seconds, of the tokenizer without what transformers
+    notes of the environment."""
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del found["tokenizer/tokenizer_config.json"]
+    manifest = json.loads(found.pop("manifest.json"))
+    for account in [*manifest["accounting"].values(),
+                    *(account for line in manifest["chunks"] for account in line["accounts"].values())]:
+        del account["seconds"]
+    return found | {"manifest.json": manifest}
+
+
 def manifest_of(folder) -> dict:
     return json.loads((Path(folder) / "manifest.json").read_text())
 

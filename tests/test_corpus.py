@@ -25,7 +25,7 @@ import pytest
 
 from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
 from data.shards import read_manifest
-from data.sources.corpus import Source, has_split, load_corpus
+from data.sources.corpus import Source, load_corpus, splits_of
 from data.sources.files import CUT_AFTER, LONG_FILE
 from data.sources.installed import DOCSTRING
 from tests.runs import PROJECT
@@ -51,7 +51,7 @@ def write_lines(path, lines):
 def test_installed_python_is_the_source_on_this_machine():
     corpus = load("installed-python")
     assert list(next(iter(corpus))) == ["repo_name", "path", "copies", "size", "content", "license"]
-    assert corpus.text_column == "content" and not has_split(corpus.source, "validation")
+    assert corpus.text_column == "content" and "validation" not in corpus.splits
     head = list(itertools.islice(corpus, 400))
     assert head == list(itertools.islice(corpus, 400))
     by_path = {document["path"]: document for document in corpus}
@@ -220,11 +220,11 @@ def test_splits_of_folders_and_saved_data_sets(tmp_path):
         write_lines(tmp_path / "folder" / f"my-{split}-0.jsonl", [json.dumps(row).encode() for row in rows])
         assert list(load(tmp_path / "saved", split=split)) == rows
         assert list(load(tmp_path / "folder", split=split)) == rows
-        assert all(has_split(Source(str(tmp_path / name)), split) for name in ("folder", "saved"))
+        assert all(split in splits_of(Source(str(tmp_path / name))) for name in ("folder", "saved"))
     for name in ("part1", "test_of_it"):  # no file says train: the words in names mean nothing
         write_lines(tmp_path / "plain" / f"{name}.jsonl", [json.dumps(ROWS[0]).encode()])
     assert len(texts(load(tmp_path / "plain"))) == 2
-    assert not has_split(Source(str(tmp_path / "plain")), "test")
+    assert "test" not in splits_of(Source(str(tmp_path / "plain")))
     with pytest.raises(ValueError, match="no split 'test'"):
         load(tmp_path / "saved", split="test")
 
@@ -383,8 +383,8 @@ def test_seen_hashes_is_a_set():
     for number in draw.choices(pool, k=40_000):
         assert seen.add(number) == (number not in reference)
         reference.add(number)
-    assert seen.count == len(reference)
-    assert seen.add(0) and not seen.add(0)
+    assert sum(map(len, seen.sorted.values())) == len(reference)
+    assert 0 not in seen and seen.add(0) and not seen.add(0) and 0 in seen
 
 
 def test_the_validation_split_is_a_function_of_content_and_seed():

@@ -512,14 +512,14 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     Program(hub, tmp_path, """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from data.sources.corpus import Source, has_split, load_corpus
+    from data.sources.corpus import Source, load_corpus, splits_of
     from data.tokenizer import load_tokenizer
 
     texts = [f"document {i}" for i in range(5)]
     for streaming in (False, True):
         corpus = load_corpus(Source("ada/text", streaming=streaming))
         assert [document[corpus.text_column] for document in corpus] == texts
-    assert has_split(Source("ada/text"), "validation") and not has_split(Source("ada/text"), "test")
+    assert {*corpus.splits} == {*splits_of(Source("ada/text"))} == {"train", "validation"}
     try:
         load_corpus(Source("ada/missing"))
         raise SystemExit("found a data set that is not there")

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from data import encode
 from data import text as text_rows
 from data.encode import Encoder, token_dtype, tokenize_documents
-from data.factory import Factory, TokenMaker
+from data.factory import Preparation, TokenMaker
 from data.filters import in_validation
 from data.open import Recipe, open_sources
 from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
-from data.text import prepare_rows, trained_tokenizer
+from data.text import prepare_rows, share_to_hold_out, trained_tokenizer
 from tests import forked
 from tests.runs import TINY, write_corpus
 
@@ -90,7 +90,8 @@ def test_rows_are_the_documents_joined_with_eos_and_one_remainder_is_dropped(cor
 def test_few_documents_give_a_validation_row_whatever_the_seed(corpus, tokenizer, tmp_path):
     few = replace(corpus, readers=[lambda: itertools.islice(corpus, 9)], fingerprint="few")
     for seed in range(8):
-        prepared = prepare(few, tokenizer, tmp_path, validation_fraction=0.02, seed=seed)
+        share = share_to_hold_out(few, seed, 0.02, T)
+        prepared = prepare(few, tokenizer, tmp_path, validation_fraction=share, seed=seed)
         assert len(prepared.splits["validation"]) and prepared.accounting["validation"]["kept"] < 9
         assert prepared.accounting["train"]["validation"] == prepared.accounting["validation"]["kept"]
 
@@ -189,7 +190,7 @@ def test_rows_of_any_corpus_in_chunks_of_any_size_are_those_of_an_independent_pa
     corpus, rng = load_corpus(Source(str(tmp_path / "texts.jsonl"))), random.Random(seed)
     drawn = 10 ** rng.uniform(-4, -2), rng.randint(2, 300)
     for shard_mb, block_size in ((0.0005, 7), (0.004, 64), (64, 1), drawn):
-        monkeypatch.setattr(text_rows, "Factory", partial(Factory, shard_mb=shard_mb))
+        monkeypatch.setattr(text_rows, "Preparation", partial(Preparation, shard_mb=shard_mb))
         cache, fraction = tmp_path / f"{shard_mb}", rng.choice([None, 0.3])
         settings = {"block_size": block_size, "validation_fraction": fraction, "seed": seed}
         splits = {"train": [t for t in texts if not fraction or not in_validation(t, seed, fraction)],
@@ -282,6 +283,14 @@ def test_a_damaged_cache_is_built_again(corpus, tokenizer, tmp_path):
             split: again.accounting[split] | {"seconds": first.accounting[split]["seconds"]}
             for split in first.accounting} | ({} if name != "manifest.json" else again.accounting)
         assert name == "manifest.json" or file.read_bytes() == before
+
+
+def test_lost_validation_rows_of_the_first_rows_are_made_again(corpus, tokenizer, tmp_path):
+    first = prepare(corpus, tokenizer, tmp_path, max_rows=20)
+    rows = first.splits["validation"].rows
+    Path(first.folder, "validation-00000.npy").unlink()
+    again = prepare(corpus, tokenizer, tmp_path, max_rows=20)
+    assert np.array_equal(again.splits["validation"].rows, rows) and len(again.train) == 20
 
 
 PREPARE = """

@@ -89,8 +89,8 @@ def test_truncation_takes_from_the_longer_side_token_by_token():
                     expected_a.pop(0)  # A keeps its end and B its beginning: they still meet
                 else:
                     expected_b.pop()
-            [chunk] = PairBuilder(room=9, seed=0).chunks([a, b])
-            assert (list(chunk.a), list(chunk.b)) == (expected_a, expected_b)
+            [pair] = PairBuilder(room=9, seed=0).cut([a, b])
+            assert (list(pair.a), list(pair.b)) == (expected_a, expected_b)
 
 
 def numbered(lengths):
@@ -124,8 +124,8 @@ def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
 
 
 def left_over(builder) -> int:
-    """Tokens of the chunks that wait."""
-    return sum(len(chunk.a) + len(chunk.b) for chunk in builder.waiting)
+    """Tokens of the pairs that wait."""
+    return sum(len(pair.a) + len(pair.b) for pair in builder.waiting)
 
 
 def test_chunks_of_a_long_document_wait_for_others():
@@ -135,7 +135,7 @@ def test_chunks_of_a_long_document_wait_for_others():
     assert list(builder.pairs([book])) == [] and left_over(builder) == 2000
     rows = list(builder.pairs(tales[:5]))  # 10 chunks each
     assert 1000 <= left_over(builder) == 3000 - 20 * len(rows) < 1400
-    assert {chunk.document for chunk in builder.waiting} == {1}
+    assert {pair.document for pair in builder.waiting} == {1}
     assert all(a[0] < 2000 or b[0] < 2000 or a[0] // 200 != b[0] // 200 for a, b, label in rows if label == 1)
     assert {a[0] < 2000 for a, _, _ in builder.pairs(tales[5:])} == {True, False}
     assert left_over(builder) == 0

@@ -4,7 +4,6 @@ are the documents, the duplicates and the counts of one preparation.
 
 import contextlib
 import itertools
-import json
 import random
 import re
 import time
@@ -14,14 +13,14 @@ import datasets
 import pytest
 
 from data import prepare
-from data.factory import Factory
+from data.factory import Preparation
 from data.shards import check_shards
 from data.sources import files, installed, library
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
 from tests import forked
 from tests.runs import PROJECT
-from tests.shard_data import command, make_texts, run, save_tokenizer, tokens_of, write_jsonl
+from tests.shard_data import command, files_of, make_texts, run, save_tokenizer, tokens_of, write_jsonl
 from utils.io import urls
 
 PARTS = 3
@@ -52,18 +51,6 @@ def in_parts(source, folder, tokenizer, order=range(PARTS), parts=PARTS, **setti
     for part in [*order] * 2:
         assert run(source, folder, tokenizer, parts=parts, part=part, **settings) == 0
     return folder
-
-
-def files_of(folder) -> dict[str, bytes]:
-    """All that lies there; of the manifest without the seconds, of the tokenizer without what transformers
-    notes of the environment."""
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    del found["tokenizer/tokenizer_config.json"]
-    manifest = json.loads(found.pop("manifest.json"))
-    for account in [*manifest["accounting"].values(),
-                    *(account for line in manifest["chunks"] for account in line["accounts"].values())]:
-        del account["seconds"]
-    return found | {"manifest": manifest}
 
 
 @pytest.fixture(params=[1, 1 << 26], ids=["many units", "one unit"])
@@ -152,20 +139,20 @@ def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_
 def test_two_that_find_all_done_at_once_write_one_manifest(tmp_path, tokenizer, monkeypatch, other_first):
     """On a store without locks: the other one joins the parts just before this one does, or just after."""
     source, url = write_source(tmp_path / "source"), f"memory://bucket/{other_first}"
-    join = Factory.finish
+    join = Preparation.finish
     one = files_of(in_parts(source, tmp_path / "parts", tokenizer))
     for part in (0, 1, 2, 0):
         assert run(source, url, tokenizer, parts=PARTS, part=part) == 0
 
     def join_beside_another(*arguments):
-        monkeypatch.setattr(Factory, "finish", join)
+        monkeypatch.setattr(Preparation, "finish", join)
         made = None if other_first else join(*arguments)
         assert run(source, url, tokenizer, parts=PARTS, part=0) == 0
         return made or join(*arguments)
 
-    monkeypatch.setattr(Factory, "finish", join_beside_another)
+    monkeypatch.setattr(Preparation, "finish", join_beside_another)
     assert run(source, url, tokenizer, parts=PARTS, part=1) == 0
-    assert Factory.finish is join
+    assert Preparation.finish is join
     folder = urls.Folder(url)
     folder.fs.get(folder.root, str(tmp_path / "copy"), recursive=True)
     assert files_of(tmp_path / "copy") == one and not folder.names("progress")
@@ -234,6 +221,6 @@ def test_the_units_of_a_source_are_all_of_it_in_order(tmp_path, kind, monkeypatc
     part = ":train[3:20]" if kind == "a part" else ""
     corpus = load_corpus(Source(kind if "installed" in kind else f"{folder}{part}"))
     assert (len(corpus.readers) > 4) == (kind in ("five files", "saved"))
-    units = [[*corpus.documents(0, unit)] for unit in range(len(corpus.readers))]
+    units = [[*corpus.documents(unit)] for unit in range(len(corpus.readers))]
     assert [*itertools.chain.from_iterable(units)] == [*corpus] and len([*corpus]) > 1
-    assert [*corpus.documents(1, len(units) - 1)] == units[-1][1:] and all(units)
+    assert all(units)

@@ -3,6 +3,7 @@ survived.
 """
 
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -17,10 +18,11 @@ from data import encode, prepare
 from data.filters import in_validation
 from data.shards import check_shards, open_shards
 from data.sources.corpus import Source, load_corpus
-from data.tokenizer import load_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
 from tests import forked
 from tests.shard_data import (
     command,
+    files_of,
     make_texts,
     manifest_of,
     run,
@@ -139,35 +141,73 @@ def test_interrupted_at_any_write_the_shards_are_the_same_and_nothing_is_tokeniz
 
 
 @pytest.mark.parametrize("how", ["deleted", "cut off", "changed"])
-def test_any_file_that_is_lost_or_damaged_is_made_again_to_the_same_bytes(tmp_path, tokenizer, how):
+def test_any_file_that_is_lost_or_damaged_is_made_again_to_the_same_bytes(tmp_path, how):
     texts, source = make_texts(120), tmp_path / "source"
     source.mkdir()
     for name, found in {"test": texts[:20], "train": texts[10:] + texts[:60]}.items():
         write_jsonl(source / f"{name}.jsonl", found)
-    folder, settings = tmp_path / "shards", {"shard_mb": 0.01, "validation_fraction": 0.2}
-    assert run(str(source), folder, tokenizer, **settings) == 0
-    before = shard_bytes(folder)
-    assert {name.split("-")[0] for name in before} == {"train", "validation", "test"} and len(before) > 7
-    for names in [[name] for name in before] + [random.Random(0).sample([*before], 4)]:
+    folder, settings = tmp_path / "shards", {"shard_mb": 0.01, "validation_fraction": 0.2, "fim_rate": 0.5}
+    tokenizer = train_tokenizer(texts, "bpe", 400, "gpt2", fim=True)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    assert run(str(source), folder, tmp_path / "tokenizer", **settings) == 0
+    before = files_of(folder)
+    assert {*manifest_of(folder)["splits"]} == {"train", "validation", "fim", "test"} and len(before) > 11
+    config = (folder / "tokenizer/tokenizer_config.json").read_bytes()
+    single = [[name] for name in [*before, *["tokenizer/tokenizer_config.json"] * (how == "deleted")]]
+    for names in [*single, random.Random(0).sample([*before], 4)]:
+        modified = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
         for name in names:
             data = bytearray((folder / name).read_bytes())
             data[-1] ^= 1
             (folder / name).write_bytes(data if how == "changed" else data[:-2])
             if how == "deleted":
                 (folder / name).unlink()
-        assert run(str(source), folder, tokenizer, **settings) == 0
-        assert shard_bytes(folder) == before and not (folder / "progress").exists()
+        assert run(str(source), folder, tmp_path / "tokenizer", **settings) == 0
+        assert files_of(folder) == before and not (folder / "progress").exists()
+        assert (folder / "tokenizer/tokenizer_config.json").read_bytes() == config
+        newer = [path for path, at in modified.items() if path.stat().st_mtime_ns > at]
+        again = {str(path.relative_to(folder)) for path in newer}
+        assert "manifest.json" in names or again <= {*names}, "whole files were written again"
+
+
+def test_a_preparation_that_mends_and_is_killed_goes_on(tmp_path, tokenizer, monkeypatch):
+    """And mends what was damaged in between, too."""
+    source, folder = write_jsonl(tmp_path / "texts.jsonl", make_texts(120)), tmp_path / "shards"
+    write = urls.Folder.write
+    assert run(source, folder, tokenizer) == 0
+    before, writes = shard_bytes(folder), itertools.count()
+
+    class Killed(BaseException):
+        pass
+
+    def write_or_die(*arguments):
+        if next(writes) == 5:
+            raise Killed
+        write(*arguments)
+
+    monkeypatch.setattr(urls.Folder, "write", write_or_die)
+    (folder / "train-00000-00001.npy").unlink()
+    with pytest.raises(Killed):
+        run(source, folder, tokenizer)
+    (folder / "train-00000-00000.npy").unlink()
+    (folder / "validation-00000.npy").unlink()
+    assert run(source, folder, tokenizer) == 0
+    assert shard_bytes(folder) == before
 
 
 def test_a_damaged_file_of_a_source_that_changed_is_told(tmp_path, tokenizer, capsys, monkeypatch):
+    """And what is whole stays as it is."""
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(50))
     assert run(source, tmp_path / "shards", tokenizer) == 0
-    next((tmp_path / "shards").glob("train-*")).unlink()
+    (tmp_path / "shards/train-00000-00001.npy").unlink()
+    before = shard_bytes(tmp_path / "shards")
     others = [{"text": text} for text in make_texts(50, 1)]
-    corpus = replace(load_corpus(Source(source)), readers=[lambda: iter(others)])
-    monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: corpus)
-    assert run(source, tmp_path / "shards", tokenizer) == 2
-    assert "cannot be made again, because the source has other documents now" in capsys.readouterr().err
+    for found in (others, others[:1]):
+        corpus = replace(load_corpus(Source(source)), readers=[lambda found=found: iter(found)])
+        monkeypatch.setattr(prepare, "load_corpus", lambda *_, corpus=corpus, **__: corpus)
+        assert run(source, tmp_path / "shards", tokenizer) == 2
+        assert "cannot be made again, because the source has other documents now" in capsys.readouterr().err
+        assert shard_bytes(tmp_path / "shards").items() >= before.items()
 
 
 def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp_path, tokenizer):

@@ -1,5 +1,6 @@
 """A sample of a source: its first rows (max_train_samples), or a part as the datasets library spells it."""
 
+import itertools
 from dataclasses import replace
 from functools import partial
 
@@ -12,10 +13,12 @@ import train_clm
 import train_mlm
 from data import open as opening
 from data.factory import TokenMaker
+from data.filters import drawn_place, in_validation
 from data.open import Recipe, open_sources, prepare, short_names
-from data.sources.corpus import Corpus, Source, has_split, load_corpus
+from data.sources import files
+from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus
 from data.streams import StreamedRows
-from data.text import prepare_rows, trained_tokenizer
+from data.text import FEW, prepare_rows, share_to_hold_out, trained_tokenizer
 from data.tokenizer import load_tokenizer
 from tests import shard_data
 from utils.settings import common_problems
@@ -55,8 +58,6 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path):
     maker = TokenMaker(load_tokenizer(folder / "tokenizer"))
     make = partial(prepare_rows, block_size=T, seed=3, cache_dir=tmp_path, validation_fraction=0.1)
     whole, counted = make(corpus, maker), Counted(corpus)
-    make(counted.corpus, maker, max_rows=1)  # the share to hold out is known then
-    counted.read = 0
     sample = make(counted.corpus, maker, max_rows=100)
     assert len(sample.train) == 100 and len(whole.train) > 1000
     assert np.array_equal(sample.train.rows, whole.train.rows[:100])
@@ -71,17 +72,45 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path):
 
 @pytest.mark.parametrize("first", [1, 400])  # texts in the first document, which alone may be the sample
 @pytest.mark.parametrize("documents, rows", [(2, 0), (3, 0), (12, 0), (12, 20)])
-def test_of_few_documents_as_few_as_fill_a_row_are_held_out(folder, first, documents, rows, tmp_path):
+def test_of_few_documents_about_as_few_as_fill_a_row_are_held_out(folder, first, documents, rows, tmp_path):
     texts = shard_data.make_texts(900)
     texts = ["\n".join(texts[:first]), *("\n".join(texts[i : i + 30]) for i in range(400, 820, 30))]
     shard_data.write_jsonl(tmp_path / "a.jsonl", texts[:documents])
     maker = TokenMaker(load_tokenizer(folder / "tokenizer"))
     for seed in range(4):
-        made = prepare_rows(load_corpus(Source(f"{tmp_path}/a.jsonl")), maker, block_size=T, seed=seed,
-                            validation_fraction=1e-6, cache_dir=tmp_path, max_rows=rows)  # fmt: skip
+        corpus = load_corpus(Source(f"{tmp_path}/a.jsonl"))
+        share = share_to_hold_out(corpus, seed, 1e-6, T, rows)
+        made = prepare_rows(corpus, maker, block_size=T, seed=seed, validation_fraction=share,
+                            cache_dir=tmp_path, max_rows=rows)
         account = made.accounting["train"]
         assert len(made.splits["validation"]) > 0 and account["kept"] > 0
         assert len(made.train) == rows if rows else account["validation"] == 1
+
+
+@pytest.mark.parametrize("fraction, least, expected", [(0.1, 1, 0.1), (0.001, 1, None), (0.2, 9, 0.2)])
+def test_the_share_to_hold_out_is_known_from_the_first_documents(folder, fraction, least, expected):
+    """A source that has enough of them has the share that was asked for."""
+    counted, size = Counted(load_corpus(Source(f"{folder}/a.jsonl"))), 3 * T
+    share = share_to_hold_out(counted.corpus, 7, fraction, size, least=least)
+    texts = [document["text"] for document in counted.corpus]
+    if expected:
+        assert share == expected and counted.read - len(texts) < 100
+    else:
+        taken = [text for text in texts if in_validation(text, 7, share)]
+        assert fraction < share < 0.02 and len("".join(taken)) >= 8 * size
+        assert len("".join(sorted(taken, key=lambda text: drawn_place(text, 7))[:-1])) < 8 * size
+    many = ({"text": text} for text in shard_data.make_texts(FEW + 1, words=2))
+    assert share_to_hold_out(replace(counted.corpus, readers=[lambda: many]), 7, 1e-9, 10**6) == 1e-9
+    assert len([*many]) <= 1  # no more were read
+
+
+def test_pairs_hold_out_two_documents(folder):
+    corpus = load_corpus(Source(f"{folder}/a.jsonl"))
+    for number in range(2, 9):
+        few = replace(corpus, readers=[lambda number=number: itertools.islice(corpus.documents(), number)])
+        share = share_to_hold_out(few, 7, 1e-6, 1, least=2)
+        held_out = [document for document in few if in_validation(document["text"], 7, share)]
+        assert len(held_out) == min(2, number // 2)
 
 
 def test_a_tokenizer_is_trained_on_the_beginning_alone(folder, tmp_path):
@@ -154,7 +183,6 @@ def test_parts_of_splits_are_those_of_the_datasets_library(folder, part, tmp_pat
     corpus = load_corpus(Source(f"{folder}/splits:{part}"))
     assert [document["text"] for document in corpus] == list(expected)
     assert corpus.fingerprint != load_corpus(Source(f"{folder}/splits")).fingerprint
-    assert [document["text"] for document in corpus.documents(1)] == list(expected)[1:]
     datasets.load_dataset("json", **settings).save_to_disk(tmp_path / "saved")
     saved = load_corpus(Source(f"{tmp_path}/saved:{part}"))
     assert [document["text"] for document in saved] == list(expected)
@@ -168,7 +196,7 @@ def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_
     counted = Counted(replace(corpus, readers=whole))
     corpus = replace(corpus, readers=[partial(part.func, [counted], start, stop)])
     assert len(list(corpus)) == 3 and counted.read == 6
-    assert has_split(Source(f"{folder}/splits:train[:1%]"), "validation")
+    assert "validation" in load_corpus(Source(f"{folder}/splits:train[:1%]")).splits
     with pytest.raises(ValueError, match=r"no split 'nothing\[:3\]'"):
         load_corpus(Source(f"{folder}/splits:nothing[:3]"))
     odd = tmp_path / "x.jsonl:train"
@@ -176,6 +204,15 @@ def test_a_part_that_is_numbered_is_read_alone_and_a_name_is_a_name(folder, tmp_
     assert len(list(load_corpus(Source(f"file://{folder}/a.jsonl:train[:2]")))) == 2
     names = (f"{folder}/splits:validation[:10]", "s3://bucket/texts:test", "user/name")
     assert short_names(names) == ["splits", "texts", "name"]
+
+
+def test_an_evaluation_set_asks_for_its_splits_once(folder, monkeypatch):
+    """Each time is several requests of the Hub."""
+    asked, splits = [], files.splits
+    monkeypatch.setattr(files, "splits", lambda source: asked.append(source) or splits(source))
+    for name, split in {"splits": "train", "splits:test": "test"}.items():
+        assert evaluation_source(Source(f"{folder}/{name}"), ()).split == split
+    assert len(asked) == 1
 
 
 def test_training_on_a_part_evaluates_on_the_sources_own_validation_split(folder):

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -54,6 +54,7 @@ class Corpus:
     text_column: str
     fingerprint: str  # changes when the documents may have changed; part of cache keys
     readers: list[Unit]  # in order; each can be read alone, on another machine
+    splits: Collection[str] = ("train",)  # that the source has
 
     @property
     def name(self) -> str:
@@ -63,11 +64,10 @@ class Corpus:
     def keywords(self) -> list[str]:
         return sorted(set(self.source.keywords))
 
-    def documents(self, start: int = 0, unit: int | None = None) -> Iterator[dict]:
-        """The columns of each document, of all units or one, from number `start` on; earlier ones are read
-        and skipped. After a passing failure the source is opened again."""
+    def documents(self, unit: int | None = None) -> Iterator[dict]:
+        """The columns of each document, of all units or one. A source that fails for a while is reopened."""
         readers = self.readers if unit is None else [self.readers[unit]]
-        return retried(partial(_rows, readers), f"reading {self.name}", start)
+        return retried(partial(_rows, readers), f"reading {self.name}")
 
     __iter__ = documents
 
@@ -79,7 +79,7 @@ def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterato
 def load_corpus(source: Source) -> Corpus:
     """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
     name, split, text_column = source.dataset_name, source.split, source.text_column
-    if not has_split(source, split):
+    if not set(_names(split)) <= {*(splits := splits_of(source))}:
         raise ValueError(f"dataset_name {name!r} has no split {split!r}; name another data set or split")
     fingerprint, units = _open(source)
     columns, text, wanted = {}, None, [text_column] if text_column else ["content", "text"]
@@ -98,12 +98,12 @@ def load_corpus(source: Source) -> Corpus:
     if [*columns] == ["text"] and isinstance(text, str) and files.TITLE.match(text):
         units = [partial(files.articles, partial(_rows, units))]
     fingerprint = files.digest(fingerprint, column, sorted(set(source.keywords)), source.keep_duplicates)
-    return Corpus(source, column, fingerprint, units)
+    return Corpus(source, column, fingerprint, units, splits)
 
 
-def has_split(source: Source, split: str) -> bool:
-    """Whether load_corpus finds this split; ValueError where the source itself is not found."""
-    return set(_names(split)) <= set(_reader(source).splits(source))
+def splits_of(source: Source) -> Collection[str]:
+    """The names of its splits. ValueError where the source is not found."""
+    return _reader(source).splits(source)
 
 
 def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
@@ -113,8 +113,8 @@ def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
     source = replace(source, dataset_config_name=next(configs, source.dataset_config_name))
     if source.split != "train":
         return source
-    splits = (split for split in ("train", "validation", "test") if has_split(source, split))
-    return replace(source, split=next(splits, "train"))
+    splits = splits_of(source)
+    return replace(source, split=next((s for s in ("train", "validation", "test") if s in splits), "train"))
 
 
 def _reader(source: Source):

@@ -140,12 +140,12 @@ def digest(*parts) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def splits(source) -> Iterable[str]:
-    return split_files(source.dataset_name)
+def splits(source) -> list[str]:
+    return [*split_files(source.dataset_name)]
 
 
 def open_units(source) -> tuple[str, list[Callable]]:
-    """(fingerprint, units) of one split. A unit is one or more files, together at least UNIT_BYTES."""
+    """(fingerprint, units) of one split: files of together UNIT_BYTES or more; the last may be smaller."""
     urls, units, size = split_files(source.dataset_name, say=True)[source.split], [], UNIT_BYTES
     with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead nowhere
         file_states = states(urls)

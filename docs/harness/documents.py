@@ -20,15 +20,15 @@ def main(run: str, out: str) -> None:
     sources = open_sources(Recipe.of(args), problems := [])
     stop_at(problems)
     kinds = (sources.evals or sources.train).values()
-    corpora = [kind.corpus for kind in kinds if kind.corpus]
-    if not corpora:
+    texts = [kind for kind in kinds if kind.corpus]
+    if not texts:
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()
     with open(out, "w", encoding="utf-8") as file:
-        for corpus in corpora:
-            for document in clean_documents(corpus, Accounting()):
-                text = document[corpus.text_column]
-                if sources.evals or in_validation(text, args.seed, args.validation_fraction):
+        for kind in texts:
+            for document in clean_documents(kind.corpus, Accounting()):
+                text = document[kind.corpus.text_column]
+                if sources.evals or in_validation(text, args.seed, kind.fraction):
                     counts.kept, counts.bytes = counts.kept + 1, counts.bytes + len(text.encode())
                     print(json.dumps({"text": text}), file=file)
     print(f"{out}: {counts.kept:,} documents, {counts.bytes:,} bytes")
