@@ -5,9 +5,11 @@
 """
 
 import itertools
+import json
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from data.kinds import Kind, open_kind
 from data.mixture import MixedRows, Mixture, share_problems
 from data.pair_rows import PairRows
 from data.rows import PackedRows
-from data.shards import MANIFEST
+from data.shards import MANIFEST, content_of
 from data.sources.corpus import Source
 from data.text import PreparedRows, trained_tokenizer
 from data.tokenizer import load_tokenizer
@@ -126,8 +128,9 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     if tokenizer:
         attempt(fill_in_middle, recipe.fim_rate, recipe.seed, tokenizer)
     if most and (recipe.next_sentence or len(named) > 1):
-        problems.append("max_train_samples: not for sentence pairs or a mixture; name a part instead, "
-                        f"{recipe.dataset_name[0]}:train[:{most}].")
+        text = next((f"{kind.name}:train[:{most}]" for kind in train.values() if kind.corpus), None)
+        remedy = f"name a part of the text instead, {text}" if text else "leave it out"
+        problems.append(f"max_train_samples: not for sentence pairs or a mixture; {remedy}.")
     for kind in (*train.values(), *evals.values()):
         problems += [line for line in kind.problems(tokenizer) if line not in problems]
     if recipe.special and len({bool(kind.row_tokens) for kind in train.values()}) > 1:
@@ -154,7 +157,8 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
         keywords = tuple(filter(None, words[short] or words[""]))
         train[short] = Source(name, config, "train", column, keywords, streaming, recipe.keep_duplicates)
     column = each["text_column"][0] if len(recipe.text_column) == 1 else None
-    shared = dict(text_column=column, keywords=tuple(words[""]), keep_duplicates=recipe.keep_duplicates)
+    shared = dict(text_column=column, keywords=tuple(words[""]), streaming=recipe.streaming,
+                  keep_duplicates=recipe.keep_duplicates)
     names = recipe.eval_dataset_name
     return train, {s: Source(name, **shared) for s, name in zip(short_names(names), names, strict=True)}
 
@@ -164,21 +168,30 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
     same_names = recipe.saved and recipe.saved["dataset_name"] == [*recipe.dataset_name]
     if not same_names or recipe.streaming:
         return None
-    kind = partial(PairRows, pack=recipe.pack_pairs) if recipe.next_sentence else PackedRows
-    cached, shorts, saved = {}, short_names(recipe.dataset_name), recipe.saved["train"]
+    shorts, saved = short_names(recipe.dataset_name), recipe.saved["train"]
+    cached = _cached_rows(recipe, str(recipe.saved))
     try:
-        prefix = "pairs" if recipe.next_sentence else "rows"
-        for manifest in Path(recipe.cache_dir).glob(f"{prefix}-*/{MANIFEST}"):
-            splits = PreparedRows(manifest.parent, recipe.row_size, kind).splits
-            cached |= {rows.fingerprint: rows for rows in splits.values()}
         train = {short: cached[saved[short][1] if len(shorts) > 1 else saved] for short in shorts}
         evals = {name: cached[fingerprint] for name, fingerprint in recipe.saved["eval"].items()}
         tokenizer = load_tokenizer(recipe.output_dir)
-    except (KeyError, TypeError, ValueError, OSError):  # TypeError: the number of data sets differs
+    except (KeyError, TypeError, ValueError, OSError):  # TypeError: there are more or fewer data sets
         return None
     if tokenizer_fingerprint(tokenizer) != recipe.saved["tokenizer"]:
         return None
     return Sources(recipe, tokenizer=tokenizer, prepared=(_together(recipe, train), evals))
+
+
+def _cached_rows(recipe: Recipe, fingerprints: str) -> dict[str, PackedRows]:
+    """{fingerprint: rows} of the folders in the cache whose content is in these fingerprints."""
+    kind = partial(PairRows, pack=recipe.pack_pairs) if recipe.next_sentence else PackedRows
+    prefix, cached = "pairs" if recipe.next_sentence else "rows", {}
+    for manifest in Path(recipe.cache_dir).glob(f"{prefix}-*/{MANIFEST}"):
+        with suppress(AttributeError, KeyError, TypeError, ValueError, OSError):  # a broken folder
+            splits = json.loads(manifest.read_text())["splits"].values()
+            if any(content_of(split["files"]) in fingerprints for split in splits):
+                splits = PreparedRows(manifest.parent, recipe.row_size, kind).splits
+                cached |= {rows.fingerprint: rows for rows in splits.values()}
+    return cached
 
 
 def _together(recipe: Recipe, train: dict) -> MixedRows:
@@ -194,7 +207,7 @@ def short_names(names: tuple[str, ...]) -> list[str]:
         return [""]
     short = []
     for name in names:
-        name = without_secrets(Source(name).dataset_name).removesuffix("?***")
+        name = re.sub(r"\?(\*\*\*|dtype=\w*)$", "", without_secrets(Source(name).dataset_name))
         parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
         ending = r"(\.(jsonl|json|csv|txt|parquet|bin|tfrecord))?(\.(gz|bz2|xz|zst))?$"
         stem = re.sub(ending, "", (parts or [name])[-1])

@@ -77,14 +77,15 @@ def read_manifest(url: str) -> dict | None:
 
     ValueError: the URL cannot be read, or its preparation is unfinished."""
     a_file = files.suffix(url) in (*files.SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
-    if a_file if "://" in str(url) else not os.path.isdir(url):
+    if a_file if "://" in str(url) else not os.path.isdir(os.path.expanduser(url)):
         return None
     folder = Folder(url)
     with explained(url, "read"):
         names = folder.names(tries=FIRST_CONTACT)
-        if MANIFEST not in names and PROGRESS in names and "settings.json" in folder.names(PROGRESS):
-            raise ValueError("not finished; run the same `python -m data.prepare` command to resume")
+        unfinished = MANIFEST not in names and PROGRESS in names and "settings.json" in folder.names(PROGRESS)
         manifest = json.loads(folder.read(MANIFEST)) if MANIFEST in names else None
+    if unfinished:
+        raise ValueError(f"{folder.url} is not finished; run the same `python -m data.prepare` command to resume.")
     made_in = str(manifest.get("format") if isinstance(manifest, dict) else None)
     if made_in.startswith("token") and made_in != FORMAT:
         raise ValueError(f"{url}: format {made_in!r}, but this version reads {FORMAT!r}. Prepare it again.")
@@ -137,13 +138,17 @@ def open_shards(url: str, split: str, block_size: int, *, cache_dir: str, max_ro
     return rows_of(where, manifest, split, wanted, block_size, max_rows)
 
 
+def content_of(entries: list[dict]) -> str:
+    """A hash of the content of these files."""
+    return hashlib.sha256(repr([entry["sha256"] for entry in entries]).encode()).hexdigest()[:32]
+
+
 def rows_of(folder: Path, manifest: dict, split: str, entries: list[dict], block_size: int, most: int = 0,
             kind=PackedRows) -> PackedRows:
     """Rows from these files of a local folder."""
     arrays = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
-    content = hashlib.sha256(repr([entry["sha256"] for entry in entries]).encode()).hexdigest()[:32]
     account = manifest["accounting"][split]
-    return kind(arrays, block_size, most, content, account["bytes"] / max(account["tokens"], 1))
+    return kind(arrays, block_size, most, content_of(entries), account["bytes"] / max(account["tokens"], 1))
 
 
 def fetch_tokenizer(url: str, cache_dir: str) -> str:

@@ -329,6 +329,14 @@ def test_names_of_evaluation_sets_tell_them_apart():
     files = ("x/a.jsonl.gz", "y/a.parquet", "user/set-v1.5", "s3://bucket/valid/", "texts/*.txt", "a-2.json")
     assert short_names((*files, "b")) == ["a", "a-2", "set-v1.5", "valid", "texts", "a-2-2", "b"]
     assert short_names(("x/a.jsonl",)) == [""] and short_names(()) == []
+    typed = "data/a.bin?dtype=uint32", "data/b.bin?dtype=uint32", "https://host/x/c.jsonl?token=1", "y/d-?.csv"
+    assert short_names(typed) == ["a", "b", "c", "y"]
+
+
+def test_evaluation_sets_of_a_stream_are_streamed_too(folder):
+    evaluated = recipe(folder, "stream of text", eval_dataset_name=f"{folder}/b.jsonl")
+    (kind,) = open_sources(evaluated, []).evals.values()
+    assert kind.corpus.source.streaming
 
 
 def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
@@ -349,6 +357,12 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
         "next_sentence: token files have no sentences; name text or saved sentence pairs."
     ]
     assert not problems() and not problems("shards", tokenizer_name=None) and not problems("pairs")
+    two = {"mixture": (0.5, 0.5), "max_train_samples": 9}
+    part = f"{folder}/a.jsonl:train[:50%]"
+    (line,) = problems(dataset_name=(f"{folder}/shards", part), **two)
+    assert line.endswith(f"name a part of the text instead, {folder}/a.jsonl:train[:9].")
+    (line,) = problems(dataset_name=(f"{folder}/shards",) * 2, **two)
+    assert line == "max_train_samples: not for sentence pairs or a mixture; leave it out."
     assert not (tmp_path / "cache").exists()
 
 
@@ -389,6 +403,19 @@ def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_sourc
         problems = []
         open_sources(replace(gone, **changed), problems)
         assert any("/gone" in line for line in problems), changed
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_a_broken_folder_in_the_cache_stops_no_resume(folder, kind, tmp_path):
+    first = opened(recipe(folder, kind, cache_dir=str(tmp_path)))
+    gone = recipe(folder, kind, cache_dir=str(tmp_path), dataset_name="/gone", output_dir=f"{folder}/tokenizer",
+                  saved=first.fingerprints | {"dataset_name": ["/gone"]})
+    (whole,) = tmp_path.glob("*-*/manifest.json")
+    for number, content in enumerate(("", "[]", '{"splits": 1}', whole.read_text())):
+        broken = tmp_path / f"{whole.parent.name}-{number}"  # of the last one all files are lost
+        broken.mkdir()
+        (broken / "manifest.json").write_text(content)
+    assert opened(gone).fingerprints == first.fingerprints
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -111,8 +111,13 @@ def test_a_damaged_shard_is_named(made, tmp_path, damage):
 def test_an_unfinished_preparation_is_not_trained_on(made, tmp_path):
     (tmp_path / "progress").mkdir()
     (tmp_path / "progress" / "settings.json").write_text("{}")
-    with pytest.raises(ValueError, match="not finished; run the same `python -m data.prepare` command"):
+    with pytest.raises(ValueError, match="not finished; run the same .* command to resume.$"):
         read_manifest(str(tmp_path))
+
+
+def test_shards_in_the_home_folder_are_found(made, monkeypatch):
+    monkeypatch.setenv("HOME", str(made["folder"]))
+    assert read_manifest("~/shards") == read_manifest(made["shards"])
 
 
 def test_errors_that_may_pass_are_told_from_those_that_stay():
