@@ -138,7 +138,10 @@ class MixedRows(Dataset):
         """Passes over each source before a position; of streamed text, whole ones only."""
         passes = {}
         for name, (rows, used) in zip(self.sources, self.used(position), strict=True):
-            passes[name] = used / rows.n_rows if rows.n_rows else rows.state_dict(used)["mark"]["epoch"]
+            if rows.n_rows is None:
+                passes[name] = rows.state_dict(used)["mark"]["epoch"]
+            else:
+                passes[name] = used / max(rows.n_rows, 1)
         return passes
 
     def release(self) -> None:

@@ -6,6 +6,7 @@
 
 import itertools
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -17,14 +18,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data.batches import Data
-from data.encode import tokenizer_fingerprint
+from data.encode import token_dtype, tokenizer_fingerprint
 from data.fim import fill_in_middle
+from data.groups import Groups
 from data.kinds import Kind, open_kind
 from data.mixture import MixedRows, Mixture, share_problems
 from data.pair_rows import PairRows
 from data.rows import PackedRows
 from data.shards import MANIFEST, content_of
 from data.sources.corpus import Source
+from data.streams import StreamedRows
 from data.text import PreparedRows, trained_tokenizer
 from data.tokenizer import load_tokenizer
 from utils.io.secrets import without_secrets
@@ -237,18 +240,19 @@ def prepare(sources: Sources, accelerator) -> Data:
     evaluated = [kind.corpus for kind in sources.evals.values() if kind.corpus]
     hold_out = [name for name in sources.train if not recipe.eval_dataset_name and name not in sources.evals]
     held_out = {name: sources.train[name].held_out(tokenizer) for name in hold_out if len(sources.train) > 1}
-    for name, kind in sources.train.items():
-        # The usual fraction holds out the same texts in every data set. What others hold out matters only
-        # where this one holds out nothing, or where another's fraction has risen.
+    for (name, kind), share in zip(sources.train.items(), recipe.mixture or (1.0,), strict=True):
+        # Equal fractions hold out the same texts everywhere. Other sets matter only where this one holds out
+        # nothing, or their fraction was raised.
         others = [corpus for other, corpus in held_out.items() if other != name and (
             name not in hold_out or sources.train[other].fraction > recipe.validation_fraction)]
-        rows = kind.training(tokenizer, accelerator, name in hold_out, evaluated + others)
+        rows = kind.training(tokenizer, share, name in hold_out, evaluated + others)
         train[name] = rows.pop("train")
         evals |= _named_sets(name, rows)
     as_it_is = recipe.streaming or not all(kind.corpus for kind in sources.train.values())
     if recipe.eval_dataset_name and as_it_is:
         accelerator.print(f"data       {names} is trained on as it is, also on what is evaluated on; only "
                           "rows that are prepared from text leave that out")
+    _start_streams(train, recipe, token_dtype(tokenizer).itemsize, accelerator)
     for rows in train.values() if recipe.pack_pairs else ():
         accelerator.print(f"data       {rows.size:,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
@@ -256,6 +260,22 @@ def prepare(sources: Sources, accelerator) -> Data:
     first = sources.evals if recipe.eval_dataset_name else sources.train
     evals = {name: evals[name] for name in [*first, *evals]}
     return Data(recipe, accelerator, tokenizer, _together(recipe, train), evals)
+
+
+def _start_streams(train: dict, recipe: Recipe, token_bytes: int, accelerator) -> None:
+    """Puts rows of streams, which share stream_gb, in the place of Groups. ValueError: it is less than all
+    processes need at once."""
+    groups = {name: rows for name, rows in train.items() if isinstance(rows, Groups)}
+    processes, row_bytes = accelerator.num_processes, recipe.row_size * token_bytes
+    step = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * processes
+    each = 2 * row_bytes * (step + max((source.size for source in groups.values()), default=0))
+    if groups and recipe.stream_gb < (least := len(groups) * each / 1e9):
+        raise ValueError(f"stream_gb: must be {least:.3g} or greater for rows of {recipe.block_size} tokens, "
+                         f"{processes} processes and {len(groups)} streams, is {recipe.stream_gb:g}.")
+    here = accelerator.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    for name, source in groups.items():
+        max_bytes = int(recipe.stream_gb * 1e9 / len(groups))
+        train[name] = StreamedRows(source, recipe.cache_dir, max_bytes, *here)
 
 
 def _named_sets(name: str, sets: dict) -> dict:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from data.cache import build_once
 from data.order import drawn_order
 from data.rows import PackedRows
 from data.sources.files import is_saved
+from data.token_set import Split, TokenSet
 
 PACKING = 1  # part of the fingerprint of packed rows: raise it when shared_rows packs differently
 COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of saved pairs
@@ -119,16 +120,24 @@ def holds_pairs(name: str) -> bool:
     return {*COLUMNS} <= {*(features or ())}
 
 
-def load_pairs(name: str) -> dict:
-    """{split: Dataset} of such a folder. Its rows are not masked and have one length."""
+def open_saved_pairs(name: str, cache_dir, pack: bool = False) -> TokenSet | None:
+    """The sentence pairs of such a folder, converted once into the cache; None where it holds none."""
+    if not holds_pairs(name):
+        return None
     import datasets  # not at the top: 85 MB and half a second
 
-    saved = datasets.load_from_disk(name)
-    return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    saved, splits, T = datasets.load_from_disk(name), {}, 0
+    saved = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    for split, pairs in ((split, pairs) for split, pairs in saved.items() if len(pairs)):
+        seen = pairs[:1000]["input_ids"]
+        T = T or len(seen[0])
+        opened, largest = partial(_converted, pairs, T, cache_dir), max(map(max, seen))
+        splits[split] = Split(len(pairs) * T, pairs._fingerprint, opened, largest=largest)
+    return TokenSet(name, splits, partial(PairRows, pack=pack), row_tokens=T)
 
 
-def saved_rows(dataset, T: int, pack: bool, cache_dir: str) -> PairRows:
-    """One of these splits as PairRows of T tokens, converted once into the cache."""
+def _converted(dataset, T: int, cache_dir, _) -> tuple[list[np.ndarray], str]:
+    """Pairs as the rows [n x (T + 3)] of PairRows, and their content."""
 
     def build(folder: Path) -> None:
         arrays = [np.empty((0, T + 3), np.uint32)]
@@ -142,5 +151,4 @@ def saved_rows(dataset, T: int, pack: bool, cache_dir: str) -> PairRows:
         np.save(folder / "pairs.npy", np.concatenate(arrays))
 
     folder = build_once(cache_dir, "saved", [dataset._fingerprint, T], build)
-    pairs = np.load(folder / "pairs.npy", mmap_mode="r")
-    return PairRows([pairs.reshape(-1)], T, content=dataset._fingerprint, pack=pack)
+    return [np.load(folder / "pairs.npy", mmap_mode="r").reshape(-1)], dataset._fingerprint

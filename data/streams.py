@@ -85,8 +85,8 @@ class StreamedRows:
 
     process, processes: of this machine. The first one starts the producer."""
 
-    def __init__(self, source: Groups, cache_dir, most: int, process: int = 0, processes: int = 1):
-        self.source, self.cache_dir, self.most = source, Path(cache_dir), most
+    def __init__(self, source: Groups, cache_dir, max_bytes: int, process: int = 0, processes: int = 1):
+        self.source, self.cache_dir, self.max_bytes = source, Path(cache_dir), max_bytes
         self.process, self.processes = process, processes
         self.block_size, self.n_rows = source.block_size, source.n_rows
         self.fingerprint = digest(source.content, source.block_size, source.size)
@@ -160,7 +160,7 @@ class StreamedRows:
         words = [sys.executable, "-c", PRODUCER, PROJECT, self.folder]
         self.producer = subprocess.Popen(words, stdin=subprocess.PIPE)
         self.end = weakref.finalize(self, _end, self.producer, self.folder, lock)  # at exit at the latest
-        pickle.dump((self.source, self.begun, self.most), self.producer.stdin)
+        pickle.dump((self.source, self.begun, self.max_bytes), self.producer.stdin)
         self.producer.stdin.flush()
 
     def _open(self, group: int) -> tuple[Mark, np.ndarray]:

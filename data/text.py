@@ -15,7 +15,7 @@ from data.encode import tokenize_documents
 from data.factory import NO_LIMIT, Factory, TokenMaker
 from data.filters import Accounting, clean_documents, drawn_place, in_validation
 from data.rows import PackedRows
-from data.shards import damaged_files, finished_manifest, rows_of
+from data.shards import damaged_files, finished_manifest, shard_set
 from data.sources.corpus import Corpus
 from data.sources.files import digest
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sampled, train_tokenizer
@@ -34,9 +34,8 @@ class PreparedRows:
         self.folder, self.accounting = str(folder), manifest["accounting"]
         self.share = manifest["settings"].get("validation_fraction", 0.0)
         most = manifest["settings"].get("most", 0) // block_size
-        entries = {split: entry["files"] for split, entry in manifest["splits"].items()}
-        self.splits = {split: rows_of(folder, manifest, split, files, block_size, most, kind)
-                       for split, files in entries.items()}
+        tokens = shard_set(self.folder, manifest, lambda entries: folder, kind)
+        self.splits = {split: tokens.rows(split, block_size, most) for split in tokens.splits}
         self.train = self.splits.get("train")
 
 

@@ -20,7 +20,7 @@ from data.filters import in_validation
 from data.fim import NAMES, fill_in_middle
 from data.groups import text_groups
 from data.open import Recipe, open_sources, prepare
-from data.shards import check_shards, open_shards
+from data.shards import open_shards, read_manifest
 from data.sources.corpus import Corpus, Source
 from data.text import prepare_rows, trained_tokenizer
 from data.tokenizer import main as train_by_command
@@ -148,10 +148,10 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     source = shard_data.write_jsonl(tmp_path / "texts.jsonl", texts)
     changes = {"validation_fraction": 0.2, "seed": 3, "fim_rate": 0.5}
     assert shard_data.run(source, tmp_path / "shards", str(folder), **changes) == 0
-    manifest = check_shards(str(tmp_path / "shards"))
+    manifest = read_manifest(str(tmp_path / "shards"))
     assert manifest["settings"]["fim_rate"] == 0.5
     for split, rows in {"train": cut.train, "validation": plain.splits["validation"]}.items():
-        shards = open_shards(str(tmp_path / "shards"), split, T, cache_dir=tmp_path / "cache")
+        shards = open_shards(str(tmp_path / "shards"), tmp_path / "cache").rows(split, T)
         assert np.array_equal(shards.rows, rows.rows)
 
 

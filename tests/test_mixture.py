@@ -317,6 +317,17 @@ def test_each_source_is_prepared_as_if_it_were_alone_and_evaluated_under_its_nam
     assert any("/gone" in line for line in problems_of(replace(gone, dataset_name="/gone/a", mixture=())))
 
 
+def test_streams_share_their_room_and_sources_without_a_share_are_not_copied(folder, tmp_path, monkeypatch):
+    streams = opened(recipe(folder, "a.jsonl", "shards", mixture=(0.5, 0.5), streaming=True, stream_gb=1.0))
+    assert [rows.max_bytes for rows in streams.train.sources.values()] == [5 * 10**8] * 2
+    names, evaluated = ("a.jsonl", "shards"), {"eval_dataset_name": (f"{folder}/c.jsonl",)}
+    before = opened(recipe(folder, *names, mixture=(0.9, 0.1), cache_dir=str(tmp_path / "a"), **evaluated))
+    data = opened(recipe(folder, *names, mixture=(1.0, 0.0), cache_dir=str(tmp_path / "b"), **evaluated))
+    assert [*tmp_path.glob("a/verified-*")] and not [*tmp_path.glob("b/verified-*")]
+    prints = (found.train.fingerprint["shards"][1] for found in (before, data))
+    assert len({*prints}) == 1 and data.epochs(50)["shards"] == 0
+
+
 def test_what_is_evaluated_on_is_left_out_of_every_source(folder):
     shard_data.write_jsonl(folder / "held-out.jsonl", shard_data.make_texts(150)[50:60] +
                            shard_data.make_texts(150)[110:120])  # of a and of c

@@ -305,6 +305,25 @@ def test_pairs_that_others_have_saved_are_trained_on(tmp_path, tokenizer, pack):
     assert all(any(part in line for line in problems) for part in told), problems
 
 
+def test_saved_pairs_without_training_rows_are_for_evaluation(tmp_path, tokenizer):
+    texts = [(f"first {i}", f"second {i}", 0) for i in range(20)]
+    encoded = tokenizer([a for a, *_ in texts], [b for _, b, _ in texts], padding="max_length", max_length=16,
+                        truncation=True)
+    whole = datasets.Dataset.from_dict({**encoded, "next_sentence_label": [label for *_, label in texts]})
+    datasets.DatasetDict({"test": whole}).save_to_disk(tmp_path / "test")
+    whole.save_to_disk(tmp_path / "train")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    shared = {"tokenizer_name": f"{tmp_path}/tokenizer", "block_size": 16, "next_sentence": True,
+              "cache_dir": f"{tmp_path}/cache"}  # fmt: skip
+    recipe = Recipe(f"{tmp_path}/train", eval_dataset_name=f"{tmp_path}/test", **shared)
+    sources = open_sources(recipe, problems := [])
+    assert not problems and len(prepare(sources, Accelerator(cpu=True)).evals[""]) == 20
+    open_sources(Recipe(f"{tmp_path}/test", **shared), problems)
+    assert problems[0] == (f"{tmp_path}/test has no row of 16 tokens for train, only for test: lower "
+                           "block_size or name other data.")
+    assert "for validation, only for test: set eval_dataset_name." in problems[1]
+
+
 # ---- Several pairs to a row
 
 

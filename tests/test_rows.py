@@ -329,8 +329,20 @@ def test_names_of_evaluation_sets_tell_them_apart():
     files = ("x/a.jsonl.gz", "y/a.parquet", "user/set-v1.5", "s3://bucket/valid/", "texts/*.txt", "a-2.json")
     assert short_names((*files, "b")) == ["a", "a-2", "set-v1.5", "valid", "texts", "a-2-2", "b"]
     assert short_names(("x/a.jsonl",)) == [""] and short_names(()) == []
-    typed = "data/a.bin?dtype=uint32", "data/b.bin?dtype=uint32", "https://host/x/c.jsonl?token=1", "y/d-?.csv"
+    typed = "data/a.bin?dtype=uint32", "b.bin?dtype=uint32", "https://host/x/c.jsonl?token=1", "y/d-?.csv"
     assert short_names(typed) == ["a", "b", "c", "y"]
+
+
+def test_a_split_of_shards_is_named_as_one_of_text(folder):
+    names = f"{folder}/shards:validation", f"{folder}/shards:train"
+    named = opened(recipe(folder, eval_dataset_name=names))
+    own = opened(recipe(folder, "shards"))
+    assert named.evals["shards"].fingerprint == own.evals[""].fingerprint
+    problems = []
+    names = f"{folder}/shards:test", f"{folder}/shards:train[:9]"
+    open_sources(recipe(folder, eval_dataset_name=names), problems)
+    for line, split in zip(problems, ("test", "train[:9]"), strict=True):
+        assert f"shards has no row of 32 tokens for {split}, only for train, validation: set eval" in line
 
 
 def test_evaluation_sets_of_a_stream_are_streamed_too(folder):
@@ -408,8 +420,8 @@ def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_sourc
 @pytest.mark.parametrize("kind", ["text", "pairs"])
 def test_a_broken_folder_in_the_cache_stops_no_resume(folder, kind, tmp_path):
     first = opened(recipe(folder, kind, cache_dir=str(tmp_path)))
-    gone = recipe(folder, kind, cache_dir=str(tmp_path), dataset_name="/gone", output_dir=f"{folder}/tokenizer",
-                  saved=first.fingerprints | {"dataset_name": ["/gone"]})
+    gone = recipe(folder, kind, cache_dir=str(tmp_path), dataset_name="/gone",
+                  output_dir=f"{folder}/tokenizer", saved=first.fingerprints | {"dataset_name": ["/gone"]})
     (whole,) = tmp_path.glob("*-*/manifest.json")
     for number, content in enumerate(("", "[]", '{"splits": 1}', whole.read_text())):
         broken = tmp_path / f"{whole.parent.name}-{number}"  # of the last one all files are lost

@@ -17,7 +17,7 @@ from data.encode import Encoder
 from data.factory import TokenMaker
 from data.groups import Mark, shard_groups, text_groups
 from data.mixture import MixedOrder, MixedRows, Mixture
-from data.shards import check_shards, open_shards
+from data.shards import open_shards, read_manifest
 from data.sources.corpus import Source, load_corpus
 from data.streams import StreamedRows
 from data.text import prepare_rows
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
 
 
 def sources(made) -> dict:
-    files = check_shards(made["shards"])["splits"]["train"]["files"]
+    files = read_manifest(made["shards"])["splits"]["train"]["files"]
     return {"shards": shard_groups(made["shards"], files, T, GROUP), "text": text_of(made, made["corpus"])}
 
 
@@ -51,7 +51,7 @@ def text_of(made, corpus, size: int = GROUP):
 
 
 def map_rows(made) -> np.ndarray:
-    return open_shards(made["shards"], "train", T, cache_dir=made["cache"]).rows
+    return open_shards(made["shards"], made["cache"]).rows("train", T).rows
 
 
 class Reader:
