@@ -76,21 +76,21 @@ class Text(Kind):
     def training(self, tokenizer, share: float, hold_out: bool, evaluated: list[Corpus]) -> dict:
         recipe, corpus, fraction = self.recipe, self.corpus, self.fraction if hold_out else None
         if not recipe.streaming:
-            most = recipe.max_train_samples
+            max_rows = recipe.max_train_samples
             held_out = dict(validation_fraction=fraction, evaluated=evaluated)
-            return self.prepared(corpus, tokenizer, max_rows=most, **held_out).splits
+            return self.prepared(corpus, tokenizer, max_rows=max_rows, **held_out).splits
         held_out = recipe.seed, fraction or 0.0
         fim = fill_in_middle(recipe.fim_rate, recipe.seed, tokenizer)
         groups = text_groups(corpus, Encoder.of(tokenizer), recipe.row_size, TEXT_GROUP, held_out, fim)
         rows = {"train": groups}
         if fraction:
-            held_out, most = held_out_of(corpus, *held_out), recipe.max_eval_samples
-            rows |= self.prepared(held_out, tokenizer, split="validation", max_rows=most).splits
+            held_out, max_rows = held_out_of(corpus, *held_out), recipe.max_eval_samples
+            rows |= self.prepared(held_out, tokenizer, split="validation", max_rows=max_rows).splits
         return rows
 
     def evaluation(self, tokenizer) -> dict:
-        most = self.recipe.max_eval_samples if self.recipe.streaming else 0
-        return self.prepared(self.corpus, tokenizer, split="validation", max_rows=most).splits
+        max_rows = self.recipe.max_eval_samples if self.recipe.streaming else 0
+        return self.prepared(self.corpus, tokenizer, split="validation", max_rows=max_rows).splits
 
     def prepared(self, corpus: Corpus, tokenizer, **settings) -> PreparedRows:
         recipe, size = self.recipe, self.recipe.row_size

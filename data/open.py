@@ -53,7 +53,7 @@ class Recipe:
     model_type: str = "gpt2"
     block_size: int = 128
     fim_rate: float = 0.0  # share of the documents that are cut to fill in the middle
-    special: int = 0  # tokens that collate adds to a row, which then holds so many fewer than block_size
+    n_special: int = 0  # tokens that collate adds; stored rows are so much shorter than block_size
     next_sentence: bool = False  # rows are sentence pairs
     pack_pairs: bool = False  # as many pairs to a row as fit
     streaming: bool = False
@@ -73,7 +73,6 @@ class Recipe:
         for name in SEVERAL:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-        object.__setattr__(self, "pack_pairs", self.pack_pairs and self.next_sentence)
 
     @classmethod
     def of(cls, args, **more) -> "Recipe":
@@ -83,7 +82,7 @@ class Recipe:
 
     @property
     def row_size(self) -> int:
-        return self.block_size - self.special
+        return self.block_size - self.n_special
 
 
 @dataclass
@@ -100,7 +99,7 @@ class Sources:
 def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     """Opens data and tokenizer, and appends one line to `problems` for each mistake.
 
-    A run that resumes opens neither if the cache still has its rows."""
+    Resuming opens neither if the cache has the run's rows."""
     if not recipe.dataset_name:
         problems.append("dataset_name: none is given; give installed-python, a Hub id, a file or a folder.")
         return Sources(recipe)
@@ -126,17 +125,17 @@ def open_sources(recipe: Recipe, problems: list[str]) -> Sources:
     if recipe.streaming and not recipe.tokenizer_name and all(kind.corpus for kind in train.values()):
         problems.append("streaming: set tokenizer_name; `python -m data.tokenizer` trains one on a stream.")
     names = [recipe.tokenizer_name, *(kind.tokenizer_name for kind in train.values())]
-    name, most = next(filter(None, names), None), recipe.max_train_samples
+    name, max_rows = next(filter(None, names), None), recipe.max_train_samples
     tokenizer = attempt(load_tokenizer, name) if name else None
     if tokenizer:
         attempt(fill_in_middle, recipe.fim_rate, recipe.seed, tokenizer)
-    if most and (recipe.next_sentence or len(named) > 1):
-        text = next((f"{kind.name}:train[:{most}]" for kind in train.values() if kind.corpus), None)
+    if max_rows and (recipe.next_sentence or len(named) > 1):
+        text = next((f"{kind.name}:train[:{max_rows}]" for kind in train.values() if kind.corpus), None)
         remedy = f"name a part of the text instead, {text}" if text else "leave it out"
         problems.append(f"max_train_samples: not for sentence pairs or a mixture; {remedy}.")
     for kind in (*train.values(), *evals.values()):
         problems += [line for line in kind.problems(tokenizer) if line not in problems]
-    if recipe.special and len({bool(kind.row_tokens) for kind in train.values()}) > 1:
+    if recipe.n_special and len({bool(kind.row_tokens) for kind in train.values()}) > 1:
         problems.append("mixture: records have special tokens inside, other rows get them added: mix records "
                         "only with records.")
     return Sources(recipe, train, evals, tokenizer)
@@ -181,7 +180,7 @@ def _rows_of_run(recipe: Recipe) -> Sources | None:
         return None
     if tokenizer_fingerprint(tokenizer) != recipe.saved["tokenizer"]:
         return None
-    return Sources(recipe, tokenizer=tokenizer, prepared=(_together(recipe, train), evals))
+    return Sources(recipe, tokenizer=tokenizer, prepared=(_mixed(recipe, train), evals))
 
 
 def _cached_rows(recipe: Recipe, fingerprints: str) -> dict[str, PackedRows]:
@@ -197,7 +196,7 @@ def _cached_rows(recipe: Recipe, fingerprints: str) -> dict[str, PackedRows]:
     return cached
 
 
-def _together(recipe: Recipe, train: dict) -> MixedRows:
+def _mixed(recipe: Recipe, train: dict) -> MixedRows:
     """The rows of all data sets in their shares; of a single one all rows."""
     if recipe.pack_pairs and len(train) > 1:
         PairRows.align(train.values())
@@ -223,13 +222,13 @@ def prepare(sources: Sources, accelerator) -> Data:
     """Trains a tokenizer if none is named. Prepares the rows once per machine, or opens them as a stream.
 
     Each data set of a mixture is prepared as if it were alone. ValueError where there is no row."""
-    recipe, tokenizer, most = sources.recipe, sources.tokenizer, sources.recipe.max_train_samples
+    recipe, tokenizer, max_rows = sources.recipe, sources.tokenizer, sources.recipe.max_train_samples
     names = ", ".join(map(without_secrets, recipe.dataset_name))
     if sources.prepared:
         accelerator.print(f"data       the rows of this run from {recipe.cache_dir}, {names} is not read")
         return Data(recipe, accelerator, tokenizer, *sources.prepared)
     if tokenizer is None:
-        read_bytes = most and max(1_000_000, 4 * most * recipe.row_size)
+        read_bytes = max_rows and max(1_000_000, 4 * max_rows * recipe.row_size)
         wanted = dict(vocab_size=recipe.vocab_size, algorithm=recipe.algorithm, model_type=recipe.model_type)
         wanted |= dict(fim=recipe.fim_rate > 0, read_bytes=read_bytes, cache_dir=recipe.cache_dir)
         corpora, shares = [kind.corpus for kind in sources.train.values()], recipe.mixture or (1.0,)
@@ -253,13 +252,13 @@ def prepare(sources: Sources, accelerator) -> Data:
         accelerator.print(f"data       {names} is trained on as it is, also on what is evaluated on; only "
                           "rows that are prepared from text leave that out")
     _start_streams(train, recipe, token_dtype(tokenizer).itemsize, accelerator)
-    for rows in train.values() if recipe.pack_pairs else ():
-        accelerator.print(f"data       {rows.size:,} sentence pairs in {len(rows):,} rows, "
+    for rows in filter(len, train.values() if recipe.pack_pairs else ()):
+        accelerator.print(f"data       {len(rows.spans):,} sentence pairs in {len(rows):,} rows, "
                           f"{rows.padding:.1%} of them padding")
     _await_all(accelerator)
     first = sources.evals if recipe.eval_dataset_name else sources.train
     evals = {name: evals[name] for name in [*first, *evals]}
-    return Data(recipe, accelerator, tokenizer, _together(recipe, train), evals)
+    return Data(recipe, accelerator, tokenizer, _mixed(recipe, train), evals)
 
 
 def _start_streams(train: dict, recipe: Recipe, token_bytes: int, accelerator) -> None:

@@ -30,9 +30,9 @@ class PairRows(PackedRows):
         self.block_size, self.pack = block_size, pack
         self.spans = np.concatenate([view[:, -3:] for view in self.views] or [np.empty((0, 3), np.uint16)])
 
-    def at(self, row: np.ndarray) -> np.ndarray:
+    def ids(self, row: np.ndarray) -> np.ndarray:
         """The token ids of these pairs [B] -> [B, T]."""
-        return super().at(row)[..., :-3]
+        return super().ids(row)[..., :-3]
 
     @cached_property
     def members(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class PairRows(PackedRows):
         return shared_rows(self.spans[:, 1], self.block_size)
 
     def __len__(self) -> int:
-        return len(self.members) if self.pack else self.size
+        return len(self.members) if self.pack else super().__len__()
 
     @property
     def fingerprint(self) -> str:
@@ -55,12 +55,12 @@ class PairRows(PackedRows):
     @staticmethod
     def align(sources: Iterable["PairRows"]) -> None:
         """Gives all sources of a mixture the same M."""
-        most = max(rows.members.shape[1] for rows in sources)
+        M = max(rows.members.shape[1] for rows in sources)
         for rows in sources:
-            missing = most - rows.members.shape[1]
+            missing = M - rows.members.shape[1]
             rows.members = np.pad(rows.members, ((0, 0), (0, missing)), constant_values=-1)
 
-    def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
+    def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
         """As PackedRows, with token_type_ids and attention_mask [B, T] (1 in a row's first pair, 2 in its
         second, ..., 0 in padding) and next_sentence_label [B]. Packed, also position_ids [B, T], from 0 in
         each pair, and for each pair [B, M] its number `pair` (-1: none), pair_start, next_sentence_label."""
@@ -70,13 +70,13 @@ class PairRows(PackedRows):
         if not self.pack:
             real = place < length
             columns = {"token_type_ids": real & (place >= end_of_a), "attention_mask": real}
-            return super().take(row, epoch) | columns | {"next_sentence_label": label[:, 0]}
+            return super().columns(row, epoch) | columns | {"next_sentence_label": label[:, 0]}
         label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
         each, ends = np.arange(len(row))[:, None], length.cumsum(1)
         nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
         real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
         position = np.where(real, place - (ends - length)[each, nth], 0)
-        ids = self.at(pair.ravel()).reshape(*pair.shape, -1)  # [B, M, T]
+        ids = self.ids(pair.ravel()).reshape(*pair.shape, -1)  # [B, M, T]
         return {
             "input_ids": np.where(real, ids[each, nth, position], 0),
             "position_ids": position,

@@ -1,7 +1,7 @@
 """Text as rows, prepared in the cache by data/factory.py; and tokenizers trained on text.
 
     prepared = prepare_rows(corpus, TokenMaker(tokenizer), block_size=128, validation_fraction=0.05)
-    prepared.train.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
+    prepared.train.ids(np.array([5, 2]))     # [2, 128]
 """
 
 import itertools

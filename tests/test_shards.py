@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.groups import Mark, shard_groups
+from data.groups import StreamPosition, shard_groups
 from data.shards import damaged_files, open_shards, read_manifest
 from data.tokenizer import load_tokenizer
-from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
+from tests.shard_data import all_ids, make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
 from utils.io import retry, urls
 
 T = 32
@@ -31,7 +31,7 @@ def made(tmp_path_factory):
 def streamed(url: str) -> np.ndarray:
     """The rows of one epoch of a stream, in its order."""
     groups = shard_groups(url, read_manifest(url)["splits"]["train"]["files"], T, 50)
-    first = itertools.takewhile(lambda found: not found[0].epoch, groups.groups(Mark()))
+    first = itertools.takewhile(lambda found: not found[0].epoch, groups.groups_from(StreamPosition()))
     found = [rows for mark, rows in first]
     return np.concatenate(found)
 
@@ -58,9 +58,9 @@ def test_the_same_shards_serve_rows_of_any_length(made, tmp_path):
     for block_size in (1, 7, 32, 1000):
         rows = open_shards(made["shards"], tmp_path).rows("train", block_size)
         n = len(stream) // block_size
-        assert len(rows) == n and np.array_equal(rows.rows.ravel(), stream[: n * block_size])
+        assert len(rows) == n and np.array_equal(all_ids(rows).ravel(), stream[: n * block_size])
     first = open_shards(made["shards"], tmp_path).rows("train", T, max_rows=9)
-    assert np.array_equal(first.rows.ravel(), stream[: 9 * T]) and len(first.views) < 5
+    assert np.array_equal(all_ids(first).ravel(), stream[: 9 * T]) and len(first.views) < 5
 
 
 def test_local_shards_are_verified_once_and_read_where_they_lie(made, tmp_path, monkeypatch):
@@ -68,7 +68,7 @@ def test_local_shards_are_verified_once_and_read_where_they_lie(made, tmp_path, 
     monkeypatch.setattr(urls.Folder, "read", lambda folder, name: reads.append(name) or read(folder, name))
     again = open_shards(made["shards"], tmp_path).rows("train", T)
     assert reads == ["manifest.json"] and not [*tmp_path.rglob("*.npy")]
-    assert np.array_equal(again.rows, first.rows) and again.fingerprint == first.fingerprint
+    assert np.array_equal(all_ids(again), all_ids(first)) and again.fingerprint == first.fingerprint
     assert run(made["source"], made["folder"] / "other", made["tokenizer"], seed=1) == 0
     other = open_shards(str(made["folder"] / "other"), tmp_path).rows("train", T)
     assert other.fingerprint != first.fingerprint
@@ -202,7 +202,7 @@ def test_s3_holds_the_same_shards_though_requests_fail(made, store, tmp_path, mo
     assert stored == shard_bytes(made["shards"])
     assert "progress" not in urls.Folder(remote).names()
     local = open_shards(made["shards"], tmp_path / "local").rows("train", T)
-    assert np.array_equal(rows.rows, local.rows) and np.array_equal(stream, local.rows)
+    assert np.array_equal(all_ids(rows), all_ids(local)) and np.array_equal(stream, all_ids(local))
     assert len([*tmp_path.glob("shards-*/*.npy")]) == len(read_manifest(remote)["splits"]["train"]["files"])
 
 

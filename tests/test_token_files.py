@@ -29,7 +29,7 @@ from data.token_files import _full_row, _records, holds_token_files, open_token_
 from data.tokenizer import train_tokenizer
 from tests import forked
 from tests.runs import PROJECT, TINY, metrics
-from tests.shard_data import make_texts, save_tokenizer, write_jsonl
+from tests.shard_data import batch_of, make_texts, save_tokenizer, write_jsonl
 
 RECORDS = PROJECT / "tests" / "tfrecords"
 T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
 def opened(name, split="train", block_size=T) -> np.ndarray:
     with tempfile.TemporaryDirectory() as cache:
         rows = open_token_files(str(name), cache).rows(split, block_size)
-        return rows.__getitems__([(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
+        return batch_of(rows, [(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
 
 
 def cut(*streams) -> np.ndarray:
@@ -206,7 +206,7 @@ def problems_of(folder, name, **changes) -> list[str]:
 
 def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_path):
     name = folder / "train.bin"
-    assert problems_of(folder, name) == [] == problems_of(folder, RECORDS, special=0)
+    assert problems_of(folder, name) == [] == problems_of(folder, RECORDS, n_special=0)
     (line,) = problems_of(folder, name, tokenizer_name=None, eval_dataset_name=(str(name),))
     assert line.startswith(f"tokenizer_name: {name} has none") and "gpt2" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "beyond.bin", [*ids(3000), KNOWN]))
@@ -214,7 +214,7 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     rows = [[1] * T, [KNOWN, *[2] * (T - 1)]]
     (line,) = problems_of(folder, write_records(tmp_path / "beyond.tfrecord", rows))
     assert "has the id 400, but the tokenizer has only 400 ids" in line
-    (line,) = problems_of(folder, RECORDS, special=2, block_size=T + 2)
+    (line,) = problems_of(folder, RECORDS, n_special=2, block_size=T + 2)
     assert line == f"block_size: {T + 2}, but rows of {RECORDS} have {T} tokens: set --block_size {T}."
     (line,) = problems_of(folder, write_records(tmp_path / "two.tfrecord", [[1] * T, [1] * 9]))
     assert "two.tfrecord: record 2: 9 tokens, but those before it have 32" in line
@@ -270,7 +270,7 @@ def test_of_either_kind_the_first_rows_may_do(folder, tmp_path):
         every, few = (open_token_files(str(name), str(tmp_path)).rows("train", T, most) for most in (0, 5))
         assert len(few) == 5 < len(every)
         keys = [(row, 0, row) for row in range(5)]
-        assert few.__getitems__(keys)["input_ids"].equal(every.__getitems__(keys)["input_ids"])
+        assert batch_of(few, keys)["input_ids"].equal(batch_of(every, keys)["input_ids"])
 
 
 def test_ids_of_other_types_are_asked_for_and_read(folder, tmp_path):
@@ -401,20 +401,20 @@ def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):
 
 def test_whole_records_and_rows_that_get_special_tokens_are_not_mixed(folder, tmp_path):
     problems, names = [], (str(folder / "train.bin"), str(RECORDS))
-    recipe = Recipe(names, (0.5, 0.5), tokenizer_name=str(folder / "masked"), block_size=T, special=2,
+    recipe = Recipe(names, (0.5, 0.5), tokenizer_name=str(folder / "masked"), block_size=T, n_special=2,
                     eval_dataset_name=str(folder / "val.bin"), cache_dir=str(tmp_path))
     open_sources(recipe, problems)
     assert [line[:37] for line in problems] == ["mixture: records have special tokens "]
     problems.clear()
     open_sources(replace(recipe, dataset_name=names[:1] * 2), problems)
-    open_sources(replace(recipe, special=0), problems)
+    open_sources(replace(recipe, n_special=0), problems)
     assert not problems
 
 
 def test_streaming_them_is_reading_them_where_they_lie(folder):
     evals = {"eval_dataset_name": (str(folder / "val.bin"),)}
     streamed, mapped = (data_of(folder, folder / "train.bin", streaming=on, **evals) for on in (True, False))
-    assert streamed.fingerprints == mapped.fingerprints and streamed.state_dict(0) is None
+    assert streamed.fingerprints == mapped.fingerprints and streamed.train.state_dict(0) is None
 
 
 def test_no_pickle_is_opened(folder, tmp_path):
