@@ -195,11 +195,11 @@ def main(args: TrainArgs | None = None) -> None:
     evaluate_what_is_saved(args)
     args.pack_pairs &= args.next_sentence  # False without pairs, as in runs before this setting
     problems = check_args(args)
-    special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
+    n_special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
     kind = "pretraining" if args.next_sentence else "masked"
     pack = args.pack_pairs and packs_pairs(args.model_type, args.model_name_or_path, args.attn_implementation)
-    recipe = Recipe.of(args, algorithm="unigram", special=special, saved=saved_data(args), pack_pairs=pack)
-    sources = open_sources(recipe, problems)
+    added = dict(algorithm="unigram", n_special=n_special, saved=saved_data(args), pack_pairs=pack)
+    sources = open_sources(Recipe.of(args, **added), problems)
     build = dict(
         kind=kind, model_type=args.model_type, config_overrides=args.config_overrides,
         model_name_or_path=args.model_name_or_path, block_size=args.block_size, attn=args.attn_implementation,

@@ -59,10 +59,6 @@ class Data:
         order = MixedOrder(self.train, start, stop)
         return self._loader(self.train, self.recipe.per_device_train_batch_size, self.collate, order)
 
-    def epochs(self, position: int) -> dict[str, float]:
-        """Passes over each data set of a mixture before a position, whole ones for streamed text; else {}."""
-        return self.train.epochs(position) if len(self.train.sources) > 1 else {}
-
     def evaluation(self, name: str = ""):
         """Batches of the rows that `evaluation_rows` chooses, padded with row -1 to whole batches."""
         if name not in self.evaluations:
@@ -70,16 +66,8 @@ class Data:
             drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
             order = evaluation_order(drawn, batch_size * self.accelerator.num_processes)
             collate = self.evaluation_collate or self.collate
-            self.evaluations[name] = self._loader(rows, batch_size, collate, order)
+            self.evaluations[name] = self._loader(MixedRows(None, {name: rows}), batch_size, collate, order)
         return self.evaluations[name]
-
-    def state_dict(self, position: int) -> dict | None:
-        """What resumes streams after `position` rows of all processes together; None without streams."""
-        return self.train.state_dict(position)
-
-    def load_state_dict(self, state: dict | None) -> None:
-        """ValueError: the state comes from another stream."""
-        self.train.load_state_dict(state)
 
     def _loader(self, rows, batch_size: int, collate, order):
         # From pinned memory a GPU copies batches while it computes. From other memory each copy would make

@@ -17,37 +17,36 @@ from utils.io.secrets import without_secrets
 from utils.io.urls import Folder
 
 
-class Mark(NamedTuple):
-    """Where a group begins: its number, its first position in the stream, the epoch and its first row in it;
-    and the document (or shard), and the token of it, that this row begins with."""
+class StreamPosition(NamedTuple):
+    """Where a group begins."""
 
-    group: int = 0
-    first: int = 0
+    group: int = 0  # its number
+    first: int = 0  # rows of the stream before it
     epoch: int = 0
-    row: int = 0
-    document: int = 0
-    offset: int = 0
+    row: int = 0  # rows of this epoch before it
+    document: int = 0  # or shard, where its first row begins
+    offset: int = 0  # tokens of the document before that
 
 
 @dataclass
 class Groups:
     """A source as rows of block_size tokens, in order, `size` rows at a time.
 
-    content: changes with the rows. tokens(first): the token ids of each document (or shard) from number
-    `first` on, and its number; it pickles. n_rows: of an epoch; None: only the end of the text tells."""
+    content: changes with the rows. documents_from(first): the token ids of each document (or shard) from
+    number `first` on, and its number; it pickles. n_rows: of an epoch; None: unknown before its end."""
 
     name: str
     content: list
-    tokens: Callable[[int], Iterator[tuple[np.ndarray, int]]]
+    documents_from: Callable[[int], Iterator[tuple[np.ndarray, int]]]
     block_size: int
     size: int
     n_rows: int | None = None
 
-    def epoch(self, document: int, offset: int) -> Iterator[tuple[np.ndarray, int, int]]:
+    def rows_from(self, document: int, offset: int) -> Iterator[tuple[np.ndarray, int, int]]:
         """From token `offset` of `document` on: rows [size, T], the last time fewer, and the document and
         offset where the next row begins."""
         T, full, waiting, size = self.block_size, self.size * self.block_size, [], 0
-        for ids, number in self.tokens(document):
+        for ids, number in self.documents_from(document):
             waiting.append(ids[offset:])
             size, offset = size + len(waiting[-1]), 0
             if size >= full:
@@ -59,17 +58,18 @@ class Groups:
         if size >= T:
             yield np.concatenate(waiting)[: size // T * T].reshape(-1, T), 0, 0
 
-    def groups(self, mark: Mark) -> Iterator[tuple[Mark, np.ndarray]]:
-        """Groups from this mark on, endlessly. ValueError: no row in an epoch."""
-        for epoch in itertools.count(mark.epoch):
-            for rows, document, offset in self.epoch(mark.document, mark.offset):
-                yield mark, rows
-                first, row = mark.first + len(rows), mark.row + len(rows)
-                mark = Mark(mark.group + 1, first, epoch, row, document, offset)
-            if mark.row == 0:
+    def groups_from(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, np.ndarray]]:
+        """(where it begins, its rows) of each group from this one on, endlessly. ValueError: an epoch has no
+        row."""
+        for epoch in itertools.count(start.epoch):
+            for rows, document, offset in self.rows_from(start.document, start.offset):
+                yield start, rows
+                first, row = start.first + len(rows), start.row + len(rows)
+                start = StreamPosition(start.group + 1, first, epoch, row, document, offset)
+            if start.row == 0:
                 raise ValueError(f"dataset_name: {self.name} gives no row of {self.block_size} tokens to "
                                  "train on. Take more text, a smaller block_size or other keywords.")
-            mark = Mark(mark.group, mark.first, epoch + 1)
+            start = StreamPosition(start.group, start.first, epoch + 1)
 
 
 def text_groups(corpus: Corpus, encoder: Encoder, block_size: int, size: int, held_out: tuple = (0, 0.0),

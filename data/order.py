@@ -40,7 +40,7 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 
 
 def drawn_order(n: int, seed: int, number: int) -> np.ndarray:
-    """range(n) in an order drawn by (seed, number); for all of range(n) faster than `permuted`."""
+    """A permutation of range(n) from (seed, number), faster than `permuted` for all of it."""
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(number))
     return _mix(key + np.arange(n, dtype=np.uint64)).argsort(kind="stable")
 
@@ -53,15 +53,15 @@ def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.n
     return epoch, row
 
 
-def evaluation_rows(n_rows: int, most: int, seed: int) -> list[int]:
-    """All rows, or `most` of them (0: no limit) drawn by the seed, because neighbours are of one document.
+def evaluation_rows(n_rows: int, max_rows: int, seed: int) -> list[int]:
+    """All rows, or max_rows of them (0: no limit) drawn by the seed, because neighbours are of one document.
     They come in the order of the file. A smaller sample is part of a larger one."""
-    if not 0 < most < n_rows:
+    if not 0 < max_rows < n_rows:
         return list(range(n_rows))
-    return sorted(permuted(np.arange(most), n_rows, seed, EVALUATION).tolist())
+    return sorted(permuted(np.arange(max_rows), n_rows, seed, EVALUATION).tolist())
 
 
-def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int]]:
-    """(position, epoch, row) of these rows, padded to a multiple of `multiple` with position and row -1,
-    which count as nothing. A row's position is its number, so its mask is the same in any sample."""
-    return [(row, 0, row) for row in rows] + [(-1, 0, -1)] * (-len(rows) % multiple)
+def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int, int]]:
+    """(position, epoch, row, source) of these rows, padded to a multiple of `multiple` with position and row
+    -1, which count as nothing. A row's position is its number, so its mask is the same in any sample."""
+    return [(row, 0, row, 0) for row in rows] + [(-1, 0, -1, 0)] * (-len(rows) % multiple)

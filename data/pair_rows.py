@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from data.cache import build_once
 from data.order import drawn_order
 from data.rows import PackedRows
 from data.sources.files import is_saved
+from data.token_set import Split, TokenSet
 
 PACKING = 1  # part of the fingerprint of packed rows: raise it when shared_rows packs differently
 COLUMNS = ("input_ids", "token_type_ids", "attention_mask", "next_sentence_label")  # of saved pairs
@@ -29,9 +30,9 @@ class PairRows(PackedRows):
         self.block_size, self.pack = block_size, pack
         self.spans = np.concatenate([view[:, -3:] for view in self.views] or [np.empty((0, 3), np.uint16)])
 
-    def at(self, row: np.ndarray) -> np.ndarray:
+    def ids(self, row: np.ndarray) -> np.ndarray:
         """The token ids of these pairs [B] -> [B, T]."""
-        return super().at(row)[..., :-3]
+        return super().ids(row)[..., :-3]
 
     @cached_property
     def members(self) -> np.ndarray:
@@ -40,7 +41,7 @@ class PairRows(PackedRows):
         return shared_rows(self.spans[:, 1], self.block_size)
 
     def __len__(self) -> int:
-        return len(self.members) if self.pack else self.size
+        return len(self.members) if self.pack else super().__len__()
 
     @property
     def fingerprint(self) -> str:
@@ -54,12 +55,12 @@ class PairRows(PackedRows):
     @staticmethod
     def align(sources: Iterable["PairRows"]) -> None:
         """Gives all sources of a mixture the same M."""
-        most = max(rows.members.shape[1] for rows in sources)
+        M = max(rows.members.shape[1] for rows in sources)
         for rows in sources:
-            missing = most - rows.members.shape[1]
+            missing = M - rows.members.shape[1]
             rows.members = np.pad(rows.members, ((0, 0), (0, missing)), constant_values=-1)
 
-    def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
+    def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
         """As PackedRows, with token_type_ids and attention_mask [B, T] (1 in a row's first pair, 2 in its
         second, ..., 0 in padding) and next_sentence_label [B]. Packed, also position_ids [B, T], from 0 in
         each pair, and for each pair [B, M] its number `pair` (-1: none), pair_start, next_sentence_label."""
@@ -69,13 +70,13 @@ class PairRows(PackedRows):
         if not self.pack:
             real = place < length
             columns = {"token_type_ids": real & (place >= end_of_a), "attention_mask": real}
-            return super().take(row, epoch) | columns | {"next_sentence_label": label[:, 0]}
+            return super().columns(row, epoch) | columns | {"next_sentence_label": label[:, 0]}
         label, length = np.where(pair < 0, -100, label), np.where(pair < 0, 0, length)
         each, ends = np.arange(len(row))[:, None], length.cumsum(1)
         nth = (place >= ends[:, :, None]).sum(1)  # [B, T], M at the padding
         real, nth = nth < pair.shape[1], np.minimum(nth, pair.shape[1] - 1)
         position = np.where(real, place - (ends - length)[each, nth], 0)
-        ids = self.at(pair.ravel()).reshape(*pair.shape, -1)  # [B, M, T]
+        ids = self.ids(pair.ravel()).reshape(*pair.shape, -1)  # [B, M, T]
         return {
             "input_ids": np.where(real, ids[each, nth, position], 0),
             "position_ids": position,
@@ -119,16 +120,24 @@ def holds_pairs(name: str) -> bool:
     return {*COLUMNS} <= {*(features or ())}
 
 
-def load_pairs(name: str) -> dict:
-    """{split: Dataset} of such a folder. Its rows are not masked and have one length."""
+def open_saved_pairs(name: str, cache_dir, pack: bool = False) -> TokenSet | None:
+    """The sentence pairs of such a folder, converted once into the cache; None where it holds none."""
+    if not holds_pairs(name):
+        return None
     import datasets  # not at the top: 85 MB and half a second
 
-    saved = datasets.load_from_disk(name)
-    return dict(saved) if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    saved, splits, T = datasets.load_from_disk(name), {}, 0
+    saved = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    for split, pairs in ((split, pairs) for split, pairs in saved.items() if len(pairs)):
+        seen = pairs[:1000]["input_ids"]
+        T = T or len(seen[0])
+        opened, largest = partial(_converted, pairs, T, cache_dir), max(map(max, seen))
+        splits[split] = Split(len(pairs) * T, pairs._fingerprint, opened, largest=largest)
+    return TokenSet(name, splits, partial(PairRows, pack=pack), row_tokens=T)
 
 
-def saved_rows(dataset, T: int, pack: bool, cache_dir: str) -> PairRows:
-    """One of these splits as PairRows of T tokens, converted once into the cache."""
+def _converted(dataset, T: int, cache_dir, _) -> tuple[list[np.ndarray], str]:
+    """Pairs as the rows [n x (T + 3)] of PairRows, and their content."""
 
     def build(folder: Path) -> None:
         arrays = [np.empty((0, T + 3), np.uint32)]
@@ -142,5 +151,4 @@ def saved_rows(dataset, T: int, pack: bool, cache_dir: str) -> PairRows:
         np.save(folder / "pairs.npy", np.concatenate(arrays))
 
     folder = build_once(cache_dir, "saved", [dataset._fingerprint, T], build)
-    pairs = np.load(folder / "pairs.npy", mmap_mode="r")
-    return PairRows([pairs.reshape(-1)], T, content=dataset._fingerprint, pack=pack)
+    return [np.load(folder / "pairs.npy", mmap_mode="r").reshape(-1)], dataset._fingerprint

@@ -1,7 +1,7 @@
 """Sentence pairs for next-sentence prediction (BERT, section 3.1): rows `[CLS] A [SEP] B [SEP]` of T tokens.
 
     pairs = prepare_rows(corpus, PairMaker(tokenizer, block_size=128, seed=0), block_size=128)
-    pairs.train.__getitems__([(0, 0, 5), (1, 0, 2)])     # input_ids, token_type_ids, ... int64 [2, 128]
+    pairs.train.columns(np.array([5, 2]), np.zeros(2))     # input_ids, token_type_ids, ... [2, 128]
 
 A and B are consecutive whole sentences that fill the row, as in BERT's own preparation. In half of the rows B
 follows A in its document (label 0, as in transformers' BertForPreTraining); in the other half it comes from

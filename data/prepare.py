@@ -27,9 +27,9 @@ from filelock import FileLock, Timeout
 from data.factory import SHARD_MB, Preparation, TokenMaker, key_of, named
 from data.filters import Accounting, Facts, SeenHashes
 from data.fim import fill_in_middle
-from data.foreign import is_foreign
 from data.shards import MANIFEST, PROGRESS, finished_manifest
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, load_corpus, source_of
+from data.token_files import holds_token_files
 from data.tokenizer import load_tokenizer
 from utils.io.mistakes import user_mistakes
 from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
@@ -66,7 +66,7 @@ def check_args(args: argparse.Namespace) -> None:
         problems.append("tokenizer_name: none given. `python -m data.tokenizer` makes one.")
     if not 0 <= args.fim_rate <= 1:
         problems.append(f"fim_rate: must be 0 (off) to 1, is {args.fim_rate}.")
-    if is_foreign(args.dataset_name):
+    if holds_token_files(args.dataset_name):
         problems.append(f"dataset_name: {args.dataset_name} holds tokens already: train on it as it is.")
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")

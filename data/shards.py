@@ -12,15 +12,17 @@ import glob
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
 from data.cache import build_once
-from data.encode import tokenizer_fingerprint
 from data.rows import PackedRows
 from data.sources import files
+from data.token_set import Split, TokenSet
 from utils.io.retry import FIRST_CONTACT
 from utils.io.urls import Folder, explained
 
@@ -72,83 +74,78 @@ def read_manifest(url: str) -> dict | None:
 
     ValueError: the URL cannot be read, or its preparation is unfinished."""
     a_file = files.suffix(url) in (*files.SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
-    if a_file if "://" in str(url) else not os.path.isdir(url):
+    if a_file if "://" in url else not os.path.isdir(os.path.expanduser(url)):
         return None
     folder = Folder(url)
     with explained(url, "read"):
         names = folder.names(retries=FIRST_CONTACT)
-        if MANIFEST not in names and PROGRESS in names and "settings.json" in folder.names(PROGRESS):
-            raise ValueError("not finished; run the same `python -m data.prepare` command to resume")
         manifest = json.loads(folder.read(MANIFEST)) if MANIFEST in names else None
+        begun = PROGRESS in names and "settings.json" in folder.names(PROGRESS)
+    if begun and MANIFEST not in names:
+        raise ValueError(f"{url} is not finished; run the same `python -m data.prepare` command to resume.")
     made_in = str(manifest.get("format") if isinstance(manifest, dict) else None)
     if made_in.startswith("token") and made_in != FORMAT:
         raise ValueError(f"{url}: format {made_in!r}, but this version reads {FORMAT!r}. Prepare it again.")
     return manifest if made_in == FORMAT else None
 
 
-def check_shards(url: str, tokenizer=None) -> dict:
-    """The manifest of token shards. ValueError where there are none, or another tokenizer made them."""
-    manifest = read_manifest(url)
-    if manifest is None:
-        raise ValueError(f"{url} holds no token shards; `python -m data.prepare` makes them.")
-    if tokenizer is not None and tokenizer_fingerprint(tokenizer) != manifest["tokenizer"]:
-        raise ValueError(f"tokenizer_name: not the tokenizer that made {url}: use {url}/tokenizer.")
-    return manifest
-
-
-def entries_of(manifest: dict, url: str, split: str, block_size: int) -> list[dict]:
-    """The manifest's entries for the files of a split. ValueError where it has no row."""
-    tokens = {name: entry["tokens"] for name, entry in manifest["splits"].items()}
-    if tokens.get(split, 0) < block_size:
-        have = ", ".join(name for name, count in tokens.items() if count >= block_size)
-        raise ValueError(f"{url} has no row of {block_size} tokens for {split}, only for {have or 'none'}: "
-                         "set eval_dataset_name.")
-    return manifest["splits"][split]["files"]
-
-
-def open_shards(url: str, split: str, block_size: int, *, cache_dir: str, max_rows: int = 0) -> PackedRows:
-    """Map-style rows of the shards at `url`, or the first max_rows. Local files are read where they lie,
-    others are copied to `cache_dir` once. Each is verified once. ValueError: a file is lost or damaged."""
-    manifest, folder = check_shards(url), Folder(url)
-    wanted, tokens = [], 0
-    for entry in entries_of(manifest, url, split, block_size):
-        if not max_rows or tokens < max_rows * block_size:
-            wanted, tokens = [*wanted, entry], tokens + entry["tokens"]
-
-    def copy(target: Path) -> None:
-        what = "checking" if folder.local else "copying"
-        for entry in tqdm(wanted, desc=f"{what} {url}, {split}", disable=None):
-            data = read_file(folder, entry)
-            if not folder.local:
-                (target / entry["file"]).write_bytes(data)
-
-    if folder.local:
-        where = Path(folder.root)
-        paths = [where / entry["file"] for entry in wanted]
-        states = files.states([str(path) for path in paths if path.exists()])
-        build_once(cache_dir, "verified", [states, wanted], copy)
-    else:
-        where = build_once(cache_dir, "shards", wanted, copy)
-    return rows_of(where, manifest, split, wanted, block_size, max_rows)
-
-
-def rows_of(folder: Path, manifest: dict, split: str, entries: list[dict], block_size: int, most: int = 0,
-            kind=PackedRows) -> PackedRows:
-    """Rows from these files of a local folder."""
-    arrays = [np.load(folder / entry["file"], mmap_mode="r") for entry in entries]
-    content = hashlib.sha256(repr([entry["sha256"] for entry in entries]).encode()).hexdigest()[:32]
-    account = manifest["accounting"][split]
-    return kind(arrays, block_size, most, content, account["bytes"] / max(account["tokens"], 1))
-
-
-def fetch_tokenizer(url: str, cache_dir: str) -> str:
-    """The folder of the shards' tokenizer, or of its copy in `cache_dir` if they are remote."""
+def open_shards(url: str, cache_dir) -> TokenSet | None:
+    """The token shards at `url`, None where it holds none. Local files are read where they lie, others are
+    copied to `cache_dir` once. Each is verified once. ValueError: a file is lost or damaged."""
+    if (manifest := read_manifest(url)) is None:
+        return None
     folder = Folder(url)
-    if folder.local:
-        return f"{folder.root}/tokenizer"
+    tokens = shard_set(url, manifest, partial(_verified, folder, cache_dir))
+    tokens.tokenizer, tokens.tokenizer_name = manifest["tokenizer"], f"{folder.root}/tokenizer"
 
     def copy(target: Path) -> None:
         for name in folder.names("tokenizer"):
             (target / name).write_bytes(folder.read(f"tokenizer/{name}"))
 
-    return str(build_once(cache_dir, "tokenizer", check_shards(url)["tokenizer"], copy))
+    if not folder.local:
+        tokens.tokenizer_name = str(build_once(cache_dir, "tokenizer", manifest["tokenizer"], copy))
+    return tokens
+
+
+def shard_set(name: str, manifest: dict, fetch: Callable[[list[dict]], Path], kind=PackedRows) -> TokenSet:
+    """What a manifest lists. fetch(entries): gives the local folder of these files."""
+    splits = {}
+    for split, entry in manifest["splits"].items():
+        files, account = entry["files"], manifest["accounting"][split]
+        bytes_per_token = account["bytes"] / max(account["tokens"], 1)
+        opened = partial(_opened, files, fetch)
+        splits[split] = Split(entry["tokens"], content_of(files), opened, bytes_per_token, shards=files)
+    return TokenSet(name, splits, kind)
+
+
+def _opened(entries: list[dict], fetch: Callable, max_tokens: int) -> tuple[list[np.ndarray], str]:
+    """The first of these files that have so many tokens, 0: all; and their content."""
+    wanted, tokens = [], 0
+    for entry in entries:
+        if not max_tokens or tokens < max_tokens:
+            wanted, tokens = [*wanted, entry], tokens + entry["tokens"]
+    folder = fetch(wanted)
+    return [np.load(folder / entry["file"], mmap_mode="r") for entry in wanted], content_of(wanted)
+
+
+def content_of(entries: list[dict]) -> str:
+    """A hash of the content of these files."""
+    return hashlib.sha256(repr([entry["sha256"] for entry in entries]).encode()).hexdigest()[:32]
+
+
+def _verified(folder: Folder, cache_dir, entries: list[dict]) -> Path:
+    """The local folder of these files, after a look at their checksums; remote ones are copied."""
+
+    def copy(target: Path) -> None:
+        what = "checking" if folder.local else "copying"
+        for entry in tqdm(entries, desc=f"{what} {folder.url}", disable=None):
+            data = read_file(folder, entry)
+            if not folder.local:
+                (target / entry["file"]).write_bytes(data)
+
+    if not folder.local:
+        return build_once(cache_dir, "shards", entries, copy)
+    paths = [Path(folder.root, entry["file"]) for entry in entries]
+    states = files.states([str(path) for path in paths if path.exists()])
+    build_once(cache_dir, "verified", [states, entries], copy)
+    return Path(folder.root)

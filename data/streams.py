@@ -2,7 +2,7 @@
 leaves rows in a ring of files that all processes of the machine read.
 
     cache_dir/stream-<run>-<source>.tmp/
-        12-98304-0-98304-5012-77.uint16    a group: its Mark, and rows [n, T]
+        12-98304-0-98304-5012-77.uint16    a group: its StreamPosition, and rows [n, T]
         taken                              the group that each process is at, int64
         failed.json                        what has ended the producer, and ends the run
 
@@ -30,33 +30,33 @@ import numpy as np
 from filelock import FileLock
 
 from data.cache import sweep
-from data.groups import Groups, Mark
+from data.groups import Groups, StreamPosition
 from data.order import permuted
 from data.sources.files import digest
 from utils.io.files import write_json
 
 PAUSE = 0.02  # seconds between looks at the disk
-MARKS = 1024  # groups whose beginnings are remembered, for a checkpoint
+STARTS = 1024  # groups whose beginnings are remembered, for a checkpoint
 PROJECT = Path(__file__).resolve().parent.parent
 PRODUCER = "import sys; sys.path.insert(0, sys.argv[1]); from data.streams import main; main(sys.argv[2])"
-NUMBERS = itertools.count()  # of the rings of this process: all processes of a machine begin the same ones
+NUMBERS = itertools.count()  # numbers this process's rings, alike in all processes of a machine
 
 
 # ---- The producer
 
 
-def produce(folder: Path, source: Groups, begun: Mark, most: int) -> None:
-    """Fills the ring from this mark on, for ever, with at most so many bytes."""
+def produce(folder: Path, source: Groups, begun: StreamPosition, max_bytes: int) -> None:
+    """Fills the ring from there on, for ever."""
     ring: dict[int, tuple[Path, int]] = {}  # group: its file, bytes
-    for mark, rows in source.groups(begun):
-        while ring and sum(size for _, size in ring.values()) + rows.nbytes > most:
+    for start, rows in source.groups_from(begun):
+        while ring and sum(size for _, size in ring.values()) + rows.nbytes > max_bytes:
             taken = np.fromfile(folder / "taken", np.int64).min()
             for group in [group for group in ring if group < taken]:
                 ring.pop(group)[0].unlink()
             time.sleep(PAUSE)
         (folder / "next").write_bytes(rows)  # np.save does not tell of a full disk
-        path = folder / f"{'-'.join(map(str, mark))}.{rows.dtype}"
-        ring[mark.group] = (folder / "next").rename(path), rows.nbytes
+        path = folder / f"{'-'.join(map(str, start))}.{rows.dtype}"
+        ring[start.group] = (folder / "next").rename(path), rows.nbytes
 
 
 def main(folder: str) -> None:
@@ -72,7 +72,7 @@ def main(folder: str) -> None:
         produce(Path(folder), *job)
     except (ValueError, OSError) as error:  # others end it with their traceback
         kind = "ValueError" if isinstance(error, ValueError) else "ConnectionError"
-        told = {"kind": kind, "errno": getattr(error, "errno", None), "message": str(error)}
+        told = {"error": kind, "errno": getattr(error, "errno", None), "message": str(error)}
         Path(folder, "next").unlink(missing_ok=True)  # room for the message
         write_json(Path(folder, "failed.json"), told)
 
@@ -85,36 +85,36 @@ class StreamedRows:
 
     process, processes: of this machine. The first one starts the producer."""
 
-    def __init__(self, source: Groups, cache_dir, most: int, process: int = 0, processes: int = 1):
-        self.source, self.cache_dir, self.most = source, Path(cache_dir), most
+    def __init__(self, source: Groups, cache_dir, max_bytes: int, process: int = 0, processes: int = 1):
+        self.source, self.cache_dir, self.max_bytes = source, Path(cache_dir), max_bytes
         self.process, self.processes = process, processes
         self.block_size, self.n_rows = source.block_size, source.n_rows
         self.fingerprint = digest(source.content, source.block_size, source.size)
-        self.begun, self.marks = Mark(), deque(maxlen=MARKS)
-        self.groups: dict[tuple, tuple[Mark, np.ndarray]] = {}  # open ones, by epoch and row // size
+        self.begun, self.starts = StreamPosition(), deque(maxlen=STARTS)
+        self.groups: dict[tuple, tuple[StreamPosition, np.ndarray]] = {}  # open: by epoch and row // size
         self.folder: Path | None = None  # the ring
         self.producer, self.end, self.released = None, lambda: None, False
 
-    def walk(self, first: int, seed: int) -> Iterator[tuple[int, int]]:
-        """(epoch, row) of the uses first, first + 1, ... of these rows; waits for the producer."""
+    def order_from(self, first: int, seed: int) -> Iterator[tuple[int, int]]:
+        """(epoch, row) of the samples first, first + 1, ...; waits for the producer."""
         self._start(first)
         for group in itertools.count(self.begun.group):
-            mark, rows = self._open(group)
-            self.marks.append(mark)
-            self.groups[mark.epoch, mark.row // self.source.size] = mark, rows
-            own = seed + 0x9E3779B97F4A7C15 * (mark.row + 1)
-            order = permuted(np.arange(len(rows)), len(rows), own, mark.epoch)
-            for row in order[max(0, first - mark.first) :].tolist():
-                yield mark.epoch, mark.row + row
+            start, rows = self._open(group)
+            self.starts.append(start)
+            self.groups[start.epoch, start.row // self.source.size] = start, rows
+            own = seed + 0x9E3779B97F4A7C15 * (start.row + 1)
+            order = permuted(np.arange(len(rows)), len(rows), own, start.epoch)
+            for row in order[max(0, first - start.first) :].tolist():
+                yield start.epoch, start.row + row
 
-    def take(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
-        """{"input_ids": [B, T]} of these rows, which `walk` has named in this order. Groups before the first
-        of them are given back."""
+    def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
+        """{"input_ids": [B, T]} of these rows, which `order_from` has named in this order. Groups before the
+        first of them are given back."""
         ids = np.empty((len(row), self.block_size), np.int64)
         at = [*zip(epoch.tolist(), (row // self.source.size).tolist(), strict=True)]
         for i, group in enumerate(at):
-            mark, rows = self.groups[group]
-            ids[i] = rows[row[i] - mark.row]
+            start, rows = self.groups[group]
+            ids[i] = rows[row[i] - start.row]
         for group in [group for group in self.groups if group < min(at)]:
             del self.groups[group]
             if self.released:
@@ -123,14 +123,14 @@ class StreamedRows:
         return {"input_ids": ids}
 
     def release(self) -> None:
-        """From now on groups are given back when they are passed: no walk will begin again."""
+        """From now on groups are given back when they are passed: no order will begin again."""
         self.released = True
 
     def state_dict(self, uses: int) -> dict:
-        """What resumes the stream after so many rows."""
-        marks = [mark for mark in self.marks.copy() if mark.first < max(uses, 1)]
-        mark = max(marks, key=lambda mark: mark.first, default=self.begun)
-        return {"position": uses, "mark": mark._asdict(), "source": self.fingerprint}
+        """The state after `uses` rows."""
+        starts = [start for start in self.starts.copy() if start.first < max(uses, 1)]
+        start = max(starts, key=lambda start: start.first, default=self.begun)
+        return {"position": uses, "mark": start._asdict(), "source": self.fingerprint}
 
     def load_state_dict(self, state: dict) -> None:
         """Raises ValueError when the stream is not the one that the state comes from."""
@@ -138,15 +138,15 @@ class StreamedRows:
             raise ValueError("the stream is not the one this checkpoint was trained on: its source or its "
                              "settings changed. Restore them, or use another --output_dir.")
         self.close()
-        self.begun = Mark(**state["mark"])
+        self.begun = StreamPosition(**state["mark"])
 
     def _start(self, first: int) -> None:
-        """Begins the ring for a walk, unless the one that there is has all of it still."""
+        """Begins the ring for an order, unless the one that there is has all of it still."""
         if self.folder and first >= self.begun.first and not self.released:
             return
         self.close()
         if first < self.begun.first:
-            self.begun = Mark()
+            self.begun = StreamPosition()
         name = self.cache_dir / f"stream-{_ring_name(self.process, self.processes)}-{self.fingerprint}"
         self.folder, self.released = Path(f"{name}.tmp"), False
         if self.process:
@@ -160,24 +160,24 @@ class StreamedRows:
         words = [sys.executable, "-c", PRODUCER, PROJECT, self.folder]
         self.producer = subprocess.Popen(words, stdin=subprocess.PIPE)
         self.end = weakref.finalize(self, _end, self.producer, self.folder, lock)  # at exit at the latest
-        pickle.dump((self.source, self.begun, self.most), self.producer.stdin)
+        pickle.dump((self.source, self.begun, self.max_bytes), self.producer.stdin)
         self.producer.stdin.flush()
 
-    def _open(self, group: int) -> tuple[Mark, np.ndarray]:
+    def _open(self, group: int) -> tuple[StreamPosition, np.ndarray]:
         """A group, as soon as it is there. Raises what has ended the producer."""
         failed = self.folder / "failed.json"
         while not (path := next(self.folder.glob(f"{group}-*"), None)):
             if self.producer and self.producer.poll() is not None and not failed.exists():
                 told = f"the process that reads {self.source.name} ahead is gone ({self.producer.returncode})"
-                write_json(failed, {"kind": "ConnectionError", "errno": None, "message": told})
+                write_json(failed, {"error": "ConnectionError", "errno": None, "message": told})
             if failed.exists():
                 error = json.loads(failed.read_text())
                 if error["errno"] in (errno.ENOSPC, errno.EDQUOT):
                     raise OSError(error["errno"], os.strerror(error["errno"]), str(self.cache_dir))
-                raise (ValueError if error["kind"] == "ValueError" else ConnectionError)(error["message"])
+                raise (ValueError if error["error"] == "ValueError" else ConnectionError)(error["message"])
             time.sleep(PAUSE)
         rows = np.asarray(np.memmap(path, path.suffix[1:], "r")).reshape(-1, self.block_size)
-        return Mark(*map(int, path.stem.split("-"))), rows
+        return StreamPosition(*map(int, path.stem.split("-"))), rows
 
     def close(self) -> None:
         """Ends the producer and empties the ring."""
@@ -195,8 +195,8 @@ def _end(producer: subprocess.Popen, folder: Path, lock: FileLock) -> None:
 
 
 def _ring_name(process: int, processes: int) -> str:
-    """The same in all processes of this machine, and new (but on XLA for one parent): a killed run may have
-    left its ring, even one that torchrun has started again."""
+    """One name for all processes of this machine, new for each run, as a killed run may have left its ring.
+    On XLA new for each parent process."""
     host, number = socket.gethostname(), next(NUMBERS)
     name = f"{host}-{os.getpid()}-{time.time_ns()}"
     if processes > 1:

@@ -1,7 +1,7 @@
 """Text as rows, prepared in the cache by data/factory.py; and tokenizers trained on text.
 
     prepared = prepare_rows(corpus, TokenMaker(tokenizer), block_size=128, validation_fraction=0.05)
-    prepared.train.__getitems__([(0, 0, 5), (1, 0, 2)])["input_ids"]     # int64 [2, 128]
+    prepared.train.ids(np.array([5, 2]))     # [2, 128]
 """
 
 import itertools
@@ -15,7 +15,7 @@ from data.encode import LEAST_CHARACTERS
 from data.factory import NO_LIMIT, Preparation, TokenMaker
 from data.filters import Accounting, clean_documents, drawn_place, in_validation
 from data.rows import PackedRows
-from data.shards import finished_manifest, is_whole, rows_of
+from data.shards import finished_manifest, is_whole, shard_set
 from data.sources.corpus import Corpus
 from data.sources.files import digest
 from data.tokenizer import TRAINING_BYTES, load_tokenizer, sampled, train_tokenizer
@@ -34,9 +34,8 @@ class PreparedRows:
         manifest = finished_manifest(Folder(folder))
         self.folder, self.accounting = str(folder), manifest["accounting"]
         max_rows = manifest["settings"].get("most", 0) // block_size
-        entries = {split: entry["files"] for split, entry in manifest["splits"].items()}
-        self.splits = {split: rows_of(folder, manifest, split, files, block_size, max_rows, kind)
-                       for split, files in entries.items()}
+        tokens = shard_set(self.folder, manifest, lambda entries: folder, kind)
+        self.splits = {split: tokens.rows(split, block_size, max_rows) for split in tokens.splits}
         self.train = self.splits.get("train")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data import prepare
+from data.mixture import MixedRows
 from data.rows import PackedRows
 from data.tokenizer import train_tokenizer
 
@@ -48,6 +49,16 @@ def packed(path, kind=PackedRows, **settings):
     rows = np.load(path)
     width = rows.shape[1] - (3 if kind is not PackedRows else 0)
     return kind([rows.ravel()], width, content=str(path), **settings)
+
+
+def all_ids(rows: PackedRows) -> np.ndarray:
+    """The token ids of all rows, [n, T]."""
+    return rows.ids(np.arange(len(rows)))
+
+
+def batch_of(rows: PackedRows, keys: list[tuple]) -> dict:
+    """The batch of these (position, epoch, row)."""
+    return MixedRows(None, {"": rows}).__getitems__([(*key, 0) for key in keys])
 
 
 def shard_bytes(folder) -> dict[str, bytes]:

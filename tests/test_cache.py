@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from data.cache import build_once
-from data.shards import check_shards, open_shards
+from data.shards import open_shards, read_manifest
 from tests import forked
-from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
+from tests.shard_data import all_ids, make_texts, run, save_tokenizer, write_jsonl
 
 COPY = """
 import sys
-from data.shards import fetch_tokenizer, open_shards
+from data.shards import open_shards
 url, cache = sys.argv[1:]
 print("here", flush=True)
-print(fetch_tokenizer(url, cache))
-print(open_shards(url, "train", 32, cache_dir=cache).fingerprint)
+print(open_shards(url, cache).tokenizer_name)
+print(open_shards(url, cache).rows("train", 32).fingerprint)
 """
 
 
@@ -69,10 +69,10 @@ def test_of_two_processes_one_copies_remote_shards_and_their_tokenizer(server, s
         forked.finish([process], log)
     outputs = [log.read_text() for _, log in both]
     assert outputs[0] == outputs[1]
-    names = [file["file"] for file in check_shards(str(shards))["splits"]["train"]["files"]]
+    names = [file["file"] for file in read_manifest(str(shards))["splits"]["train"]["files"]]
     assert {name: server.asked[name] for name in [*names, "tokenizer.json"]} == dict.fromkeys(
         [*names, "tokenizer.json"], 1)
-    own = open_shards(str(shards), "train", 32, cache_dir=tmp_path / "own")
+    own = open_shards(str(shards), tmp_path / "own").rows("train", 32)
     assert outputs[0].split()[-1] == own.fingerprint
     for name in names:
         (copy,) = (tmp_path / "cache").glob(f"shards-*/{name}")
@@ -96,10 +96,10 @@ def test_what_a_kill_while_copying_leaves_goes_with_the_next_build_of_anything(s
 
 
 def test_a_truncated_copy_of_shards_is_made_again(server, shards, tmp_path):
-    whole = open_shards(server.url, "train", 32, cache_dir=tmp_path).rows
+    whole = all_ids(open_shards(server.url, tmp_path).rows("train", 32))
     copy = sorted(tmp_path.glob("shards-*/train-*.npy"))[1]
     os.truncate(copy, os.path.getsize(copy) - 100)
-    assert np.array_equal(open_shards(server.url, "train", 32, cache_dir=tmp_path).rows, whole)
+    assert np.array_equal(all_ids(open_shards(server.url, tmp_path).rows("train", 32)), whole)
 
 
 KILLED_IN_THE_BUILD = """
@@ -128,7 +128,7 @@ def test_a_cache_that_cannot_be_written_is_the_users_mistake(shards, tmp_path):
     (tmp_path / "file").touch()
     for cache in (tmp_path / "file" / "cache", tmp_path / "file", tmp_path / ("x" * 300), "/proc/cache"):
         with pytest.raises(ValueError, match=r"cache_dir: .* cannot be written .*name another"):
-            open_shards(str(shards), "train", 32, cache_dir=cache)
+            open_shards(str(shards), cache).rows("train", 32)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", tmp_path]).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:

@@ -20,7 +20,7 @@ from data.filters import in_validation
 from data.fim import NAMES, fill_in_middle
 from data.groups import text_groups
 from data.open import Recipe, open_sources, prepare
-from data.shards import check_shards, open_shards
+from data.shards import open_shards, read_manifest
 from data.sources.corpus import Corpus, Source
 from data.text import prepare_rows, trained_tokenizer
 from data.tokenizer import main as train_by_command
@@ -122,37 +122,38 @@ def test_rows_streams_and_shards_hold_the_same_and_what_is_evaluated_stays_plain
     plain, cut = (prepare_rows(corpus, TokenMaker(tokenizer, found), cache_dir=tmp_path / "cache", **settings)
                   for found in (None, fim))
     assert cut.folder != plain.folder
-    assert np.array_equal(cut.splits["validation"].rows, plain.splits["validation"].rows)
+    assert np.array_equal(*(shard_data.all_ids(made.splits["validation"]) for made in (cut, plain)))
     assert cut.train.fingerprint != plain.train.fingerprint
 
     decode = tokenizer.decode
     kept = [text for text in texts if not in_validation(text, 3, 0.2)]
-    documents = split_at(stream_of(cut.train.rows), tokenizer.eos_token_id)
+    documents = split_at(stream_of(shard_data.all_ids(cut.train)), tokenizer.eos_token_id)
     assert [document_again(ids, fim, decode) for ids in documents] == kept[: len(documents)]
     assert len(kept) - len(documents) <= 1
     assert 0 <= cut.accounting["train"]["tokens"] - len(cut.train) * T < T
     # Every document that is evaluated on comes a second time, cut.
-    again = split_at(stream_of(cut.splits["fim"].rows), tokenizer.eos_token_id)
+    again = split_at(stream_of(shard_data.all_ids(cut.splits["fim"])), tokenizer.eos_token_id)
     held_out = [text for text in texts if in_validation(text, 3, 0.2)]
     assert [document_again(ids, fim, decode) for ids in again] == held_out[: len(again)]
     assert len(again) > 10 and all(ids[0] == fim.ids[0] for ids in again)
     assert cut.splits["fim"].bytes_per_token < cut.splits["validation"].bytes_per_token
 
     stream = text_groups(corpus, Encoder.of(tokenizer), T, 7, (3, 0.2), fim)
-    assert stream_of([rows for rows, *_ in stream.epoch(0, 0)]) == stream_of(cut.train.rows)
+    streamed = [rows for rows, *_ in stream.rows_from(0, 0)]
+    assert stream_of(streamed) == stream_of(shard_data.all_ids(cut.train))
     row = 2 * len(cut.train) // 3 // 7
-    _, document, offset = next(itertools.islice(stream.epoch(0, 0), row, None))
-    resumed = next(stream.epoch(document, offset))[0]  # from within a document
-    assert resumed.tolist() == cut.train.rows[7 * (row + 1) : 7 * (row + 2)].tolist()
+    _, document, offset = next(itertools.islice(stream.rows_from(0, 0), row, None))
+    resumed = next(stream.rows_from(document, offset))[0]  # from within a document
+    assert resumed.tolist() == shard_data.all_ids(cut.train)[7 * (row + 1) : 7 * (row + 2)].tolist()
 
     source = shard_data.write_jsonl(tmp_path / "texts.jsonl", texts)
     changes = {"validation_fraction": 0.2, "seed": 3, "fim_rate": 0.5}
     assert shard_data.run(source, tmp_path / "shards", str(folder), **changes) == 0
-    manifest = check_shards(str(tmp_path / "shards"))
+    manifest = read_manifest(str(tmp_path / "shards"))
     assert manifest["settings"]["fim_rate"] == 0.5
     for split, rows in {"train": cut.train, "validation": plain.splits["validation"]}.items():
-        shards = open_shards(str(tmp_path / "shards"), split, T, cache_dir=tmp_path / "cache")
-        assert np.array_equal(shards.rows, rows.rows)
+        shards = open_shards(str(tmp_path / "shards"), tmp_path / "cache").rows(split, T)
+        assert np.array_equal(shard_data.all_ids(shards), shard_data.all_ids(rows))
 
 
 def test_without_it_a_trained_tokenizer_has_no_such_tokens(tmp_path):
@@ -258,7 +259,8 @@ def test_a_second_evaluation_set_comes_with_it_and_mistakes_are_told(tmp_path):
     assert list(streamed.evals) == ["", "fim"]
     begin = data.tokenizer.convert_tokens_to_ids(NAMES[0][0])
     for found in (data, streamed):
-        assert not (found.evals[""].rows == begin).any() and (found.evals["fim"].rows == begin).any()
+        plain, cut = (shard_data.all_ids(found.evals[name]) for name in ("", "fim"))
+        assert not (plain == begin).any() and (cut == begin).any()
     assert list(opened(tmp_path, **stream, eval_dataset_name=several).evals) == ["b", "c", "b-fim", "c-fim"]
 
     plain = shard_data.save_tokenizer(tmp_path / "plain")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from data.rows import PackedRows
 from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
+from tests.shard_data import all_ids
 
 # Too high a rate: the loss falls, and rises again.
 RISING = {"keep_best": True, "optimizer_type": "adamw", "lr_scheduler_type": "constant",
@@ -51,7 +52,7 @@ def test_the_best_model_is_kept_through_worse_evaluations_and_a_kill(flags, proc
     model = AutoModelForCausalLM.from_pretrained(run / "best").eval()
     rows = PackedRows([np.load(next(flags["cache_dir"].glob("rows*/validation-*.npy")))], flags["block_size"])
     with torch.no_grad():
-        ids = torch.from_numpy(rows.rows[:].astype("int64"))
+        ids = torch.from_numpy(all_ids(rows).astype("int64"))
         assert math.isclose(model(ids, labels=ids).loss.item(), found[best], rel_tol=1e-5)
 
 

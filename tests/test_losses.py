@@ -30,7 +30,7 @@ from data.batches import Data
 from data.mixture import MixedRows, Mixture
 from data.pair_rows import PairRows
 from tests import forked
-from tests.shard_data import packed
+from tests.shard_data import batch_of, packed
 from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax, chunk_rows, linear_cross_entropy
 from utils.learning.losses import (
     CausalLMLoss,
@@ -632,7 +632,7 @@ def test_packed_pairs_are_what_they_would_be_alone(tmp_path, model_type, attenti
     sums, found = [], []
     for pack in (False, True):
         source = packed(tmp_path / "pairs.npy", PairRows, pack=pack)
-        batch = source.__getitems__([(i, 0, i) for i in range(len(source))] + [(-1, 0, -1)])
+        batch = batch_of(source, [(i, 0, i) for i in range(len(source))] + [(-1, 0, -1)])
         batch |= slots_of_pairs(batch)
         assert len(batch["row"]) < 31 if pack else "pair" not in batch
         model.zero_grad()

@@ -152,10 +152,10 @@ def consumed(found: Recipe, end: int, kills: int) -> list[tuple]:
         processes, shares = (1, 2, 4)[number % 3], []
         for process in range(processes):
             data = opened(found, process, processes)
-            data.load_state_dict(json.loads(state))
+            data.train.load_state_dict(json.loads(state))
             shares.append(list(itertools.islice(data.loader(start, end), (stop - start) // B // processes)))
             if process == 0:  # the main process saves
-                saved = json.dumps(data.state_dict(stop))
+                saved = json.dumps(data.train.state_dict(stop))
         state = saved
         rows += rows_of(itertools.chain.from_iterable(zip(*shares, strict=True)))
     return rows
@@ -174,11 +174,11 @@ def check_consumed(found: Recipe, end: int, kills: int = 20) -> Data:
         if found.streaming and name != "flat":  # position k of the stream of this source alone
             alone = StreamedRows(source.source, f"{found.cache_dir}/alone", 10**9)
             expected[i] = []
-            for epoch, row in itertools.islice(alone.walk(0, SEED), int(end * SHARES[i]) + 2):
-                ids = alone.take(np.array([row]), np.array([epoch]))["input_ids"][0]
+            for epoch, row in itertools.islice(alone.order_from(0, SEED), int(end * SHARES[i]) + 2):
+                ids = alone.columns(np.array([row]), np.array([epoch]))["input_ids"][0]
                 expected[i].append((epoch, row, ids.tolist()))
         else:
-            ids = source.rows.tolist() if name != "flat" else flat_rows(found.dataset_name[i])
+            ids = shard_data.all_ids(source).tolist() if name != "flat" else flat_rows(found.dataset_name[i])
             n = len(ids)
             uses = [divmod(k, n) for k in range(int(end * SHARES[i]) + 2)]
             rows = [(epoch, permutation(n, SEED, epoch)[at]) for epoch, at in uses]
@@ -230,7 +230,7 @@ def test_every_block_and_all_blocks_together_are_within_one_row_of_any_shares():
         for position in (0, 1, 999, 54_321, 10**6 + 1, 10**12 + 7):
             before = mixture.before(position)
             assert before.sum() == position
-            source = mixture.block(position // 1000)[position % 1000]
+            source = mixture.window(position // 1000)[position % 1000]
             assert mixture.position(source, before[source]) == position
 
 
@@ -317,6 +317,17 @@ def test_each_source_is_prepared_as_if_it_were_alone_and_evaluated_under_its_nam
     assert any("/gone" in line for line in problems_of(replace(gone, dataset_name="/gone/a", mixture=())))
 
 
+def test_streams_share_their_room_and_sources_without_a_share_are_not_copied(folder, tmp_path, monkeypatch):
+    streams = opened(recipe(folder, "a.jsonl", "shards", mixture=(0.5, 0.5), streaming=True, stream_gb=1.0))
+    assert [rows.max_bytes for rows in streams.train.sources.values()] == [5 * 10**8] * 2
+    names, evaluated = ("a.jsonl", "shards"), {"eval_dataset_name": (f"{folder}/c.jsonl",)}
+    before = opened(recipe(folder, *names, mixture=(0.9, 0.1), cache_dir=str(tmp_path / "a"), **evaluated))
+    data = opened(recipe(folder, *names, mixture=(1.0, 0.0), cache_dir=str(tmp_path / "b"), **evaluated))
+    assert [*tmp_path.glob("a/verified-*")] and not [*tmp_path.glob("b/verified-*")]
+    prints = (found.train.fingerprint["shards"][1] for found in (before, data))
+    assert len({*prints}) == 1 and data.train.epochs(50)["shards"] == 0
+
+
 def test_what_is_evaluated_on_is_left_out_of_every_source(folder):
     shard_data.write_jsonl(folder / "held-out.jsonl", shard_data.make_texts(150)[50:60] +
                            shard_data.make_texts(150)[110:120])  # of a and of c
@@ -327,12 +338,13 @@ def test_what_is_evaluated_on_is_left_out_of_every_source(folder):
         rest = shard_data.write_jsonl(folder / "rest.jsonl", texts)
         other = opened(recipe("", rest.lstrip("/"), mixture=(), tokenizer_name=f"{folder}/tokenizer",
                               cache_dir=f"{folder}/cache", eval_dataset_name=(f"{folder}/shards",)))
-        assert np.array_equal(data.train.sources[name].rows, other.train.sources[""].rows)
+        both = data.train.sources[name], other.train.sources[""]
+        assert np.array_equal(*map(shard_data.all_ids, both))
 
 
 def whole_in(rows, tokenizer, texts) -> list[str]:
     """Which of these texts stand whole in the rows."""
-    stream = " ".join(tokenizer.convert_ids_to_tokens(rows.rows.ravel().tolist()))
+    stream = " ".join(tokenizer.convert_ids_to_tokens(shard_data.all_ids(rows).ravel().tolist()))
     return [text for text in texts if " ".join(tokenizer.tokenize(text)) in stream]
 
 
@@ -426,16 +438,16 @@ def test_an_epoch_ends_where_the_first_source_begins_to_repeat_and_epochs_are_to
     for end in (1, data.length, data.length + 1, 40 * B):
         for i, (name, source) in enumerate(data.train.sources.items()):
             uses = sum(row[1] == i for row in rows[:end])
-            assert data.epochs(end)[name] == uses / len(source)
+            assert data.train.epochs(end)[name] == uses / len(source)
     streamed = opened(recipe(folder, streaming=True))
     assert streamed.length is None
     for batches in (4, 40):
         read = rows_of(itertools.islice(streamed.loader(0, 40 * B), batches))
         last = {name: max(row[2] for row in read if row[1] == i) for i, name in ((0, "a"), (2, "c"))}
-        told = streamed.epochs(batches * B)
+        told = streamed.train.epochs(batches * B)
         assert {name: told[name] for name in last} == last
         assert told["shards"] == sum(row[1] == 1 for row in read) / streamed.train.sources["shards"].n_rows
-    assert opened(recipe(folder, "a.jsonl", mixture=())).epochs(5) == {}
+    assert opened(recipe(folder, "a.jsonl", mixture=())).train.epochs(5) == {}
 
 
 def test_a_run_of_before_with_one_name_goes_on(tmp_path):

@@ -58,8 +58,9 @@ def test_ten_billion_rows_need_no_memory():
 
 def test_evaluation_sees_every_row_once_and_pads_with_nothing():
     order = evaluation_order([*range(9), 12], 4)
-    assert [row for _, _, row in order] == [position for position, _, _ in order] == [*range(9), 12, -1, -1]
-    assert {epoch for _, epoch, _ in order} == {0} and len(evaluation_order([*range(8)], 4)) == 8
+    assert [row for _, _, row, _ in order] == [position for position, *_ in order] == [*range(9), 12, -1, -1]
+    assert {(epoch, source) for _, epoch, _, source in order} == {(0, 0)}
+    assert len(evaluation_order([*range(8)], 4)) == 8
 
 
 def test_evaluation_rows_are_drawn_by_the_seed_and_smaller_samples_are_part_of_larger_ones():

@@ -20,12 +20,14 @@ from data import text as text_rows
 from data.encode import Encoder, token_dtype, tokenize_documents
 from data.factory import Preparation, TokenMaker
 from data.filters import in_validation
+from data.mixture import MixedRows
 from data.open import Recipe, open_sources
 from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
 from data.text import prepare_rows, share_to_hold_out, trained_tokenizer
 from tests import forked
 from tests.runs import TINY, write_corpus
+from tests.shard_data import batch_of
 
 T = 32
 
@@ -55,7 +57,7 @@ def expected_stream(documents, tokenizer):
 
 
 def all_rows(rows):
-    return rows.__getitems__([(i, 0, i) for i in range(len(rows))])["input_ids"]
+    return batch_of(rows, [(i, 0, i) for i in range(len(rows))])["input_ids"]
 
 
 def with_keywords(corpus, *keywords):
@@ -209,13 +211,13 @@ def test_packed_rows_deliver_batches_and_padding(tmp_path):
     array = np.random.default_rng(0).integers(1, 1 << 16, (100, T), dtype=np.uint16)
     rows = PackedRows([array.ravel()[:1000], array.ravel()[1000:]], T)
     assert len(rows) == 100 and rows.block_size == T
-    batch = rows.__getitems__([(7, 0, 3), (-1, 2, -1), (8, 1, 59)])
+    batch = batch_of(rows, [(7, 0, 3), (-1, 2, -1), (8, 1, 59)])
     assert batch["input_ids"].dtype == torch.int64 and batch["input_ids"].shape == (3, T)
     assert batch["row"].tolist() == [3, -1, 59] and batch["epoch"].tolist() == [0, 2, 1]
     assert batch["position"].tolist() == [7, -1, 8]
     assert (batch["input_ids"].numpy() == np.stack([array[3], np.zeros(T), array[59]])).all()
-    keys = [(i, 0, i) for i in range(60)]
-    loader = torch.utils.data.DataLoader(rows, batch_size=7, sampler=keys, collate_fn=dict, num_workers=2)
+    keys, data = [(i, 0, i, 0) for i in range(60)], MixedRows(None, {"": rows})
+    loader = torch.utils.data.DataLoader(data, batch_size=7, sampler=keys, collate_fn=dict, num_workers=2)
     assert (torch.cat([batch["input_ids"] for batch in loader]).numpy() == array[:60]).all()
 
 

@@ -74,7 +74,7 @@ def test_what_is_evaluated_on_is_not_trained_on(tokenizer, tmp_path):
                          validation_fraction=0.2)
     train = made.accounting["train"]
     assert (train["evaluated"], train["kept"] + train["validation"]) == (15, 25)
-    rows = [tokenizer.decode(row).lower() for row in made.train.rows]
+    rows = [tokenizer.decode(row).lower() for row in shard_data.all_ids(made.train)]
     assert not any(f" d{d} s" in row for row in rows for d in range(15))
     assert any(f" d{d} s" in row for row in rows for d in range(15, 40))
 
@@ -214,7 +214,8 @@ def test_rows_on_disk(tmp_path, tokenizer):
     corpus = load(write_documents(tmp_path / "a.jsonl"))
     cache = {"validation_fraction": 0.2, "cache_dir": tmp_path / "cache"}
     pairs = prepare_pairs(corpus, tokenizer, 64, 3, **cache)
-    batch = pairs.train.__getitems__([(row, 0, row) for row in range(len(pairs.train))] + [(-1, 5, -1)])
+    keys = [(row, 0, row) for row in range(len(pairs.train))] + [(-1, 5, -1)]
+    batch = shard_data.batch_of(pairs.train, keys)
     assert {value.dtype for value in batch.values()} == {torch.int64}
     documents = {"train": set(), "validation": set()}
     for i, ids in enumerate(batch["input_ids"][:-1]):
@@ -232,7 +233,7 @@ def test_rows_on_disk(tmp_path, tokenizer):
     # Padding of the last evaluation batch: never counted, and attention is not empty.
     assert batch["next_sentence_label"][-1] == -100 and batch["attention_mask"][-1].all()
     validation = pairs.splits["validation"]
-    held_out = validation.__getitems__([(row, 0, row) for row in range(len(validation))])
+    held_out = shard_data.batch_of(validation, [(row, 0, row) for row in range(len(validation))])
     for ids in held_out["input_ids"]:
         documents["validation"] |= {word for word in tokenizer.decode(ids).split() if word.startswith("D")}
     assert documents["train"] and documents["validation"]
@@ -286,8 +287,8 @@ def test_pairs_that_others_have_saved_are_trained_on(tmp_path, tokenizer, pack):
     assert not problems, problems
     data = prepare(sources, Accelerator(cpu=True))
     (rows,) = data.train.sources.values()
-    assert rows.size == 50 and data.evals[""].size == 10
-    batch = rows.__getitems__([(i, 0, i) for i in range(len(rows))])
+    assert len(rows.spans) == 50 and len(data.evals[""].spans) == 10
+    batch = shard_data.batch_of(rows, [(i, 0, i) for i in range(len(rows))])
     if pack:
         found = one_by_one(batch)
         for i in range(50):
@@ -303,6 +304,25 @@ def test_pairs_that_others_have_saved_are_trained_on(tmp_path, tokenizer, pack):
     open_sources(Recipe(**settings | wrong), problems)
     told = "set --block_size 64", "--next_sentence true", "tokenizer_name:"
     assert all(any(part in line for line in problems) for part in told), problems
+
+
+def test_saved_pairs_without_training_rows_are_for_evaluation(tmp_path, tokenizer):
+    texts = [(f"first {i}", f"second {i}", 0) for i in range(20)]
+    encoded = tokenizer([a for a, *_ in texts], [b for _, b, _ in texts], padding="max_length", max_length=16,
+                        truncation=True)
+    whole = datasets.Dataset.from_dict({**encoded, "next_sentence_label": [label for *_, label in texts]})
+    datasets.DatasetDict({"test": whole}).save_to_disk(tmp_path / "test")
+    whole.save_to_disk(tmp_path / "train")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    shared = {"tokenizer_name": f"{tmp_path}/tokenizer", "block_size": 16, "next_sentence": True,
+              "cache_dir": f"{tmp_path}/cache"}  # fmt: skip
+    recipe = Recipe(f"{tmp_path}/train", eval_dataset_name=f"{tmp_path}/test", **shared)
+    sources = open_sources(recipe, problems := [])
+    assert not problems and len(prepare(sources, Accelerator(cpu=True)).evals[""]) == 20
+    open_sources(Recipe(f"{tmp_path}/test", **shared), problems)
+    assert problems[0] == (f"{tmp_path}/test has no row of 16 tokens for train, only for test: lower "
+                           "block_size or name other data.")
+    assert "for validation, only for test: set eval_dataset_name." in problems[1]
 
 
 # ---- Several pairs to a row
@@ -322,7 +342,7 @@ def write_pairs(path, lengths, T, ids=(10, 200), seed=0):
 
 def all_rows(rows: PairRows, epoch=0) -> dict:
     """And one of padding."""
-    return rows.__getitems__([(i, epoch, i) for i in range(len(rows))] + [(-1, epoch, -1)])
+    return shard_data.batch_of(rows, [(i, epoch, i) for i in range(len(rows))] + [(-1, epoch, -1)])
 
 
 def one_by_one(batch: dict) -> dict[int, dict[str, list]]:

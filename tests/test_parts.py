@@ -14,7 +14,7 @@ import pytest
 
 from data import prepare
 from data.factory import Preparation
-from data.shards import check_shards
+from data.shards import read_manifest
 from data.sources import files, installed, library
 from data.sources.corpus import Source, load_corpus
 from data.tokenizer import load_tokenizer
@@ -75,7 +75,7 @@ def test_any_number_of_parts_in_any_order_makes_the_files_of_one_preparation(
         order = random.Random(parts).sample(range(parts), parts)
         made = in_parts(source, tmp_path / f"parts-{parts}", tokenizer, order, parts, **settings)
         assert files_of(made) == files_of(tmp_path / "one"), parts
-    accounts = check_shards(str(tmp_path / "one"))["accounting"]
+    accounts = read_manifest(str(tmp_path / "one"))["accounting"]
     assert accounts["train"]["duplicate"] > 20 and accounts["train"]["unreadable"] >= 4
     assert evaluation == (accounts["train"]["evaluated"] > 9) == (accounts["validation"]["duplicate"] > 9)
     assert len(tokens_of(tmp_path / "one", "validation")) > 32
@@ -117,7 +117,7 @@ def test_parts_that_run_at_once_and_one_that_is_killed_leave_the_same_bytes(tmp_
         assert run(source, folder, tokenizer, parts=PARTS, part=part, shard_mb=0.01) == 0
     assert "is read. Run the same command again when these are: 1\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match="not finished; run the same `python -m data.prepare`"):
-        check_shards(str(folder))
+        read_manifest(str(folder))
     before = len([*(folder / "progress").glob("*-*-*.npz")])
     process = start(1)  # the last one to be read goes on
     while process.is_alive() and len([*(folder / "progress").glob("*-*-*.npz")]) < before + 3:

@@ -110,7 +110,7 @@ def test_batches_say_what_is_in_them_and_steps_of_any_size_take_every_position_o
     for row, ids in zip(rows, joined(batches, "input_ids"), strict=True):
         assert content.setdefault(row, ids) == ids and len(ids) == T
     if "stream" not in kind:
-        rows = rows_of(data).rows
+        rows = shard_data.all_ids(rows_of(data))
         assert all(rows[row].tolist() == ids for row, ids in content.items())
 
 
@@ -131,10 +131,10 @@ def test_resumed_at_any_step_it_is_the_same_run_masks_that_depend_on_the_positio
         first = started()
         before = first.batches(steps, 0)
         assert [lists(next(before)) for _ in range(stopped)] == whole[:stopped]
-        state = json.loads(json.dumps(first.state_dict(steps.rows_before(stopped))))
+        state = json.loads(json.dumps(first.train.state_dict(steps.rows_before(stopped))))
         assert (state is None) == ("stream" not in kind)
         second = started()
-        second.load_state_dict(state)
+        second.train.load_state_dict(state)
         assert lists(next(second.batches(steps, stopped))) == whole[stopped]
         assert [lists(found) for found in second.batches(steps, stopped)] == whole[stopped:]
     # Each row has as many predictions as its own position asks for.
@@ -242,7 +242,7 @@ def test_a_machine_that_prepares_for_longer_than_a_collective_may_wait_is_waited
 def test_evaluation_takes_every_row_of_the_sample_once_and_marks_its_padding(folder, kind):
     most = 0 if kind == "stream of text" else 5  # of text that is streamed there are no more than it takes
     data = opened(recipe(folder, kind, max_eval_samples=most or 10))
-    rows = data.evals[""].rows
+    rows = shard_data.all_ids(data.evals[""])
     drawn = evaluation_rows(len(rows), most, seed=3)
     assert most == 0 or len(drawn) == 5 < len(rows)
     batches = lists(data.evaluation(""))
@@ -282,17 +282,17 @@ def test_several_evaluation_sets_are_each_their_own_rows(folder):
     for data, first in ((one, 20), (several, 50)):  # b and c are part of it, and not trained on
         (folder / "rest.jsonl").write_text("".join(lines[first:]))
         rest = recipe(folder, dataset_name=f"{folder}/rest.jsonl", eval_dataset_name=(f"{folder}/shards",))
-        assert np.array_equal(rows_of(data).rows, rows_of(opened(rest)).rows)
-    assert np.array_equal(several.evals["b"].rows, one.evals[""].rows)
+        assert np.array_equal(shard_data.all_ids(rows_of(data)), shard_data.all_ids(rows_of(opened(rest))))
+    assert np.array_equal(shard_data.all_ids(several.evals["b"]), shard_data.all_ids(one.evals[""]))
     alone = opened(recipe(folder, dataset_name=f"{folder}/c.jsonl", eval_dataset_name=names[:1]))
-    assert np.array_equal(several.evals["c"].rows, rows_of(alone).rows)
+    assert np.array_equal(shard_data.all_ids(several.evals["c"]), shard_data.all_ids(rows_of(alone)))
     own = opened(recipe(folder, "shards"))
-    assert np.array_equal(several.evals["shards"].rows, own.evals[""].rows)
+    assert np.array_equal(shard_data.all_ids(several.evals["shards"]), shard_data.all_ids(own.evals[""]))
     assert several.evals["shards"].bytes_per_token == own.evals[""].bytes_per_token
     assert len(several.evals["only-train"]) > own.length
     for name, found in several.evals.items():
         batches = lists(several.evaluation(name))
-        assert [row for row in joined(batches, "row") if row >= 0] == list(range(len(found.rows)))
+        assert [row for row in joined(batches, "row") if row >= 0] == list(range(len(found)))
         assert 1 < found.bytes_per_token < 5
 
 
@@ -306,7 +306,7 @@ def test_several_evaluation_sets_for_every_kind_of_training_rows(folder, kind, n
     assert ("is trained on as it is" in capsys.readouterr().out) == (kind != "pairs")
     assert [len(lists(data.evaluation(name))) > 0 for name in data.evals] == [True, True]
     single = opened(recipe(folder, kind, eval_dataset_name=names[:1]))
-    assert np.array_equal(single.evals[""].rows, data.evals[name].rows)
+    assert np.array_equal(shard_data.all_ids(single.evals[""]), shard_data.all_ids(data.evals[name]))
     if kind != "pairs":  # these leave out what is evaluated on
         assert single.train.fingerprint == data.train.fingerprint
 
@@ -329,6 +329,26 @@ def test_names_of_evaluation_sets_tell_them_apart():
     files = ("x/a.jsonl.gz", "y/a.parquet", "user/set-v1.5", "s3://bucket/valid/", "texts/*.txt", "a-2.json")
     assert short_names((*files, "b")) == ["a", "a-2", "set-v1.5", "valid", "texts", "a-2-2", "b"]
     assert short_names(("x/a.jsonl",)) == [""] and short_names(()) == []
+    typed = "data/a.bin?dtype=uint32", "b.bin?dtype=uint32", "https://host/x/c.jsonl?token=1", "y/d-?.csv"
+    assert short_names(typed) == ["a", "b", "c", "y"]
+
+
+def test_a_split_of_shards_is_named_as_one_of_text(folder):
+    names = f"{folder}/shards:validation", f"{folder}/shards:train"
+    named = opened(recipe(folder, eval_dataset_name=names))
+    own = opened(recipe(folder, "shards"))
+    assert named.evals["shards"].fingerprint == own.evals[""].fingerprint
+    problems = []
+    names = f"{folder}/shards:test", f"{folder}/shards:train[:9]"
+    open_sources(recipe(folder, eval_dataset_name=names), problems)
+    for line, split in zip(problems, ("test", "train[:9]"), strict=True):
+        assert f"shards has no row of 32 tokens for {split}, only for train, validation: set eval" in line
+
+
+def test_evaluation_sets_of_a_stream_are_streamed_too(folder):
+    evaluated = recipe(folder, "stream of text", eval_dataset_name=f"{folder}/b.jsonl")
+    (kind,) = open_sources(evaluated, []).evals.values()
+    assert kind.corpus.source.streaming
 
 
 def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
@@ -343,19 +363,19 @@ def test_every_mistake_is_a_line_and_nothing_is_prepared(folder, tmp_path):
     assert len(several) == 4
     for line, part in zip(several, ("no/such.jsonl", "none-a", "none-b", "tokenizer_name"), strict=True):
         assert part in line
-    assert not problems("shards", block_size=64) and not problems("shards", block_size=64, special=2)
+    assert not problems("shards", block_size=64) and not problems("shards", block_size=64, n_special=2)
     assert "no row of 1000000 tokens for train" in problems("shards", block_size=1_000_000)[0]
     assert problems("shards", next_sentence=True) == [
         "next_sentence: token files have no sentences; name text or saved sentence pairs."
     ]
     assert not problems() and not problems("shards", tokenizer_name=None) and not problems("pairs")
+    two = {"mixture": (0.5, 0.5), "max_train_samples": 9}
+    part = f"{folder}/a.jsonl:train[:50%]"
+    (line,) = problems(dataset_name=(f"{folder}/shards", part), **two)
+    assert line.endswith(f"name a part of the text instead, {folder}/a.jsonl:train[:9].")
+    (line,) = problems(dataset_name=(f"{folder}/shards",) * 2, **two)
+    assert line == "max_train_samples: not for sentence pairs or a mixture; leave it out."
     assert not (tmp_path / "cache").exists()
-
-
-def test_rows_of_text_are_made_for_a_model_that_could_share_rows_among_pairs(folder):
-    """BERT without next-sentence prediction."""
-    data = opened(recipe(folder, pack_pairs=True))
-    assert "pair" not in next(data.batches(Growing(1), 0))[0]
 
 
 def test_a_recipe_takes_its_settings_by_name(folder):
@@ -364,8 +384,8 @@ def test_a_recipe_takes_its_settings_by_name(folder):
             vars(self).update(settings)
 
     args = Args(dataset_name="x", keywords=["a", "b"], eval_dataset_name="y.jsonl", learning_rate=1.0, seed=5)
-    found = Recipe.of(args, special=2, block_size=66)
-    assert found == Recipe("x", keywords=("a", "b"), eval_dataset_name=("y.jsonl",), seed=5, special=2,
+    found = Recipe.of(args, n_special=2, block_size=66)
+    assert found == Recipe("x", keywords=("a", "b"), eval_dataset_name=("y.jsonl",), seed=5, n_special=2,
                            block_size=66)
     assert found.row_size == 64 and hash(found)
     for none in (None, []):
@@ -389,6 +409,19 @@ def test_a_run_goes_on_with_the_rows_in_the_cache_whatever_became_of_their_sourc
         problems = []
         open_sources(replace(gone, **changed), problems)
         assert any("/gone" in line for line in problems), changed
+
+
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_a_broken_folder_in_the_cache_stops_no_resume(folder, kind, tmp_path):
+    first = opened(recipe(folder, kind, cache_dir=str(tmp_path)))
+    gone = recipe(folder, kind, cache_dir=str(tmp_path), dataset_name="/gone",
+                  output_dir=f"{folder}/tokenizer", saved=first.fingerprints | {"dataset_name": ["/gone"]})
+    (whole,) = tmp_path.glob("*-*/manifest.json")
+    for number, content in enumerate(("", "[]", '{"splits": 1}', whole.read_text())):
+        broken = tmp_path / f"{whole.parent.name}-{number}"  # of the last one all files are lost
+        broken.mkdir()
+        (broken / "manifest.json").write_text(content)
+    assert opened(gone).fingerprints == first.fingerprints
 
 
 @pytest.mark.parametrize("kind", KINDS)

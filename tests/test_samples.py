@@ -60,13 +60,14 @@ def test_the_first_rows_are_prepared_and_little_more_is_read(folder, tmp_path):
     whole, counted = make(corpus, maker), Counted(corpus)
     sample = make(counted.corpus, maker, max_rows=100)
     assert len(sample.train) == 100 and len(whole.train) > 1000
-    assert np.array_equal(sample.train.rows, whole.train.rows[:100])
+    assert np.array_equal(shard_data.all_ids(sample.train), shard_data.all_ids(whole.train)[:100])
     account = sample.accounting["train"]
     assert account["read"] <= counted.read < 150  # of 900; 16 Ki characters at a time are about 40 of them
     assert account["tokens"] >= 100 * T
-    first, all_of_it = sample.splits["validation"].rows, whole.splits["validation"].rows
+    first, all_of_it = (shard_data.all_ids(made.splits["validation"]) for made in (sample, whole))
     assert np.array_equal(first, all_of_it[: len(first)])
-    assert np.array_equal(make(corpus, maker, max_rows=10**6).train.rows, whole.train.rows)
+    more = make(corpus, maker, max_rows=10**6)
+    assert np.array_equal(shard_data.all_ids(more.train), shard_data.all_ids(whole.train))
     assert make(corpus, maker).folder == whole.folder
 
 
@@ -133,7 +134,7 @@ def opened(folder, problems: list, **changes):
 def rows_of(data) -> np.ndarray:
     """Of the only data set."""
     (rows,) = data.train.sources.values()
-    return rows.rows
+    return shard_data.all_ids(rows)
 
 
 def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder, tmp_path, monkeypatch):
@@ -156,7 +157,7 @@ def test_text_and_shards_give_their_first_rows_and_what_cannot_is_told(folder, t
     problems = []
     opened(folder, problems, next_sentence=True, max_train_samples=70)
     assert problems == [
-        "max_train_samples: not for sentence pairs or a mixture; name a part instead, "
+        "max_train_samples: not for sentence pairs or a mixture; name a part of the text instead, "
         f"{folder}/a.jsonl:train[:70]."]
     for script in (train_clm, train_mlm):
         here = {"output_dir": str(tmp_path), "max_train_steps": 5, "max_eval_samples": 5, "streaming": True}
@@ -230,4 +231,4 @@ def test_training_on_a_part_evaluates_on_the_sources_own_validation_split(folder
     assert other.length > len(other.evals[""]) > 0
     stream = opened(folder, [], dataset_name=f"{folder}/splits:train[:50%]", streaming=True)
     (rows,) = stream.train.sources.values()
-    assert isinstance(rows, StreamedRows) and len(list(rows.source.tokens.args[0])) == 200
+    assert isinstance(rows, StreamedRows) and len(list(rows.source.documents_from.args[0])) == 200

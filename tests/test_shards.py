@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.groups import Mark, shard_groups
-from data.shards import check_shards, damaged_files, fetch_tokenizer, open_shards, read_manifest
+from data.groups import StreamPosition, shard_groups
+from data.shards import damaged_files, open_shards, read_manifest
 from data.tokenizer import load_tokenizer
-from tests.shard_data import make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
+from tests.shard_data import all_ids, make_texts, run, save_tokenizer, shard_bytes, tokens_of, write_jsonl
 from utils.io import retry, urls
 
 T = 32
@@ -30,14 +30,14 @@ def made(tmp_path_factory):
 
 def streamed(url: str) -> np.ndarray:
     """The rows of one epoch of a stream, in its order."""
-    groups = shard_groups(url, check_shards(url)["splits"]["train"]["files"], T, 50)
-    first = itertools.takewhile(lambda found: not found[0].epoch, groups.groups(Mark()))
+    groups = shard_groups(url, read_manifest(url)["splits"]["train"]["files"], T, 50)
+    first = itertools.takewhile(lambda found: not found[0].epoch, groups.groups_from(StreamPosition()))
     found = [rows for mark, rows in first]
     return np.concatenate(found)
 
 
 def test_counts_and_checksums_stand_in_the_manifest(made):
-    manifest = check_shards(made["shards"])
+    manifest = read_manifest(made["shards"])
     assert manifest["dtype"] == "uint16"
     for split, entry in manifest["splits"].items():
         for file in entry["files"]:
@@ -56,38 +56,38 @@ def test_counts_and_checksums_stand_in_the_manifest(made):
 def test_the_same_shards_serve_rows_of_any_length(made, tmp_path):
     stream = tokens_of(made["shards"], "train")
     for block_size in (1, 7, 32, 1000):
-        rows = open_shards(made["shards"], "train", block_size, cache_dir=tmp_path)
+        rows = open_shards(made["shards"], tmp_path).rows("train", block_size)
         n = len(stream) // block_size
-        assert len(rows) == n and np.array_equal(rows.rows.ravel(), stream[: n * block_size])
-    first = open_shards(made["shards"], "train", T, cache_dir=tmp_path, max_rows=9)
-    assert np.array_equal(first.rows.ravel(), stream[: 9 * T]) and len(first.views) < 5
+        assert len(rows) == n and np.array_equal(all_ids(rows).ravel(), stream[: n * block_size])
+    first = open_shards(made["shards"], tmp_path).rows("train", T, max_rows=9)
+    assert np.array_equal(all_ids(first).ravel(), stream[: 9 * T]) and len(first.views) < 5
 
 
 def test_local_shards_are_verified_once_and_read_where_they_lie(made, tmp_path, monkeypatch):
-    first, read, reads = open_shards(made["shards"], "train", T, cache_dir=tmp_path), urls.Folder.read, []
+    first, read, reads = open_shards(made["shards"], tmp_path).rows("train", T), urls.Folder.read, []
     monkeypatch.setattr(urls.Folder, "read", lambda folder, name: reads.append(name) or read(folder, name))
-    again = open_shards(made["shards"], "train", T, cache_dir=tmp_path)
+    again = open_shards(made["shards"], tmp_path).rows("train", T)
     assert reads == ["manifest.json"] and not [*tmp_path.rglob("*.npy")]
-    assert np.array_equal(again.rows, first.rows) and again.fingerprint == first.fingerprint
+    assert np.array_equal(all_ids(again), all_ids(first)) and again.fingerprint == first.fingerprint
     assert run(made["source"], made["folder"] / "other", made["tokenizer"], seed=1) == 0
-    other = open_shards(str(made["folder"] / "other"), "train", T, cache_dir=tmp_path)
+    other = open_shards(str(made["folder"] / "other"), tmp_path).rows("train", T)
     assert other.fingerprint != first.fingerprint
 
 
 def test_a_wrong_tokenizer_or_split_is_refused_with_the_remedy(made, tmp_path):
     url, cache = made["shards"], tmp_path / "cache"
     other = load_tokenizer(save_tokenizer(tmp_path / "other", seed=5))
-    with pytest.raises(ValueError, match=r"tokenizer_name:.*/tokenizer"):
-        check_shards(url, other)
-    check_shards(url, load_tokenizer(fetch_tokenizer(url, str(cache))))
-    with pytest.raises(ValueError, match="has no row of 32 tokens for test, only for train, validation"):
-        open_shards(url, "test", T, cache_dir=cache)
-    with pytest.raises(ValueError, match="holds no token shards"):
-        open_shards(str(tmp_path), "train", T, cache_dir=cache)
+    tokens = open_shards(url, cache)
+    (line,) = tokens.problems(other, "train", T)
+    assert re.match("tokenizer_name:.*/tokenizer", line)
+    (line,) = tokens.problems(load_tokenizer(tokens.tokenizer_name), "test", T)
+    assert "has no row of 32 tokens for test, only for train, validation" in line
+    assert not tokens.problems(load_tokenizer(tokens.tokenizer_name), "validation", T)
+    assert open_shards(str(tmp_path), cache) is None
     assert read_manifest(str(tmp_path)) is None is read_manifest("user/name") and read_manifest(url)
     (tmp_path / "manifest.json").write_text('{"format": "token-rows-1"}')
     with pytest.raises(ValueError, match="format 'token-rows-1', but this version reads .*Prepare it again"):
-        check_shards(str(tmp_path))
+        read_manifest(str(tmp_path))
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
@@ -101,18 +101,23 @@ def test_a_damaged_shard_is_named(made, tmp_path, damage):
     if damage == "missing":
         path.unlink()
     with pytest.raises(ValueError, match=r"train-00000-00002.npy is (damaged|missing).*Copy it again"):
-        open_shards(str(url), "train", T, cache_dir=tmp_path / "cache")
+        open_shards(str(url), tmp_path / "cache").rows("train", T)
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}, "no half-made copy stays"
     with pytest.raises(ValueError, match=r"train-00000-00002.npy is (damaged|missing)"):
         streamed(str(url))
-    assert damaged_files(urls.Folder(url), check_shards(str(url))) == ["train-00000-00002.npy"]
+    assert damaged_files(urls.Folder(url), read_manifest(str(url))) == ["train-00000-00002.npy"]
 
 
 def test_an_unfinished_preparation_is_not_trained_on(made, tmp_path):
     (tmp_path / "progress").mkdir()
     (tmp_path / "progress" / "settings.json").write_text("{}")
-    with pytest.raises(ValueError, match="not finished; run the same `python -m data.prepare` command"):
+    with pytest.raises(ValueError, match="not finished; run the same .* command to resume.$"):
         read_manifest(str(tmp_path))
+
+
+def test_shards_in_the_home_folder_are_found(made, monkeypatch):
+    monkeypatch.setenv("HOME", str(made["folder"]))
+    assert read_manifest("~/shards") == read_manifest(made["shards"])
 
 
 def test_errors_that_may_pass_are_told_from_those_that_stay():
@@ -123,7 +128,7 @@ def test_errors_that_may_pass_are_told_from_those_that_stay():
     Answer.__module__ = "httpx"
     assert [retry.diagnose(Answer(status)).transient for status in (500, 503, 429, 408, 401, 403, 404)] == [
         True, True, True, True, False, False, False]
-    assert retry.diagnose(ConnectionResetError()).transient and retry.diagnose(TimeoutError()).passing
+    assert retry.diagnose(ConnectionResetError()).transient and retry.diagnose(TimeoutError()).transient
     full = OSError(28, "No space left on device")
     for error in (FileNotFoundError(), PermissionError(), full, OSError("damaged file"), KeyError("bug")):
         assert not retry.diagnose(error).transient
@@ -186,8 +191,9 @@ def test_s3_holds_the_same_shards_though_requests_fail(made, store, tmp_path, mo
     start = store.requests
     store.refuse = lambda n: (n - start) % 25 < 2 or 60 <= n - start < 67
     assert run(source, remote, made["tokenizer"]) == 0
-    rows = open_shards(remote, "train", T, cache_dir=tmp_path)
-    check_shards(made["shards"], load_tokenizer(fetch_tokenizer(remote, str(tmp_path))))
+    rows = open_shards(remote, tmp_path).rows("train", T)
+    tokenizer = load_tokenizer(open_shards(remote, tmp_path).tokenizer_name)
+    assert not open_shards(made["shards"], tmp_path).problems(tokenizer, "train", T)
     stream = streamed(remote)
     assert store.refused > 15 and "next try in" in capfd.readouterr().err
     store.refuse = lambda n: False
@@ -195,9 +201,9 @@ def test_s3_holds_the_same_shards_though_requests_fail(made, store, tmp_path, mo
               if name.endswith(".npy")}
     assert stored == shard_bytes(made["shards"])
     assert "progress" not in urls.Folder(remote).names()
-    local = open_shards(made["shards"], "train", T, cache_dir=tmp_path / "local")
-    assert np.array_equal(rows.rows, local.rows) and np.array_equal(stream, local.rows)
-    assert len([*tmp_path.glob("shards-*/*.npy")]) == len(check_shards(remote)["splits"]["train"]["files"])
+    local = open_shards(made["shards"], tmp_path / "local").rows("train", T)
+    assert np.array_equal(all_ids(rows), all_ids(local)) and np.array_equal(stream, all_ids(local))
+    assert len([*tmp_path.glob("shards-*/*.npy")]) == len(read_manifest(remote)["splits"]["train"]["files"])
 
 
 @pytest.mark.parametrize("wrong, message", [

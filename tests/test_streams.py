@@ -15,15 +15,15 @@ import pytest
 
 from data.encode import Encoder
 from data.factory import TokenMaker
-from data.groups import Mark, shard_groups, text_groups
+from data.groups import StreamPosition, shard_groups, text_groups
 from data.mixture import MixedOrder, MixedRows, Mixture
-from data.shards import check_shards, open_shards
+from data.shards import open_shards, read_manifest
 from data.sources.corpus import Source, load_corpus
 from data.streams import StreamedRows
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
 from tests.runs import PROJECT
-from tests.shard_data import make_texts, run, save_tokenizer, write_jsonl
+from tests.shard_data import all_ids, make_texts, run, save_tokenizer, write_jsonl
 from utils.io import retry
 
 T, GROUP = 32, 100
@@ -42,7 +42,7 @@ def made(tmp_path_factory):
 
 
 def sources(made) -> dict:
-    files = check_shards(made["shards"])["splits"]["train"]["files"]
+    files = read_manifest(made["shards"])["splits"]["train"]["files"]
     return {"shards": shard_groups(made["shards"], files, T, GROUP), "text": text_of(made, made["corpus"])}
 
 
@@ -51,14 +51,14 @@ def text_of(made, corpus, size: int = GROUP):
 
 
 def map_rows(made) -> np.ndarray:
-    return open_shards(made["shards"], "train", T, cache_dir=made["cache"]).rows
+    return all_ids(open_shards(made["shards"], made["cache"]).rows("train", T))
 
 
 class Reader:
     """Batches of B rows of positions from `start` on, as process p of P is fed them."""
 
-    def __init__(self, made, source, seed, most=10**9, machine=(0, 1)):
-        self.rows = StreamedRows(source, made["cache"], most, *machine)
+    def __init__(self, made, source, seed, max_bytes=10**9, machine=(0, 1)):
+        self.rows = StreamedRows(source, made["cache"], max_bytes, *machine)
         self.mixed = MixedRows(Mixture((1.0,), seed), {"": self.rows})
 
     def read(self, start: int, stop: int, B: int = 4, process: int = 0, processes: int = 1) -> list[tuple]:
@@ -97,8 +97,9 @@ def test_a_stream_has_the_rows_of_a_preparation(made, keep_duplicates, tmp_path)
     prepared = prepare_rows(corpus, TokenMaker(made["tokenizer"]), block_size=T, validation_fraction=0.05,
                             seed=0, cache_dir=tmp_path)
     groups = text_of(made, corpus, 64)
-    assert np.array_equal(np.concatenate([rows for rows, *_ in groups.epoch(0, 0)]), prepared.train.rows)
-    assert keep_duplicates or np.array_equal(prepared.train.rows, map_rows(made))
+    streamed = np.concatenate([rows for rows, *_ in groups.rows_from(0, 0)])
+    assert np.array_equal(streamed, all_ids(prepared.train))
+    assert keep_duplicates or np.array_equal(all_ids(prepared.train), map_rows(made))
 
 
 def test_two_processes_share_one_producer_and_see_together_what_one_sees(made, monkeypatch):
@@ -152,7 +153,7 @@ def test_the_ring_stays_within_its_bound_and_goes_with_the_reader(made):
     assert not folder.exists() and process.poll() is not None
 
 
-def test_a_walk_that_begins_again_before_anything_was_given_back_reads_nothing_again(made):
+def test_an_order_that_begins_again_before_anything_was_given_back_reads_nothing_again(made):
     """As the rehearsal does, and then the loop."""
     reader = Reader(made, sources(made)["text"], 0)
     order = iter(MixedOrder(reader.mixed, 0, 400))
@@ -170,7 +171,7 @@ def test_a_producer_that_dies_ends_the_run_with_its_message(made, how, tmp_path)
         reader.rows.producer.kill()
     else:
         (reader.rows.folder / "failed.json").write_text(json.dumps(
-            {"kind": "OSError", "errno": 28, "message": "No space left on device"}))
+            {"error": "OSError", "errno": 28, "message": "No space left on device"}))
     with pytest.raises(ConnectionError if how == "killed" else OSError) as raised:
         for _ in range(500):
             reader.mixed.__getitems__([*itertools.islice(order, 4)])
@@ -230,19 +231,19 @@ def test_a_failing_source_is_read_on_and_one_that_stays_away_reported(made, monk
     waits = []
     monkeypatch.setattr(retry.time, "sleep", waits.append)
     failing = text_of(made, unsteady(made["corpus"], 50, 5))
-    rows = np.concatenate([rows for rows, *_ in failing.epoch(0, 0)])
+    rows = np.concatenate([rows for rows, *_ in failing.rows_from(0, 0)])
     assert np.array_equal(rows, map_rows(made))
     assert waits == [1, 2, 4, 8, 16], "the same document failed five times: exponential backoff"
     assert "the source went away" in capfd.readouterr().err
     gone = text_of(made, unsteady(made["corpus"], 50, 10**6))
     with pytest.raises(ConnectionError, match=r"texts.jsonl, item 50, failed 8 times in 127 s"):
-        list(gone.epoch(0, 0))
+        list(gone.rows_from(0, 0))
 
 
 def test_groups_from_a_mark_are_those_of_the_whole_stream(made):
     for source in sources(made).values():
-        whole = [*itertools.islice(source.groups(Mark()), 20)]
+        whole = [*itertools.islice(source.groups_from(StreamPosition()), 20)]
         for number in (1, 7, 13):
             mark = whole[number][0]
-            for (a, rows), (b, others) in zip(whole[number:], source.groups(mark), strict=False):
+            for (a, rows), (b, others) in zip(whole[number:], source.groups_from(mark), strict=False):
                 assert a == b and np.array_equal(rows, others)

@@ -24,6 +24,7 @@ from data.order import evaluation_rows
 from data.rows import PackedRows
 from tests import forked
 from tests.runs import PROJECT, TINY, command, environment, metrics, write_corpus
+from tests.shard_data import batch_of
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_pr
 ):
     rows_file = next((workspace / "cache").rglob("validation-*.npy"))
     rows = PackedRows([np.load(rows_file)], TINY["block_size"])
-    ids = rows.__getitems__([(i, 0, i) for i in range(len(rows))])["input_ids"]
+    ids = batch_of(rows, [(i, 0, i) for i in range(len(rows))])["input_ids"]
     n = 37  # divisible by none of the batch sizes below
     assert len(ids) > n
     losses = brute_force(one_process, ids[evaluation_rows(len(ids), n, seed=42)])

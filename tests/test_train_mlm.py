@@ -24,6 +24,7 @@ from data.pair_rows import PairRows
 from data.rows import PackedRows
 from tests import forked
 from tests.runs import TINY, metrics, run
+from tests.shard_data import batch_of
 
 KINDS = {
     "mlm": {"model_type": "roberta"},
@@ -157,7 +158,7 @@ def evaluation_batch(workspace, kind, n):
         drawn, of, rows = rows.members[drawn], np.repeat(drawn, rows.members.shape[1]), PairRows(tokens, 96)
         drawn, of = drawn[drawn >= 0], of[drawn.ravel() >= 0]
         assert len(drawn) > 1.2 * len({*of})
-    return rows.__getitems__([(row, 0, row) for row in drawn]), of
+    return batch_of(rows, [(row, 0, row) for row in drawn]), of
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -41,7 +41,7 @@ class Resume:
         if saved is None:
             return None
         self.checkpoints.reserve(model, keep)
-        self.data.load_state_dict(saved["stream"])
+        self.data.train.load_state_dict(saved["stream"])
         self.origin = without_secrets(self.checkpoints.origin)
         if self.origin:
             return saved["state"] | {"origin": self.origin, "ended": False, "best": None}
@@ -53,7 +53,7 @@ class Resume:
         step = extra["state"]["step"]
         rows = self.steps.rows_before(step)
         extra |= {"settings": extra["settings"] | self.counts, "rows": rows, "data": self.data.fingerprints,
-                  "stream": self.data.state_dict(rows), "code": self.code, "launch": self.launch}
+                  "stream": self.data.train.state_dict(rows), "code": self.code, "launch": self.launch}
         files = {"tokenizer.json": self.data.tokenizer.backend_tokenizer.to_str().encode()}
         files["config.json"] = without_secrets(config.to_json_string()).encode()
         others = (Path(self.args.output_dir, f"{name}_config.json") for name in ("generation", "tokenizer"))

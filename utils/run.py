@@ -171,7 +171,7 @@ class Run:
 
     def log(self, record: dict, skipped=()) -> None:
         """Log a training record. skipped: for each update since the last one 1 if it was skipped, else 0."""
-        epochs = self.data.epochs(self.steps.rows_before(self.step))
+        epochs = self.data.train.epochs(self.steps.rows_before(self.step))
         self.report.training(self.step, self.state, record, skipped, epochs)
 
     def evaluate(self, names=()) -> None:

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.measure import PROJECT, print_table
+from tests.shard_data import all_ids
 from utils.display.metrics import read_metrics
 
 # The defaults until Muon was one, every setting that matters written out.
@@ -133,7 +134,8 @@ def train_with_trainer(argv: list[str]) -> None:
         seed=args.seed,
     )  # fmt: skip
     [packed] = data.train.sources.values()
-    rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in packed.rows))
+    ids = all_ids(packed)
+    rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in ids))
     Trainer(
         lm, settings, train_dataset=rows, data_collator=default_data_collator, callbacks=[Watch()]
     ).train()

@@ -64,8 +64,7 @@ def write_bins(folder: Path) -> None:
     data.tokenizer.save_pretrained(folder)
     (train,), (val,) = data.train.sources.values(), data.evals.values()
     for name, rows in ("train", train), ("val", val):
-        ids = rows.__getitems__([(0, 0, row) for row in range(len(rows))])["input_ids"]
-        ids.numpy().astype(np.uint16).tofile(folder / f"{name}.bin")
+        rows.ids(np.arange(len(rows))).astype(np.uint16).tofile(folder / f"{name}.bin")
 
 
 def read_bin(path: Path) -> np.ndarray:

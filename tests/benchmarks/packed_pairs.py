@@ -37,7 +37,7 @@ def contender(name: str, args) -> dict:
 
     from data.masking import MaskTokens
     from data.pair_rows import PairRows
-    from tests.shard_data import packed
+    from tests.shard_data import batch_of, packed
     from utils.learning.losses import MaskedLMLoss
     from utils.learning.model import build_model
 
@@ -57,7 +57,7 @@ def contender(name: str, args) -> dict:
         clock = Clock()
         for start in range(0, len(rows), at_once):
             keys = [(i, 0, i) for i in range(start, min(start + at_once, len(rows)))]
-            batch = mask(rows.__getitems__(keys))
+            batch = mask(batch_of(rows, keys))
             if name == "padded":
                 cut = dict.fromkeys(("input_ids", "token_type_ids", "attention_mask"), T)
                 cut |= dict.fromkeys(("slots", "slot_labels"), math.ceil(0.15 * T))  # those of rows of T

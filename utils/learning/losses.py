@@ -190,7 +190,7 @@ class MaskedLMLoss(ModelLoss):
         """batch: input_ids int64 [B, T] and the other inputs of `model_inputs`; slots int64 [B, K], the
         positions to predict; slot_labels int64 [B, K], -100 for an empty slot; optional next_sentence_label
         int64 [B]: 0 if B follows A, 1 if B is random, -100 if it does not count. With several pairs in a row
-        (PairRows.take) it is [B, M], and the pairs begin at pair_start [B, M].
+        (PairRows.columns) it is [B, M], and the pairs begin at pair_start [B, M].
 
         Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training that of token_loss, if given),
         mlm_tokens, in eval mode mlm_correct, and with next_sentence_label nsp_loss_sum (with gradient),

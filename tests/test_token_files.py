@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from data.foreign import ForeignRows, _full_row, _records, is_foreign
 from data.open import Recipe, open_sources, prepare
+from data.token_files import _full_row, _records, holds_token_files, open_token_files
 from data.tokenizer import train_tokenizer
 from tests import forked
 from tests.runs import PROJECT, TINY, metrics
-from tests.shard_data import make_texts, save_tokenizer, write_jsonl
+from tests.shard_data import batch_of, make_texts, save_tokenizer, write_jsonl
 
 RECORDS = PROJECT / "tests" / "tfrecords"
 T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
@@ -74,8 +74,8 @@ def folder(tmp_path_factory):
 
 def opened(name, split="train", block_size=T) -> np.ndarray:
     with tempfile.TemporaryDirectory() as cache:
-        rows = ForeignRows(str(name), cache).rows(split, block_size)
-        return rows.__getitems__([(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
+        rows = open_token_files(str(name), cache).rows(split, block_size)
+        return batch_of(rows, [(0, 0, row) for row in range(len(rows))])["input_ids"].numpy()
 
 
 def cut(*streams) -> np.ndarray:
@@ -90,15 +90,15 @@ def test_rows_are_those_that_were_put_in(folder):
     assert np.array_equal(opened(folder / "fineweb"), expected)
     assert np.array_equal(opened(folder / "fineweb", "validation"), cut(ids(300, 9)))
     assert np.array_equal(opened(folder / "fineweb" / "*train*.bin"), expected)
-    assert is_foreign(str(folder / "fineweb")) and not is_foreign(str(folder / "bpe"))
+    assert holds_token_files(str(folder / "fineweb")) and not holds_token_files(str(folder / "bpe"))
 
 
 def test_records_that_tensorflow_wrote_are_read(tmp_path):
     shutil.copytree(RECORDS, tmp_path / "records")
     splits = {"train": range(40), "validation": range(40, 48), "test": range(48, 49)}
     for split, numbers in splits.items():
-        assert opened(tmp_path / "records", split, None).tolist() == [record(n) for n in numbers]
-    assert opened(tmp_path / "records" / "train", "train", None).tolist() == [record(n) for n in range(40)]
+        assert opened(tmp_path / "records", split).tolist() == [record(n) for n in numbers]
+    assert opened(tmp_path / "records" / "train", "train").tolist() == [record(n) for n in range(40)]
     # one of 0, 127, 128, 16383, 16384, 2**21, 2**31 and 2**32 - 1, of one to five bytes each
     wide = (
         "4c00000000000000f5d4a2a00a4a0a280a09696e7075745f696473121b1a190a17007f8001ff7f80800180808001"
@@ -149,13 +149,13 @@ def bad_files(folder: Path) -> dict[str, tuple[str, str]]:
 def test_each_broken_file_is_a_line(tmp_path):
     for name, (path, line) in bad_files(tmp_path).items():
         with pytest.raises(ValueError, match=rf"^[^\n]*{name}\S* {line}[^\n]*$"):
-            ForeignRows(path, str(tmp_path / "cache"))
+            open_token_files(path, str(tmp_path / "cache"))
     several = tmp_path / "several"
     several.mkdir()
     for name in ("odd.bin", "magic.bin"):
         shutil.copy(tmp_path / name, several)
     with pytest.raises(ValueError, match=r"^[^\n]*magic.bin: .*\n[^\n]*odd.bin: [^\n]*$"):
-        ForeignRows(str(several), str(tmp_path / "cache"))
+        open_token_files(str(several), str(tmp_path / "cache"))
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} <= {".lock"}, "nothing is remembered"
 
 
@@ -206,23 +206,29 @@ def problems_of(folder, name, **changes) -> list[str]:
 
 def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_path):
     name = folder / "train.bin"
-    assert problems_of(folder, name) == [] == problems_of(folder, RECORDS, special=0)
+    assert problems_of(folder, name) == [] == problems_of(folder, RECORDS, n_special=0)
     (line,) = problems_of(folder, name, tokenizer_name=None, eval_dataset_name=(str(name),))
     assert line.startswith(f"tokenizer_name: {name} has none") and "gpt2" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "beyond.bin", [*ids(3000), KNOWN]))
-    assert line.startswith("tokenizer_name:") and "up to 400, but the tokenizer has only 400" in line
+    assert line.startswith("tokenizer_name:") and "has the id 400, but the tokenizer has only 400 ids" in line
     rows = [[1] * T, [KNOWN, *[2] * (T - 1)]]
     (line,) = problems_of(folder, write_records(tmp_path / "beyond.tfrecord", rows))
-    assert "up to 400, but the tokenizer has only 400" in line
-    (line,) = problems_of(folder, RECORDS, special=2, block_size=T + 2)
+    assert "has the id 400, but the tokenizer has only 400 ids" in line
+    (line,) = problems_of(folder, RECORDS, n_special=2, block_size=T + 2)
     assert line == f"block_size: {T + 2}, but rows of {RECORDS} have {T} tokens: set --block_size {T}."
     (line,) = problems_of(folder, write_records(tmp_path / "two.tfrecord", [[1] * T, [1] * 9]))
     assert "two.tfrecord: record 2: 9 tokens, but those before it have 32" in line
+    for split, length in (("train", T), ("val", 16)):
+        (tmp_path / "lengths" / split).mkdir(parents=True)
+        write_records(tmp_path / "lengths" / split / "a.tfrecord", [[1] * length] * 4)
+    (line,) = problems_of(folder, tmp_path / "lengths")
+    assert "records differ in length (train 32, validation 16 tokens)" in line
     masks = [[1] * T, [1] * 9 + [0] * (T - 9)]
     (line,) = problems_of(folder, write_records(tmp_path / "padded.tfrecord", [[1] * T] * 2, masks))
     assert "padded.tfrecord: record 2: padding" in line
     (line,) = problems_of(folder, write_nanogpt(tmp_path / "few.bin", [1] * 31))
-    assert line == f"block_size: {tmp_path}/few.bin, train, has less than a row, 32 tokens."
+    assert line == (f"{tmp_path}/few.bin has no row of 32 tokens for train, only for none: lower block_size "
+                    "or name other data.")
     (line,) = problems_of(folder, folder / "none.bin")
     assert "none.bin': no such file" in line
     (line,) = problems_of(folder, name, next_sentence=True)
@@ -232,7 +238,7 @@ def test_what_does_not_fit_the_model_is_said_before_anything_else(folder, tmp_pa
     (line,) = problems_of(folder, tmp_path / "mixed")
     assert ".bin and .tfrecord" in line
     (line,) = problems_of(folder, folder / "train.bin", eval_dataset_name=())
-    assert "no rows for validation" in line and "eval_dataset_name" in line
+    assert "no row of 32 tokens for validation, only for train" in line and "eval_dataset_name" in line
 
 
 def data_of(folder, name, **changes):
@@ -245,26 +251,26 @@ def data_of(folder, name, **changes):
 
 def test_files_are_read_from_end_to_end_once_and_followed(folder, tmp_path, monkeypatch):
     path, cache = write_nanogpt(tmp_path / "a.bin", ids(500)), str(tmp_path)
-    first = ForeignRows(path, cache).rows("train", T)
+    first = open_token_files(path, cache).rows("train", T)
     assert isinstance(first.views[0].base.base, np.memmap), "nothing is copied"
     assert not list(tmp_path.rglob("*.npy"))
     read = []
-    monkeypatch.setattr("data.foreign._account", lambda *_: read.append(1) or 1 / 0)
-    again, other = ForeignRows(path, cache).rows("train", T), ForeignRows(path, cache).rows("train", 2 * T)
+    monkeypatch.setattr("data.token_files._account", lambda *_: read.append(1) or 1 / 0)
+    again, other = (open_token_files(path, cache).rows("train", n) for n in (T, 2 * T))
     monkeypatch.undo()
     assert not read and again.fingerprint == first.fingerprint != other.fingerprint
     shutil.copy(path, tmp_path / "b.bin")
-    assert ForeignRows(str(tmp_path / "b.bin"), cache).rows("train", T).fingerprint == first.fingerprint
+    assert open_token_files(str(tmp_path / "b.bin"), cache).rows("train", T).fingerprint == first.fingerprint
     write_nanogpt(tmp_path / "a.bin", ids(500, 1))
-    assert ForeignRows(path, cache).rows("train", T).fingerprint != first.fingerprint
+    assert open_token_files(path, cache).rows("train", T).fingerprint != first.fingerprint
 
 
 def test_of_either_kind_the_first_rows_may_do(folder, tmp_path):
     for name in (folder / "fineweb", RECORDS):
-        every, few = (ForeignRows(str(name), str(tmp_path)).rows("train", T, most) for most in (0, 5))
+        every, few = (open_token_files(str(name), str(tmp_path)).rows("train", T, most) for most in (0, 5))
         assert len(few) == 5 < len(every)
         keys = [(row, 0, row) for row in range(5)]
-        assert few.__getitems__(keys)["input_ids"].equal(every.__getitems__(keys)["input_ids"])
+        assert batch_of(few, keys)["input_ids"].equal(batch_of(every, keys)["input_ids"])
 
 
 def test_ids_of_other_types_are_asked_for_and_read(folder, tmp_path):
@@ -273,10 +279,10 @@ def test_ids_of_other_types_are_asked_for_and_read(folder, tmp_path):
     for dtype in ("uint32", "int64"):
         wide.astype(dtype).tofile(tmp_path / f"{dtype}.bin")
         with pytest.raises(ValueError, match=rf"ids look like {dtype}: add \?dtype={dtype} to the name"):
-            ForeignRows(str(tmp_path / f"{dtype}.bin"), str(tmp_path / "cache"))
+            open_token_files(str(tmp_path / f"{dtype}.bin"), str(tmp_path / "cache"))
         assert np.array_equal(opened(f"{tmp_path}/{dtype}.bin?dtype={dtype}"), cut(wide))
     with pytest.raises(ValueError, match="dtype is one of uint16, uint32, int64"):
-        ForeignRows(f"{tmp_path}/uint32.bin?dtype=float32", str(tmp_path / "cache"))
+        open_token_files(f"{tmp_path}/uint32.bin?dtype=float32", str(tmp_path / "cache"))
     # Uint16 that looks like anything else is taken as it is named.
     zeros = np.zeros(600, np.uint16)
     zeros[::2] = 7
@@ -301,7 +307,7 @@ def test_what_is_no_token_file_under_its_name_is_refused(folder, tmp_path):
     for name, data in contents.items():
         (tmp_path / f"{name}.bin").write_bytes(data + b"x" * (len(data) % 2))
         with pytest.raises(ValueError, match="under this name"):
-            ForeignRows(str(tmp_path / f"{name}.bin"), str(tmp_path / "cache"))
+            open_token_files(str(tmp_path / f"{name}.bin"), str(tmp_path / "cache"))
 
 
 def test_lists_that_are_not_packed_are_read(tmp_path):
@@ -398,20 +404,20 @@ def test_a_run_on_the_first_records_goes_on_with_those(folder, tmp_path):
 
 def test_whole_records_and_rows_that_get_special_tokens_are_not_mixed(folder, tmp_path):
     problems, names = [], (str(folder / "train.bin"), str(RECORDS))
-    recipe = Recipe(names, (0.5, 0.5), tokenizer_name=str(folder / "masked"), block_size=T, special=2,
+    recipe = Recipe(names, (0.5, 0.5), tokenizer_name=str(folder / "masked"), block_size=T, n_special=2,
                     eval_dataset_name=str(folder / "val.bin"), cache_dir=str(tmp_path))
     open_sources(recipe, problems)
     assert [line[:37] for line in problems] == ["mixture: records have special tokens "]
     problems.clear()
     open_sources(replace(recipe, dataset_name=names[:1] * 2), problems)
-    open_sources(replace(recipe, special=0), problems)
+    open_sources(replace(recipe, n_special=0), problems)
     assert not problems
 
 
 def test_streaming_them_is_reading_them_where_they_lie(folder):
     evals = {"eval_dataset_name": (str(folder / "val.bin"),)}
     streamed, mapped = (data_of(folder, folder / "train.bin", streaming=on, **evals) for on in (True, False))
-    assert streamed.fingerprints == mapped.fingerprints and streamed.state_dict(0) is None
+    assert streamed.fingerprints == mapped.fingerprints and streamed.train.state_dict(0) is None
 
 
 def test_no_pickle_is_opened(folder, tmp_path):
@@ -419,7 +425,7 @@ def test_no_pickle_is_opened(folder, tmp_path):
     write_nanogpt(tmp_path / "char" / "train.bin", ids(500))
     touch = b"cos\nsystem\n(S'touch " + bytes(tmp_path / "opened") + b"'\ntR."
     (tmp_path / "char" / "meta.pkl").write_bytes(touch)
-    rows = ForeignRows(str(tmp_path / "char"), str(tmp_path)).rows("train", T)
+    rows = open_token_files(str(tmp_path / "char"), str(tmp_path)).rows("train", T)
     assert len(rows) == 15
     assert not (tmp_path / "opened").exists()
     code = "import sys, data.kinds; print('crc32c' in sys.modules, 'tensorflow' in sys.modules)"

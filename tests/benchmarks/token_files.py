@@ -1,6 +1,6 @@
 """Rows per second of other projects' token files against the rows that this project prepares.
 
-    python -m tests.benchmarks.foreign --megabytes 200
+    python -m tests.benchmarks.token_files --megabytes 200
 
 The same random ids as rows of this project, as nanoGPT's .bin, as eight of llm.c's and as eight TFRecord
 files, drawn in the order of training, 32 rows of 1,024 tokens a batch, from one thread. Batches of all take
@@ -16,10 +16,11 @@ import time
 import numpy as np
 from crc32c import crc32c
 
-from data.foreign import ForeignRows
 from data.order import epochs_and_rows
 from data.rows import PackedRows
+from data.token_files import open_token_files
 from tests.benchmarks.measure import print_table
+from tests.shard_data import batch_of
 
 T, B, ROUNDS = 1024, 32, 5
 
@@ -66,9 +67,9 @@ def main():
         names = {"nanoGPT": "train.bin", "llm.c, 8 files": "llmc_*.bin", "TFRecord, 8 files": "*.tfrecord"}
         for name, files in names.items():
             start = time.perf_counter()
-            sources[name] = ForeignRows(f"{folder}/{files}", f"{folder}/cache").rows("train", T)
+            sources[name] = open_token_files(f"{folder}/{files}", f"{folder}/cache").rows("train", T)
             lines[name] = {"first": n / (time.perf_counter() - start)}
-            assert np.array_equal(sources[name].__getitems__([(0, 0, n - 1)])["input_ids"][0], ids[-1])
+            assert np.array_equal(batch_of(sources[name], [(0, 0, n - 1)])["input_ids"][0], ids[-1])
         seconds = {name: [] for name in sources}
         for _ in range(ROUNDS):
             spent = dict.fromkeys(sources, 0.0)
@@ -77,7 +78,7 @@ def main():
                 keys = [*zip(range(first, first + B), epochs.tolist(), numbers.tolist(), strict=True)]
                 for name, rows in sources.items():
                     start = time.perf_counter()
-                    rows.__getitems__(keys)
+                    batch_of(rows, keys)
                     spent[name] += time.perf_counter() - start
             for name, spent_on in spent.items():
                 seconds[name].append(spent_on)

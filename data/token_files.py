@@ -15,6 +15,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -23,9 +24,8 @@ import xxhash
 from tqdm import tqdm
 
 from data.cache import build_once
-from data.encode import id_count
-from data.rows import PackedRows
 from data.sources import files
+from data.token_set import Split, TokenSet
 
 SUFFIXES = (".bin", ".tfrecord")
 DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
@@ -34,7 +34,7 @@ AT_ONCE = 1 << 24  # ids
 VARINT = rb"[\x80-\xff]*[\x00-\x7f]"  # 7 bits of a number in each byte, the lowest first
 
 
-def is_foreign(name: str) -> bool:
+def holds_token_files(name: str) -> bool:
     """Whether the name is such a file, or a folder or glob with some of them and no text."""
     name = name.partition("?dtype=")[0]
     if os.path.splitext(name)[1] in SUFFIXES:
@@ -45,57 +45,47 @@ def is_foreign(name: str) -> bool:
     return not suffixes.isdisjoint(SUFFIXES) and suffixes.isdisjoint(files.SUFFIXES)
 
 
-class ForeignRows:
-    """The files of a data set. accounts: {split: what its files hold}; block_size: tokens per record, special
-    ones included, or None for .bin files, which can be cut anywhere. ValueError: one line per bad file."""
+def open_token_files(name: str, cache_dir) -> TokenSet | None:
+    """The token files of this name, None where there are none. ValueError: one line per bad file."""
+    if not holds_token_files(name):
+        return None
+    path, _, named = name.partition("?dtype=")
+    if named and named not in DTYPES:
+        raise ValueError(f"dataset_name {name}: dtype is one of {', '.join(DTYPES)}")
+    dtype, splits = DTYPES.get(named), files.split_files(path, SUFFIXES)
+    urls = sum(splits.values(), [])
+    if len({files.suffix(url) for url in urls}) > 1:
+        raise ValueError(f"dataset_name {name!r}: .bin and .tfrecord files; select one kind by a glob")
 
-    def __init__(self, name: str, cache_dir: str):
-        path, _, dtype = name.partition("?dtype=")
-        if dtype and dtype not in DTYPES:
-            raise ValueError(f"dataset_name {name}: dtype is one of {', '.join(DTYPES)}")
-        self.name, self.dtype = name, DTYPES.get(dtype)
-        splits = files.split_files(path, SUFFIXES)
-        urls = sum(splits.values(), [])
-        if len({files.suffix(url) for url in urls}) > 1:
-            raise ValueError(f"dataset_name {name!r}: .bin and .tfrecord files; select one kind by a glob")
+    def build(folder: Path) -> None:
+        problems, accounts = [], {}
+        for split, urls in splits.items():
+            urls = tqdm(urls, desc=f"reading {name}, {split}", disable=None)
+            accounts[split] = _account(urls, dtype, folder / f"{split}.npy", problems)
+        if problems:
+            raise ValueError("\n".join(problems))
+        (folder / "accounts.json").write_text(json.dumps(accounts, indent=1))
 
-        def build(folder: Path) -> None:
-            problems, accounts = [], {}
-            for split, urls in splits.items():
-                urls = tqdm(urls, desc=f"reading {name}, {split}", disable=None)
-                accounts[split] = _account(urls, self.dtype, folder / f"{split}.npy", problems)
-            if problems:
-                raise ValueError("\n".join(problems))
-            (folder / "accounts.json").write_text(json.dumps(accounts, indent=1))
+    folder = build_once(cache_dir, "foreign", [files.states(urls), dtype], build)
+    accounts = json.loads((folder / "accounts.json").read_text())
+    lengths = {split: account.get("block_size") for split, account in accounts.items()}
+    if len({*lengths.values()}) > 1:
+        shown = ", ".join(f"{split} {length}" for split, length in lengths.items())
+        raise ValueError(f"dataset_name {name!r}: records differ in length ({shown} tokens); select some by "
+                         "a glob")
+    found, headerless = {}, False
+    for split, account in accounts.items():
+        opened, content = partial(_opened, folder / f"{split}.npy", account), account["xxh3"]
+        found[split] = Split(account["tokens"], content, opened, largest=account["largest"])
+        headerless |= any(not offset for _, offset, *_ in account.get("files", ()))
+    return TokenSet(name, found, row_tokens=lengths["train"], untyped=headerless and not dtype)
 
-        self.folder = build_once(cache_dir, "foreign", [files.states(urls), self.dtype], build)
-        self.accounts = json.loads((self.folder / "accounts.json").read_text())
-        self.block_size = self.accounts["train"].get("block_size")
 
-    def problems(self, block_size: int, tokenizer) -> list[str]:
-        """What does not fit rows of this size or the tokenizer, one line each."""
-        lines, known = [], id_count(tokenizer) if tokenizer is not None else None
-        for split, account in self.accounts.items():
-            if account["tokens"] < block_size:
-                lines.append(f"block_size: {self.name}, {split}, has less than a row, {block_size} tokens.")
-            if known and account["largest"] >= known:
-                lines.append(f"tokenizer_name: {self.name}, {split}, has ids up to {account['largest']}, but "
-                             f"the tokenizer has only {known}: name the one that made it.")
-            headerless = any(not offset for _, offset, *_ in account.get("files", ()))
-            if headerless and not self.dtype and known and known > 1 << 16:
-                lines.append(f"dataset_name: {self.name} does not say whether its ids have 2 or 4 bytes, and "
-                             "the tokenizer has over 65,536: add ?dtype=uint16 or ?dtype=uint32 to the name.")
-        return lines
-
-    def rows(self, split: str, block_size: int, max_rows: int = 0) -> PackedRows:
-        """Map-style rows of a split, or the first max_rows."""
-        account = self.accounts[split]
-        if self.block_size:
-            arrays = [np.load(self.folder / f"{split}.npy", mmap_mode="r")]
-        else:
-            arrays = [np.memmap(path, dtype, "r", offset, (tokens,))
-                      for path, offset, dtype, tokens in account["files"]]
-        return PackedRows(arrays, self.block_size or block_size, max_rows, account["xxh3"])
+def _opened(records: Path, account: dict, _) -> tuple[list[np.ndarray], str]:
+    """The ids of a split, memory-mapped, and their content."""
+    flat = account.get("files", ())
+    arrays = [np.memmap(path, dtype, "r", offset, (n,)) for path, offset, dtype, n in flat]
+    return arrays or [np.load(records, mmap_mode="r")], account["xxh3"]
 
 
 def _account(urls, dtype: str | None, into: Path, problems: list[str]) -> dict:
