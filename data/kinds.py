@@ -14,11 +14,11 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from data.encode import Encoder
-from data.factory import TokenMaker
 from data.fim import fill_in_middle
 from data.groups import shard_groups, text_groups
 from data.pair_rows import open_saved_pairs
 from data.pairs import PairMaker
+from data.preparation import TokenMaker
 from data.rows import PackedRows
 from data.shards import open_shards
 from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus

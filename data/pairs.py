@@ -21,9 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from data.encode import tokenize_documents
-from data.factory import Key, TokenMaker
 from data.filters import Accounting
 from data.pair_rows import PairRows
+from data.preparation import Key, TokenMaker
 
 BLOCK = 1 << 23  # characters of text whose pairs are coupled at a time
 

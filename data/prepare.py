@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock, Timeout
 
-from data.factory import SHARD_MB, Preparation, TokenMaker, key_of, named
 from data.filters import Accounting, Facts, SeenHashes
 from data.fim import fill_in_middle
+from data.preparation import SHARD_MB, Preparation, TokenMaker, key_of, named
 from data.shards import MANIFEST, PROGRESS, finished_manifest
 from data.sources.corpus import Corpus, add_source_flags, check_numbers, load_corpus, source_of
 from data.token_files import holds_token_files

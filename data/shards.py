@@ -1,4 +1,4 @@
-"""Token shards, in a folder at any fsspec URL; data/factory.py makes them.
+"""Token shards, in a folder at any fsspec URL; data/preparation.py makes them.
 
     train-00000-00000.npy ...   token ids of whole documents, one after the other: uint16 or uint32 [n]
     validation-00000.npy ...

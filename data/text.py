@@ -1,4 +1,4 @@
-"""Text as rows, prepared in the cache by data/factory.py; and tokenizers trained on text.
+"""Text as rows, prepared in the cache by data/preparation.py; and tokenizers trained on text.
 
     prepared = prepare_rows(corpus, TokenMaker(tokenizer), block_size=128, validation_fraction=0.05)
     prepared.train.ids(np.array([5, 2]))     # [2, 128]
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from data.cache import build_once, cache_folder, make_once
 from data.encode import LEAST_CHARACTERS
-from data.factory import NO_LIMIT, Preparation, TokenMaker
 from data.filters import Accounting, clean_documents, drawn_place, in_validation
+from data.preparation import NO_LIMIT, Preparation, TokenMaker
 from data.rows import PackedRows
 from data.shards import finished_manifest, is_whole, shard_set
 from data.sources.corpus import Corpus

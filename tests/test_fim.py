@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from data import encode
 from data.encode import Encoder, tokenize_documents
-from data.factory import TokenMaker
 from data.filters import in_validation
 from data.fim import NAMES, fill_in_middle
 from data.groups import text_groups
 from data.open import Recipe, open_sources, prepare
+from data.preparation import TokenMaker
 from data.shards import open_shards, read_manifest
 from data.sources.corpus import Corpus, Source
 from data.text import prepare_rows, trained_tokenizer

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from data import encode
 from data import text as text_rows
 from data.encode import Encoder, token_dtype, tokenize_documents
-from data.factory import Preparation, TokenMaker
 from data.filters import in_validation
 from data.mixture import MixedRows
 from data.open import Recipe, open_sources
+from data.preparation import Preparation, TokenMaker
 from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
 from data.text import prepare_rows, share_to_hold_out, trained_tokenizer
@@ -297,7 +297,7 @@ def test_lost_validation_rows_of_the_first_rows_are_made_again(corpus, tokenizer
 
 PREPARE = """
 import sys, time
-from data.factory import TokenMaker
+from data.preparation import TokenMaker
 from data.sources.corpus import Source, load_corpus
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ import datasets
 import pytest
 
 from data import prepare
-from data.factory import Preparation
+from data.preparation import Preparation
 from data.shards import read_manifest
 from data.sources import files, installed, library
 from data.sources.corpus import Source, load_corpus

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 import train_clm
 import train_mlm
 from data import open as opening
-from data.factory import TokenMaker
 from data.filters import drawn_place, in_validation
 from data.open import Recipe, open_sources, prepare, short_names
+from data.preparation import TokenMaker
 from data.sources import files
 from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus
 from data.streams import StreamedRows

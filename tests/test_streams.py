@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from data.encode import Encoder
-from data.factory import TokenMaker
 from data.groups import StreamPosition, shard_groups, text_groups
 from data.mixture import MixedOrder, MixedRows, Mixture
+from data.preparation import TokenMaker
 from data.shards import open_shards, read_manifest
 from data.sources.corpus import Source, load_corpus
 from data.streams import StreamedRows

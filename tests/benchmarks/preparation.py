@@ -21,8 +21,8 @@ import tempfile
 import time
 from dataclasses import replace
 
-from data.factory import TokenMaker
 from data.filters import Accounting, clean_documents
+from data.preparation import TokenMaker
 from data.sources.corpus import Corpus, Source, load_corpus
 from data.text import prepare_rows
 from data.tokenizer import load_tokenizer
