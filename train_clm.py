@@ -69,7 +69,7 @@ class TrainArgs:
     dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
-    keywords: list[str] = field(default_factory=LIBRARIES.copy)  # documents must hold one; none: all
+    keywords: list[str] = field(default_factory=LIBRARIES.copy)  # the default's documents hold one; none: all
     keep_duplicates: bool = False  # keep documents whose text repeats
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus

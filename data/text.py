@@ -79,7 +79,7 @@ def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_siz
         return f"next_sentence: {documents}, {maker.no_row}"
     if split == "train" and train.evaluated and not train.kept:
         remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
-    elif fraction is not None and train.kept + train.validation == 1:
+    elif fraction is not None and train.kept + train.validation == 1 and train.tokens >= block_size:
         remedy = "one document cannot be split: name validation data, or cut it into several files"
     elif split == "validation" and fraction is not None:
         remedy = f"raise validation_fraction ({fraction:.3g}), lower block_size or name validation data"

@@ -269,7 +269,7 @@ def test_a_model_without_sdpa_gets_what_transformers_takes():
         ("bloom", "flash_attention_2", "cuda", "bf16", "transformers' bloom cannot"),
         ("bert", "flex_attention", "cpu", "no", "cannot train on cpu"),
         ("bert", "flex_attention", "xla", "no", "cannot train on xla"),
-        ("bert", "flex_attention", "cuda", "no", "it has no dropout, which config_overrides has to set to 0"),
+        ("bert", "flex_attention", "cuda", "no", "it has no dropout: set it to 0 in config_overrides"),
         ("llama", "flex_attention", "cuda", "no", ""),
         ("gpt2", "local", "cpu", "no", "none of its layers is a sliding one"),
         pytest.param("gemma2", "local", "cpu", "no", "transformers' gemma2 cannot",  # caps scores

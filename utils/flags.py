@@ -22,7 +22,7 @@ ELSEWHERE = {
     "eval_dataset validation_file": "--eval_dataset_name takes files and folders",
     "max_seq_length max_length": "--block_size",
     "batch_size per_replica_batch_size": "--per_device_train_batch_size",
-    "n_layer n_head n_embd dropout": "--config_overrides, such as hidden_size=256,num_attention_heads=4",
+    "n_layer n_head n_embd dropout": "--config_overrides, such as num_hidden_layers=6,num_attention_heads=4",
     "trust_remote_code": "none, code of a model's repository is never run",
     "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
     "lr": "--learning_rate",

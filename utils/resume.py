@@ -67,7 +67,7 @@ class Resume:
             if was != self.launch[name]:
                 lines[f"launch     {name}: {was} in the run so far, {self.launch[name]} now"] = None
         if saved and saved["code"]["script"] != self.code["script"]:
-            lines["code       the script has changed since the last save"] = None
+            lines["warning    the script was edited after the last save and goes on with the edit"] = None
         if saved and saved["data"]["eval"] != self.data.fingerprints["eval"]:
             lines["data       evaluated on other rows than the run so far"] = "evaluation_data_changed"
         return lines

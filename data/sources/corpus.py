@@ -91,7 +91,7 @@ def load_corpus(source: Source) -> Corpus:
                 break
     column = next((column for column in wanted if column in columns), None)
     if not columns:
-        raise ValueError(f"dataset_name {name!r} holds no readable documents; name a source that has some")
+        raise ValueError(f"dataset_name {name!r} holds no readable documents: it is empty or no row valid")
     if column is None:
         has = f"no column {text_column!r}" if text_column else "neither a column content nor text"
         raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")

@@ -97,13 +97,15 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
     at_first = "" if total == steps.last * tokens else " at first"
     compiler = "" if launch["compiler"] == "no" else f", compiled with {launch['compiler']}"
     done = f"; {start:,} are done" if start else ""
+    passes = steps.epoch(steps.last) or 0
+    total = f"{_millions(total)} tokens" + (f" = {passes:,.3g} passes over the rows" if passes > 1 else "")
     computed = launch["precision"]
     if accelerator.device.type == "cpu" and computed == PRECISIONS["no"] and parameters > LARGE:
         computed += ", accelerate launch --mixed_precision bf16 is faster" if cpu_has_bfloat16() else ""
     lines = [
         f"target     {launched(kind, processes, local)}, {launch['device']}, {computed}{compiler}",
         f"batch      {batch} = {rows:,} rows = {tokens:,} tokens per step{at_first}",
-        f"steps      {steps.last:,} steps = {_millions(total)} tokens{done}",
+        f"steps      {steps.last:,} steps = {total}{done}",
         f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}",
     ]
     warnings = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)

@@ -34,7 +34,7 @@ def bar(iterable, description="", is_main_process=True):
 
 
 class Progress:
-    """The main process's bar on a terminal; elsewhere plain lines, one per log interval."""
+    """On the main process: lines of evaluations; on a terminal a bar, elsewhere a line per log interval."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
@@ -60,9 +60,9 @@ class Progress:
         new |= {"left": "" if eta is None else duration(eta), "hub": hub}
         new = {name: text for name, text in new.items() if text}
         self.shown |= new
-        if self.plain:
+        if self.plain or "eval loss" in new:
             line = "  ".join(f"{name} {text}" for name, text in new.items())
-            print(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}", flush=True)
+            self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
         self.bar.set_description_str("  ".join(f"{k} {self.shown[k]}" for k in BAR if k in self.shown))
 
     def write(self, text: str) -> None:
