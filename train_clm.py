@@ -243,7 +243,7 @@ def main(args: TrainArgs | None = None) -> None:
             last = i == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):  # gradients are all-reduced once
                 weights = keytoken_row_weights(batch["input_ids"], keytokens, args.keytoken_alpha)  # [B]
-                loss, row_losses = model(batch, weights)  # scalar; [B], unweighted
+                loss, row_losses = model(batch, weights)  # scalar; [B], unweighted, no gradient
                 accelerator.backward(loss / len(micro_batches))
             means.add(loss, row_losses.mean())
             if not last:

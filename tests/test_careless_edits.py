@@ -37,6 +37,14 @@ SAM = """        for weight in model.parameters():  # to where the loss is highe
 """
 NOISE_OF_ALL = NOISE.replace(" GENERATOR", ", generator=run.generator")
 ONCE = "        if run.step == 1:\n            lm.get_input_embeddings().weight.requires_grad_(False)\n"
+OWN_WEIGHT = """    scale = torch.nn.Parameter(torch.ones(()))
+    optimizer.add_param_group({"params": [scale], "lr": 0.1})
+"""
+SCALED = "accelerator.backward(loss / len(micro_batches))"
+TIED = "    lm.tie_weights()"
+BUFFER = """
+    lm.register_buffer("seen", torch.zeros(()), persistent=False)
+    lm.tie_weights()"""
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +74,16 @@ def launch(corpus, folder, edits: dict, processes=1, **flags) -> tuple[int, str]
 OWN = NOISE.replace(" GENERATOR", ", generator=noise")
 CASES = {
     "add twice": ({ADD: ADD + ADD}, 1, "add was called 4 times in a step of 2 micro-batches: call it"),
-    "noise": ({CLIP: NOISE.replace(" GENERATOR", "") + CLIP}, 2, "different weights: draw .*run.generator"),
+    "noise": ({CLIP: NOISE.replace(" GENERATOR", "") + CLIP}, 2, "different weights. .*from run.generator"),
     "frozen": ({CLIP: ONCE + CLIP}, 2, "requires_grad of lm.model.embed_tokens.weight changed in the loop"),
     "grad is None": ({WARMUP: SIGN.replace("SKIP", "pass") + WARMUP}, 1,
                      "update: fails where the gradient is not finite .*grad is None"),
     "generator": ({CLIP: OWN + CLIP, START: "    noise = torch.Generator()\n" + START}, 1,
                   "update changes noise, .*keep=dict[(]..., noise=noise[)], as a torch.Generator"),
+    "own weight": ({WARMUP: OWN_WEIGHT + WARMUP, SCALED: SCALED.replace("loss /", "loss * scale /")}, 1,
+                   "keep: optimizer trains 1 weights that no checkpoint holds"),
+    "unsaved buffer": ({TIED: TIED + BUFFER, CLIP: "        lm.seen.add_(1)\n" + CLIP}, 1,
+                       "update changes model.lm.seen, and load_state_dict .*as a persistent buffer"),
     "no such set": ({EVALUATE + "()": EVALUATE + "(['books'])"}, 1, "no evaluation set books; there are"),
 }  # fmt: skip
 
@@ -110,6 +122,17 @@ def test_the_script_as_it_is_warns_of_nothing(optimizer, processes, corpus, tmp_
     assert re.search(r"memory     [\d,.]+ [MG]iB at the peak of these steps, of [\d,.]+ GiB", log), log
     settings = json.loads((tmp_path / "run/args.json").read_text())["settings"]
     assert settings["optimizer_type"] == optimizer
+
+
+def test_ends_that_look_like_success_do_not(corpus, tmp_path):
+    """A loop without run.save; gradients that are left at a save, but not after the first step."""
+    save = "            run.save()"
+    status, log = launch(corpus, tmp_path, {save: "            pass"}, preflight=False)
+    assert status == 1 and "its last step is not saved: it has no run.save" in log, log
+    zero = "        optimizer.zero_grad()"
+    (folder := tmp_path / "left").mkdir()
+    status, log = launch(corpus, folder, {zero: "        if run.step < 2:\n    " + zero})
+    assert "warning: update leaves gradients of " in log, log
 
 
 def test_weights_that_are_not_finite_replace_no_good_ones(corpus, tmp_path):

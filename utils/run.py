@@ -52,7 +52,7 @@ class Run:
         self.evaluated = lambda record: False  # hook: gets an evaluation's metrics; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
-        self.failure = None  # why the run cannot go on
+        self.failure, self.saved = None, None  # why the run cannot go on; the last step that was saved
         announce(args, self.settings, self.publication.dataset, accelerator.is_main_process)
 
     def describe(self, lm, predicted: float = 1.0) -> None:
@@ -195,7 +195,8 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint and the model for from_pretrained, and push them."""
-        if message := self.edits.changed():  # at the first step it would be an error
+        self.saved = self.step
+        if message := self.edits.left_behind() or self.edits.changed():  # at the first step an error
             self.report.progress.write(f"warning: {message}")
         if names := self.edits.check_weights(self.accelerator):
             good = self.resume.checkpoints.last_good or "missing"
@@ -231,6 +232,8 @@ class Run:
         arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
         signal = 0 if self._done else self.stop.answer  # after the last step it stops nothing
+        if self.saved != self.step and (self._done or signal):
+            self.failure = f"the loop ended {where}, and its last step is not saved: it has no run.save"
         if self.failure or not (self._done or signal):
             early = f"the loop ended {where}: its data ended, or an edit breaks it"
             raise RuntimeError(self.failure or f"{early}; docs/edits/early-stopping.diff ends a run early")

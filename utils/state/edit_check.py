@@ -63,16 +63,33 @@ class EditCheck:
                 f"would lose it. Add it, keep=dict(..., {first}={first}), as a torch.Generator or an object "
                 "with state_dict and load_state_dict; or, if it may be lost, let its name begin with _.")
 
-    def check(self) -> None:
-        """ValueError for what `changed` reports, and for gradients left behind, which no checkpoint holds."""
+    def left_behind(self) -> str:
+        """A message about gradients that update leaves, which no checkpoint holds; "" if there are none."""
         names = self._weights() | self._reached()[1]
         left = [w for w in names if w.is_leaf and w.grad is not None and w.grad.any()]
-        if left:
-            shown = _listed([names[weight].removeprefix("model.") for weight in left])
-            raise ValueError(f"{self.update.__name__} leaves gradients of {shown}, which a resume loses: end "
-                             "it with zero_grad() of every optimizer; each of these weights must be in one, "
-                             "or need no gradient.")
-        if message := self.changed():
+        if not left:
+            return ""
+        shown = _listed([names[weight].removeprefix("model.") for weight in left])
+        return (f"{self.update.__name__} leaves gradients of {shown}, which a resume loses: end it with "
+                "zero_grad() of every optimizer; each of these weights must be in one, or need no gradient.")
+
+    def unsaved(self) -> str:
+        """A message about weights of an optimizer that no checkpoint holds; "" if there are none."""
+        others = [thing for name, thing in self.keep.items() if name not in self.optimizers]
+        states = [training_state.collect_state(thing, self.model)[1] for thing in others]
+        saved = {training_state.local(tensor).data_ptr() for state in states for tensor in state.values()}
+        training_state.reshard(self.model)  # to the parameters that optimizers have
+        ours = {*self.model.parameters()}
+        for name, optimizer in self.optimizers.items():
+            others = (weight for weight in weights_of(optimizer) if weight not in ours)
+            if lost := [weight for weight in others if training_state.local(weight).data_ptr() not in saved]:
+                return (f"keep: {name} trains {len(lost)} weights that no checkpoint holds, the first of "
+                        f"shape {list(lost[0].shape)}: put a module that has them into keep.")
+        return ""
+
+    def check(self) -> None:
+        """ValueError for what is left behind, unsaved or changed."""
+        if message := self.left_behind() or self.unsaved() or self.changed():
             raise ValueError(message)
 
     def check_step(self, accelerator) -> None:
@@ -101,8 +118,10 @@ class EditCheck:
         everywhere = training_state.gather_json(accelerator, [sums, bad])
         apart = [name for name in sums if any(theirs[name] != sums[name] for theirs, _ in everywhere)]
         if apart and apart[0].startswith("model."):
-            raise ValueError("the processes have different weights: draw random numbers that change weights "
-                             "from run.generator, which is the same on all processes, unlike torch's own.")
+            raise ValueError("the processes have different weights. Either gradients were not all-reduced: "
+                             "the forward pass is not through `model`, backward runs twice, or a step comes "
+                             "before the last micro-batch. Or random numbers changed weights: draw them from "
+                             "run.generator, which is the same on all processes.")
         if apart:
             raise ValueError(f"keep: weights of {apart[0].split('.')[0]} outside the model differ between "
                              "processes, as their gradients are not all-reduced. Before its step, for each: "

@@ -84,11 +84,11 @@ def taken_from_outside(function) -> dict:
 
 def attributes(name: str, thing):
     """(name, value) of what load_state_dict may not restore of a kept thing: attributes of the user's objects
-    and classes that torch does not know, and buffers that are not saved."""
+    and classes that torch does not know, and all buffers that are not saved."""
     thing = bare_optimizer(thing) or thing
     for path, part in thing.named_modules() if isinstance(thing, torch.nn.Module) else [("", thing)]:
         values = {**vars(type(part)), **getattr(part, "__dict__", {})} if of_the_user(part) else {}
-        values |= {key: part._buffers[key] for key in values.get("_non_persistent_buffers_set", ())}
+        values |= {key: part._buffers[key] for key in getattr(part, "_non_persistent_buffers_set", ())}
         for key in [key for key in values if key not in BY_TORCH]:
             yield f"{name}.{clean_name(f'{path}.{key}').lstrip('.')}", values[key]
 
