@@ -273,7 +273,7 @@ def test_a_second_evaluation_set_comes_with_it_and_mistakes_are_told(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_small_model_learns_to_fill_a_middle(tmp_path):
     """What stands in the middle is decided by what follows it: no prefix tells."""
     rng, colours, things = random.Random(0), ["red", "blue", "green", "pink"], ["sun", "sea", "tree", "rose"]

@@ -204,7 +204,8 @@ def test_every_command_is_run_here_or_has_its_reason():
 
 
 # What needs long; two processes are launched in test_accelerate_configs.py, too.
-SWEEP = "masked_head", "masked_step", "attention", "packed_pairs", "preparation", "model_types", "scaling"
+SWEEP = ("masked_head", "masked_step", "attention", "packed_pairs", "preparation", "model_types", "scaling",
+         "push_cost")
 
 
 def marks(start):
