@@ -22,7 +22,7 @@ from data.preparation import TokenMaker
 from data.rows import PackedRows
 from data.shards import open_shards
 from data.sources.corpus import Corpus, Source, evaluation_source, load_corpus
-from data.text import PreparedRows, held_out_of, prepare_rows, share_to_hold_out
+from data.text import PreparedRows, held_out_of, prepare_rows, stored_share
 from data.token_files import open_token_files
 from data.token_set import TokenSet
 
@@ -67,9 +67,11 @@ class Text(Kind):
     @cached_property
     def fraction(self) -> float:
         """The share of the documents to hold out: validation_fraction, or more where documents are few."""
-        recipe, share = self.recipe, self.recipe.validation_fraction
+        recipe = self.recipe
+        if recipe.streaming:
+            return recipe.validation_fraction
         of_row = recipe.row_size, recipe.max_train_samples, 1 + recipe.next_sentence
-        return share if recipe.streaming else share_to_hold_out(self.corpus, recipe.seed, share, *of_row)
+        return stored_share(self.corpus, recipe.cache_dir, recipe.seed, recipe.validation_fraction, *of_row)
 
     def held_out(self) -> Corpus:
         return held_out_of(self.corpus, self.recipe.seed, self.fraction)

@@ -255,8 +255,8 @@ class Preparation:
                 self.tokens_left -= account["tokens"]
             if facts:
                 skipped, last = skipped + facts.read, facts.last
-                for number in facts.hashes.tolist():
-                    seen.add(number)
+                for one in facts.hashes.tolist():
+                    seen.add(one)
             else:
                 chunk = Chunk(itertools.islice(documents, skipped, None), corpus, size)
                 yield key, chunk

@@ -5,6 +5,7 @@
 """
 
 import itertools
+import json
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -108,6 +109,16 @@ def share_to_hold_out(corpus: Corpus, seed: int, fraction: float, block_size: in
         print(f"validation_fraction {fraction} of {len(drawn)} documents is too little text for a row of "
               f"{block_size} tokens: holding out {number} of them", flush=True)
     return max(share, fraction)
+
+
+def stored_share(corpus: Corpus, cache_dir, *how) -> float:
+    """share_to_hold_out(corpus, *how), computed by one process and kept in the cache."""
+
+    def build(folder: Path) -> None:
+        (folder / "share.json").write_text(json.dumps(share_to_hold_out(corpus, *how)))
+
+    folder = build_once(cache_dir, "share", [corpus.fingerprint, FEW, CHARACTERS, *how], build)
+    return json.loads((folder / "share.json").read_text())
 
 
 def held_out_of(corpus: Corpus, seed: int, fraction: float) -> Corpus:

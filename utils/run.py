@@ -196,7 +196,7 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint and the model for from_pretrained, and push them."""
         self.saved = self.step
-        if message := self.edits.left_behind() or self.edits.changed():  # at the first step an error
+        if message := self.edits.lost():  # at the first step an error
             self.report.progress.write(f"warning: {message}")
         if names := self.edits.check_weights(self.accelerator):
             good = self.resume.checkpoints.last_good or "missing"

@@ -10,6 +10,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from utils.devices import device_type, memory_of
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, meta_model, one_line, read_config
+from utils.learning.evaluation import eval_mode
 from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
 from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
 from utils.learning.overrides import setting
@@ -136,7 +137,7 @@ def packs_pairs(model_type, model_name_or_path, attn) -> bool:
 def freeze_unused(model, kind, block_size):
     """Freezes parameters without a gradient, such as an unused pooler: DDP would wait for it. Tries a few
     tokens, then a full row if some get none."""
-    training, trained = model.training, {p for p in model.eval().parameters() if p.requires_grad}
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
 
     def unreached(length):
         ids = torch.arange(length)[None] % model.config.vocab_size
@@ -151,9 +152,10 @@ def freeze_unused(model, kind, block_size):
 
     # Reformer's first row says how many buckets it has.
     few = block_size if getattr(model.config, "num_buckets", 0) is None else min(8, block_size)
-    for parameter in unreached(few) and unreached(block_size):
+    with eval_mode(model):
+        unused = unreached(few) and unreached(block_size)
+    for parameter in unused:
         parameter.requires_grad_(False)
-    model.train(training)
 
 
 def fastest_attention(kind, config, block_size, device=None):
@@ -170,17 +172,15 @@ def refuse_documents_in_touch(lm):
     ids = torch.arange(16)[None] % lm.config.vocab_size
     other = torch.cat([ids[:, :8].flip(1), ids[:, 8:]], 1)
     inputs = {"position_ids": torch.arange(8).repeat(2)[None], "use_cache": False}
-    training, attention = lm.training, lm.config._attn_implementation
+    attention = lm.config._attn_implementation
     if attention in ONLY_ON:
         lm.set_attn_implementation("eager")
-    lm.eval()
     try:
-        with torch.no_grad():
+        with eval_mode(lm), torch.no_grad():
             one, two = (lm(input_ids=x, **inputs).logits[:, 8:] for x in (ids, other))
         apart = (one - two).abs().max() <= 1e-5 * one.abs().max()
     except (TypeError, ValueError):  # takes no positions
         apart = False
-    lm.train(training)
     if attention in ONLY_ON:
         lm.set_attn_implementation(attention)
     if not apart:

@@ -49,9 +49,16 @@ class EditCheck:
             lines.append(f"optimizers {names} share weights; remove them from one optimizer's groups")
         return lines
 
-    def changed(self) -> str:
+    def lost(self) -> str:
+        """A message about what a resume would lose: gradients left behind, or what `changed` reports; "" for
+        nothing."""
+        digests, weights = self._reached()
+        return self._left_behind(weights) or self.changed(digests)
+
+    def changed(self, digests: dict | None = None) -> str:
         """A message about what has changed, is not kept and was not reported before; "" for nothing."""
-        names = [name for name in _differing(self.before, self._reached()[0]) if name not in self.reported]
+        digests = self._reached()[0] if digests is None else digests
+        names = [name for name in _differing(self.before, digests) if name not in self.reported]
         self.reported.update(names)
         if not names:
             return ""
@@ -63,9 +70,9 @@ class EditCheck:
                 f"would lose it. Add it, keep=dict(..., {first}={first}), as a torch.Generator or an object "
                 "with state_dict and load_state_dict; or, if it may be lost, let its name begin with _.")
 
-    def left_behind(self) -> str:
+    def _left_behind(self, reached: dict) -> str:
         """A message about gradients that update leaves, which no checkpoint holds; "" if there are none."""
-        names = self._weights() | self._reached()[1]
+        names = self._weights() | reached
         left = [w for w in names if w.is_leaf and w.grad is not None and w.grad.any()]
         if not left:
             return ""
@@ -75,8 +82,8 @@ class EditCheck:
 
     def unsaved(self) -> str:
         """A message about weights of an optimizer that no checkpoint holds; "" if there are none."""
-        others = [thing for name, thing in self.keep.items() if name not in self.optimizers]
-        states = [training_state.collect_state(thing, self.model)[1] for thing in others]
+        things = [thing for name, thing in self.keep.items() if name not in self.optimizers]
+        states = [training_state.collect_state(thing, self.model)[1] for thing in things]
         saved = {training_state.local(tensor).data_ptr() for state in states for tensor in state.values()}
         training_state.reshard(self.model)  # to the parameters that optimizers have
         ours = {*self.model.parameters()}
@@ -88,8 +95,8 @@ class EditCheck:
         return ""
 
     def check(self) -> None:
-        """ValueError for what is left behind, unsaved or changed."""
-        if message := self.left_behind() or self.unsaved() or self.changed():
+        """ValueError for what is unsaved or lost."""
+        if message := self.unsaved() or self.lost():
             raise ValueError(message)
 
     def check_step(self, accelerator) -> None:
