@@ -138,16 +138,18 @@ def test_local_attention_compiled_in_one_graph():
 
 def by_definition(query, key, value, starts, _, most, __, dropout, is_causal, debug, scale, window_size_left,
                   window_size_right):  # fmt: skip
-    """What torch documents of its kernel, which no CPU has: lines [tokens, H, D] that hold rows, each seeing
-    itself, and of that so many tokens before and after."""
+    """What torch documents of its kernel, which no CPU has: lines [tokens, H, D] that hold documents, each
+    seeing itself, and of that so many tokens before and after. None: all of them."""
     assert dropout == 0 and not debug and starts.dtype == torch.int32 and query.dtype == torch.bfloat16
+    assert starts[0] == 0 and starts[-1] == len(query)
     outs = []
     for begin, end in itertools.pairwise(starts.tolist()):
-        assert end - begin == most
+        assert 0 <= end - begin <= most
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
-        place = torch.arange(most)
+        place = torch.arange(end - begin)
         ahead = place[None] - place[:, None]
-        seen = (ahead >= -window_size_left) & (ahead <= (0 if is_causal else window_size_right))
+        left, right = (most if reach is None else reach for reach in (window_size_left, window_size_right))
+        seen = (ahead >= -left) & (ahead <= (0 if is_causal else right))
         out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs), None
@@ -156,40 +158,104 @@ def by_definition(query, key, value, starts, _, most, __, dropout, is_causal, de
 WINDOWED = [("modernbert", {}), ("ministral", {"num_key_value_heads": 2})]
 
 
+GPT2_NAMES = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4"
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_a_gpu)])
-@pytest.mark.parametrize("model_type, settings", WINDOWED)
-@pytest.mark.parametrize("T", [3, 40, 130])
-def test_windows_without_masks_give_sdpas_logits_and_gradients(T, model_type, settings, device, monkeypatch):
-    """In bfloat16, on a CPU by the kernel's definition; a padded row or documents kept apart get masks."""
+ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_a_gpu)])
+
+
+@pytest.fixture
+def kernel(device, monkeypatch):
+    """On a CPU the kernel by its definition. Lists the masks that sdpa gets."""
     if device == "cpu":
         monkeypatch.setattr(local_attention_module, "_kernel", by_definition)
-    model = sliding(model_type, reach=2, **settings).to(device)
     masks = []
     monkeypatch.setattr(
         local_attention_module, "sdpa_mask", lambda *a, **k: masks.append(k) or sdpa_mask(*a, **k)
     )
+    return masks
+
+
+def assert_window_is_sdpa(lm, loss, device):
+    """Losses and gradients in bfloat16."""
+    found = []
+    for name in ("sdpa", "window"):
+        lm.set_attn_implementation(name)
+        lm.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            out = loss()
+        out.float().logsumexp(-1).mean().backward()
+        gradients = (p.grad for p in lm.parameters() if p.grad is not None)
+        found.append([out.detach().float(), *gradients])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() < 0.06 * max(other.abs().max(), 1e-3)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("model_type, settings", WINDOWED)
+@pytest.mark.parametrize("T", [3, 40, 130])
+def test_windows_without_masks_give_sdpas_logits_and_gradients(T, model_type, settings, device, kernel):
+    """A padded row gets a mask, and so do the layers that see all of it."""
+    model = sliding(model_type, reach=2, **settings).to(device)
     ids = torch.randint(1, 64, (3, T), device=device)
-    apart = {"position_ids": torch.cat([torch.arange(T - 2), torch.arange(2)])[None].repeat(3, 1).to(device)}
     padding = {"attention_mask": (torch.arange(T) < T - 1).long().repeat(3, 1).to(device)}
-    more = [{}, padding if model_type == "modernbert" else apart | {"use_cache": False}]
-    for settings in more:
-        found, sliding_masks = [], []
-        for name in ("sdpa", "window"):
-            model.set_attn_implementation(name)
-            model.zero_grad()
-            masks.clear()
-            with torch.autocast(device, torch.bfloat16):
-                logits = model(input_ids=ids, **settings).logits
-            sliding_masks = [mask for mask in masks if mask.get("local_size") is not None]
-            logits.float().logsumexp(2).mean().backward()
-            gradients = (p.grad for p in model.parameters() if p.grad is not None)
-            found.append([logits.detach().float(), *gradients])
-        assert bool(sliding_masks) == bool(settings)
-        for one, other in zip(*found, strict=True):
-            assert (one - other).abs().max() < 0.06 * max(other.abs().max(), 1e-3)
+    for more in [{}, padding]:
+        kernel.clear()
+        assert_window_is_sdpa(model, lambda more=more: model(input_ids=ids, **more).logits, device)
+        assert any(mask["local_size"] is not None for mask in kernel) == bool(more)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("model_type, settings", [*WINDOWED[1:], ("llama", {}), ("gpt2", {})])
+def test_documents_are_kept_apart_without_masks(model_type, settings, device, kernel):
+    """In sliding and in other layers. Another document in the row moves nothing."""
+    if model_type == "ministral":
+        model = sliding(model_type, reach=2, **settings).to(device)
+    else:
+        model = build_model("causal", model_type, GPT2_NAMES, None, 130, tokenizer()).to(device)
+    model.eval()
+    places = torch.stack([torch.cat([torch.arange(n), torch.arange(130 - n)]) for n in (1, 64, 129)])
+    ids = torch.randint(1, 50, (3, 130), device=device)
+    inputs = {"position_ids": places.to(device), "use_cache": False}
+    assert_window_is_sdpa(model, lambda: model(input_ids=ids, **inputs).logits, device)
+    assert not kernel
+    other = ids.clone()
+    other[1, :64] = ids[1, :64].flip(0)
+    with torch.autocast(device, torch.bfloat16):
+        one, two = (model(input_ids=x, **inputs).logits for x in (ids, other))
+    assert torch.equal(one[1, 64:], two[1, 64:]) and not torch.equal(one[1, :64], two[1, :64])
+
+
+@ON_BOTH
+def test_packed_pairs_are_kept_apart_without_masks(device, kernel):
+    """Rows of one to three pairs, a full one, one with padding, one of an evaluation's padding. The shape of
+    what says where they begin does not depend on them."""
+    lengths, T = [[20], [9, 8], [3, 5, 4], []], 20
+    pair = torch.tensor([[i if i < len(row) else -1 for i in range(3)] for row in lengths])
+    which = [[n + 1 for n, size in enumerate(row) for _ in range(size)] for row in lengths[:3]] + [[1] * T]
+    mask = torch.tensor([row + [0] * (T - len(row)) for row in which])
+    start = torch.tensor([[sum(row[:i]) if i < len(row) else 0 for i in range(3)] for row in lengths])
+    batch = {"input_ids": torch.randint(6, 50, (4, T)), "attention_mask": mask}
+    batch |= {"pair": pair, "pair_start": start}
+    batch["next_sentence_label"] = torch.where(pair < 0, -100, pair % 2)
+    batch["position_ids"] = torch.stack([torch.arange(T) - row[which] for row, which in zip(
+        F.pad(start, (1, 0)), mask, strict=True)])
+    batch["slots"], batch["slot_labels"] = torch.zeros(4, 2).long(), torch.tensor([[9, 8]] * 3 + [[-100] * 2])
+    batch = {name: column.to(device) for name, column in batch.items()}
+    lm = build_model("pretraining", "bert", BERT, None, T, tokenizer()).to(device).eval()
+    model = MaskedLMLoss(lm)
+
+    def losses():
+        sums = model(batch)
+        return torch.stack([sums["mlm_loss_sum"], sums["nsp_loss_sum"]])
+
+    assert_window_is_sdpa(lm, losses, device)
+    with torch.autocast(device, torch.bfloat16):
+        starts = model.model_inputs(batch)["attention_mask"]
+    assert starts.flatten().tolist() == [
+        0, 0, 20, 20, 20, 20, 20, 29, 37, 37, 40, 40, 43, 48, 52, 60, 80, 80, 80, 80, 80,
+    ]  # fmt: skip
 
 
 def test_auto_is_what_was_measured_as_fastest_on_each_device(monkeypatch):
@@ -201,6 +267,9 @@ def test_auto_is_what_was_measured_as_fastest_on_each_device(monkeypatch):
     assert fastest_attention("masked", slides, 128, "cpu") == "auto"  # rows too short for blocks
     assert fastest_attention("masked", slides, 128, "cuda") == "window"
     assert {fastest_attention("causal", plain, 1024, device) for device in expected} == {"auto"}
+    pairs = AutoConfig.for_model("bert")  # several to a row
+    assert {device for device in expected if fastest_attention("pretraining", pairs, 128, device) != "auto"} \
+        == {"cuda"}  # fmt: skip
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the kernel is one for half precision
     assert fastest_attention("masked", slides, 1024, "cuda") == "auto"
 

@@ -70,31 +70,67 @@ def local_attention(module, query, key, value, attention_mask, **more):
     return out.flatten(0, 1).unflatten(0, (-1, tokens + empty))[:, :tokens], None
 
 
-def window_mask(*shape, attention_mask=None, local_size=None, use_vmap=False, **more):
-    """None for a sliding layer on whole rows: `window_attention` needs no mask. Else what sdpa gets."""
+def window_mask(
+    batch_size, q_length, kv_length, mask_function=None, attention_mask=None, local_size=None, use_vmap=False,
+    device="cpu", **more,
+):
+    """What `window_attention` gets: None for a sliding layer on whole rows; `starts` for documents that are
+    kept apart; else, such as with padding, the mask of sdpa."""
     # transformers sets allow_... if nothing, such as documents, was added to the mask.
     plain = more.get("allow_is_causal_skip", True) or more.get("allow_is_bidirectional_skip")
-    mixed = torch.is_autocast_enabled(torch.device(more["device"]).type)
-    rows = more["q_length"] == more["kv_length"] and attention_mask is None and not use_vmap
-    if local_size is not None and plain and mixed and rows:
+    mixed = torch.is_autocast_enabled(torch.device(device).type)
+    known = mixed and attention_mask is None and not use_vmap and q_length == kv_length
+    if known and plain and local_size is not None:
         return None
-    return sdpa_mask(*shape, attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, **more)
+    if known and not plain:
+        rows = torch.arange(batch_size, device=device)[:, None]
+        places = torch.arange(1, q_length, device=device)
+        return document_starts(~mask_function(rows, rows, places, places - 1))
+    more |= dict(attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, device=device)
+    return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **more)
+
+
+def document_starts(begins):
+    """begins, bool [B, T - 1]: whether a document begins at the second token of a row, ... -> `starts`. Their
+    number is padded to a power of two, as each number is a graph. Waits for the device."""
+    begins = F.pad(begins, (1, 0), value=True).flatten()
+    first = begins.nonzero()[:, 0]
+    return _starts(F.pad(first, (0, max(64, 1 << len(first).bit_length()) - len(first)), value=len(begins)))
+
+
+def pair_starts(pair, pair_start, real):
+    """pair, pair_start [B, M]: see PairRows.columns; real, bool [B, T]: False at the padding -> `starts`."""
+    end = real.sum(1, keepdim=True)  # where the padding begins, which is a document too
+    of_row = torch.cat([0 * end, torch.where(pair < 0, end, pair_start), end], 1)
+    rows = torch.arange(len(real) + 1, device=real.device) * real.shape[1]
+    return _starts(torch.cat([(of_row + rows[:-1, None]).flatten(), rows[-1:]]))
+
+
+def _starts(places):
+    """places [n + 1] in the B x T tokens, in order: where n documents begin, some of them empty, and the end
+    -> int32 [n + 1, 1, 1, 1], as transformers passes on only masks with four dimensions."""
+    return places.int()[:, None, None, None]
 
 
 def window_attention(
     module, query, key, value, attention_mask, sliding_window=None, dropout=0.0, scaling=None, is_causal=None,
     **more,
 ):
-    """The same as local_attention by torch's flash attention, which takes a window and needs neither mask nor
-    blocks. CUDA and ROCm, in half precision."""
-    kind = query.device.type
-    if attention_mask is not None or sliding_window is None or not torch.is_autocast_enabled(kind):
+    """The same as local_attention by torch's flash attention, which takes a window and documents, and needs
+    neither masks nor blocks. CUDA and ROCm, in half precision."""
+    kind, (rows, _, tokens, _) = query.device.type, query.shape
+    documents = attention_mask is not None and attention_mask.dtype == torch.int32
+    windows = attention_mask is None and sliding_window is not None
+    if not (documents or windows) or not torch.is_autocast_enabled(kind):
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    rows, _, tokens, _ = query.shape
     lines = [x.to(torch.get_autocast_dtype(kind)).transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
-    causal, reach = module.is_causal if is_causal is None else is_causal, sliding_window - 1
+    if documents:
+        starts = attention_mask.flatten()
+    else:
+        starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
+    causal = module.is_causal if is_causal is None else is_causal
+    reach = None if sliding_window is None else sliding_window - 1
     window = dict(window_size_left=reach, window_size_right=0 if causal else reach)
     out = _kernel(*lines, starts, starts, tokens, tokens, dropout, causal, False, scale=scaling, **window)[0]
     return out.unflatten(0, (rows, tokens)), None

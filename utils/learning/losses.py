@@ -12,7 +12,7 @@ from torch import nn
 from transformers import masking_utils
 
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
-from utils.learning.local_attention import HIDDEN
+from utils.learning.local_attention import HIDDEN, WINDOW, pair_starts
 from utils.learning.model import ONLY_ON
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -50,8 +50,12 @@ class ModelLoss(nn.Module):
     def model_inputs(self, batch):
         """The part of a batch that the transformers model gets."""
         inputs = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
-        sdpa = self.lm.config._attn_implementation == "sdpa"
-        if "pair" in batch:  # a pair sees only itself, padding only padding
+        attention, device = self.lm.config._attn_implementation, batch["input_ids"].device.type
+        sdpa = attention in ("sdpa", WINDOW)
+        if "pair" in batch and attention == WINDOW and torch.is_autocast_enabled(device):
+            real = inputs["attention_mask"] > 0
+            inputs["attention_mask"] = pair_starts(batch["pair"], batch["pair_start"], real)
+        elif "pair" in batch:  # a pair sees only itself, padding only padding
             pair = inputs["attention_mask"][:, None, :]
             seen = (pair == pair.mT)[:, None]  # [B, 1, T, T]
             inputs["attention_mask"] = seen if sdpa else torch.where(seen, 0.0, HIDDEN)

@@ -131,7 +131,7 @@ def packs_pairs(model_type, model_name_or_path, attn) -> bool:
             model_type = read_config(model_name_or_path).model_type
         except ValueError:  # model_problems tells
             return False
-    return model_type in PACKS and attn in ("auto", "sdpa", "eager")
+    return model_type in PACKS and attn in ("auto", "sdpa", "eager", WINDOW)
 
 
 def freeze_unused(model, kind, block_size):
@@ -160,8 +160,10 @@ def freeze_unused(model, kind, block_size):
 
 def fastest_attention(kind, config, block_size, device=None):
     """As measured, for sliding layers: blocks on a CPU, torch's kernel with a window on CUDA and ROCm, where
-    blocks were slower than whole rows; else "auto", what transformers takes."""
-    worth = {WINDOW: slides(config), LOCAL: pays(config, block_size) and (device or device_type()) == "cpu"}
+    blocks were slower than whole rows. That kernel also for sentence pairs, of which several share a row.
+    Else "auto", what transformers takes."""
+    worth = {WINDOW: slides(config) or kind == "pretraining"}
+    worth[LOCAL] = pays(config, block_size) and (device or device_type()) == "cpu"
     can = (name for name in worth if worth[name] and not _without_attention(name, kind, config, device))
     return next(can, "auto")
 
@@ -195,8 +197,10 @@ def _without_attention(name, kind, config, device=None):
     made, device = MODEL_CLASSES[kind]._model_mapping[type(config)], device or device_type()
     if not getattr(made, ATTENTION[name], True) or name == WINDOW and not made._supports_sdpa:
         return f"transformers' {config.model_type} cannot"
-    if name in (LOCAL, WINDOW) and not slides(config):
+    if name == LOCAL and not slides(config):
         return "none of its layers is a sliding one"
+    if name == WINDOW and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its layers attend in chunks"
     if device not in ONLY_ON.get(name, (device,)) or name == LOCAL and device == "xla":
         return f"cannot train on {device}"
     if name == "flex_attention" and any(
