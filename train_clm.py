@@ -228,7 +228,6 @@ def main(args: TrainArgs | None = None) -> None:
         optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
     )
     accelerator.print(describe_groups(optimizer))
-    run.describe(lm)
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
     model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
     autocast_forward(model)

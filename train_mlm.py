@@ -243,7 +243,6 @@ def main(args: TrainArgs | None = None) -> None:
         optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
     )
     accelerator.print(describe_groups(optimizer))
-    run.describe(lm, predicted=args.mlm_probability)
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
     model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
     autocast_forward(model)
@@ -295,7 +294,7 @@ def main(args: TrainArgs | None = None) -> None:
     keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
     if args.eval_only:
         return run.evaluate_only(model, evaluate, data, keep)
-    if not run.start(model, update, evaluate, data, steps, keep):
+    if not run.start(model, update, evaluate, data, steps, keep, predicted=args.mlm_probability):
         return
     for micro_batches in data.batches(steps, run.step):
         run.seed_step()

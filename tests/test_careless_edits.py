@@ -84,6 +84,8 @@ CASES = {
                    "keep: optimizer trains 1 weights that no checkpoint holds"),
     "unsaved buffer": ({TIED: TIED + BUFFER, CLIP: "        lm.seen.add_(1)\n" + CLIP}, 1,
                        "update changes model.lm.seen, and load_state_dict .*as a persistent buffer"),
+    "eval mode": ({EVALUATE + "()": EVALUATE + "()\n            model.eval()"}, 1,
+                  "update: the model is in eval mode, without dropout.* with model.train"),
     "no such set": ({EVALUATE + "()": EVALUATE + "(['books'])"}, 1, "no evaluation set books; there are"),
 }  # fmt: skip
 
@@ -129,6 +131,9 @@ def test_ends_that_look_like_success_do_not(corpus, tmp_path):
     save = "            run.save()"
     status, log = launch(corpus, tmp_path, {save: "            pass"}, preflight=False)
     assert status == 1 and "its last step is not saved: it has no run.save" in log, log
+    (folder := tmp_path / "returns").mkdir()
+    status, log = launch(corpus, folder, {save: save + "\n            return"})
+    assert status == 1 and "main returned from its loop, so nothing waited for saves and pushes" in log, log
     zero = "        optimizer.zero_grad()"
     (folder := tmp_path / "left").mkdir()
     status, log = launch(corpus, folder, {zero: "        if run.step < 2:\n    " + zero})

@@ -15,6 +15,7 @@ from utils.state.preemption import handle_stop_signals, restore_handlers
 
 WRITE_SECONDS = 600  # for the last checkpoint, which needs the other processes if it is sharded
 KEEP_ALIVE = []  # objects that one of several processes must not destroy before it exits: see entry_point
+IN_LOOP = []  # runs that have begun and have not reached their `finish`
 
 
 def entry_point(main: Callable) -> Callable:
@@ -24,7 +25,13 @@ def entry_point(main: Callable) -> Callable:
     model, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13).
     A multiprocessing child calls os._exit anyway, after it has told notebook_launcher."""
 
-    main = user_mistakes()(main)
+    @user_mistakes()
+    def whole(*args, **settings):
+        IN_LOOP.clear()
+        main(*args, **settings)
+        if IN_LOOP:
+            raise RuntimeError("main returned from its loop, so nothing waited for saves and pushes: leave "
+                               "the loop with break, and call run.finish")
 
     @functools.wraps(main)
     def run(*args, **settings):
@@ -33,12 +40,12 @@ def entry_point(main: Callable) -> Callable:
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         if not several or multiprocessing.parent_process() is not None:
             try:
-                return main(*args, **settings)
+                return whole(*args, **settings)
             finally:
                 restore_handlers()
         status = 1
         try:
-            main(*args, **settings)
+            whole(*args, **settings)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -19,7 +19,8 @@ class Resume:
     checkpoints are kept too, or None."""
 
     def __init__(self, args, accelerator, steps, data, stable: list, launch: dict, remote=None):
-        self.args, self.steps, self.data, self.launch = args, steps, data, launch
+        self.args, self.accelerator, self.steps = args, accelerator, steps
+        self.data, self.launch = data, launch
         self.lock = lock_output_dir(args.output_dir) if accelerator.is_main_process else None
         self.counts = {"rows_per_step": steps.rows_before(1), "max_steps": steps.last,
                        "training_rows": data.length, "stable": stable}
@@ -48,9 +49,10 @@ class Resume:
         self.metrics_offset = saved["metrics_offset"]
         return saved["state"]
 
-    def save(self, model, keep: dict, extra: dict, config, final: bool) -> None:
+    def save(self, model, keep: dict, extra: dict, final: bool) -> None:
         """extra: state, settings and metrics_offset of the run."""
         step = extra["state"]["step"]
+        config = self.accelerator.unwrap_model(model, keep_torch_compile=False).lm.config
         rows = self.steps.rows_before(step)
         extra |= {"settings": extra["settings"] | self.counts, "rows": rows, "data": self.data.fingerprints,
                   "stream": self.data.train.state_dict(rows), "code": self.code, "launch": self.launch}

@@ -17,7 +17,7 @@ from utils.display.doctor import announce, check_launch, launch_facts, report
 from utils.display.metrics import finite
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
-from utils.entry import KEEP_ALIVE
+from utils.entry import IN_LOOP, KEEP_ALIVE
 from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -53,12 +53,10 @@ class Run:
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
                       "export_due": False, "seen": []}  # seen: data sets of a mixture that begin to repeat
         self.failure, self.saved = None, None  # why the run cannot go on; the last step that was saved
+        # Given to `start`, and made by it:
+        self.model = self.data = self.steps = self.keep = None
+        self.evaluations = self.resume = self.edits = self.report = self.stop = None
         announce(args, self.settings, self.publication.dataset, accelerator.is_main_process)
-
-    def describe(self, lm, predicted: float = 1.0) -> None:
-        """Takes the model before `prepare` shards it. predicted: share of the positions that have a loss."""
-        self.config, self.flops = lm.config, flops_per_token(lm, self.args.block_size, head_share=predicted)
-        self.publication.facts |= {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
 
     def evaluate_only(self, model, evaluate, data, keep: dict) -> None:
         """Prints the numbers of the evaluation sets as JSON and writes nothing. For the model of output_dir,
@@ -70,19 +68,22 @@ class Run:
         evaluations = Evaluations(self.accelerator, self.task, model, keep, evaluate, data, [])
         self.accelerator.print(json.dumps(finite(evaluations.measure())))
 
-    def start(self, model, update, evaluate, data, steps, keep: dict) -> bool:
+    def start(self, model, update, evaluate, data, steps, keep: dict, predicted: float = 1.0) -> bool:
         """Begin, or resume from the newest checkpoint. False: nothing is left to do.
 
-        keep: {name: what has state_dict and load_state_dict}: saved, restored, rehearsed with the model."""
+        keep: {name: what has state_dict and load_state_dict}: saved, restored, rehearsed with the model.
+        predicted: share of the positions that have a loss."""
         args, accelerator, publication = self.args, self.accelerator, self.publication
         self.model, self.data, self.steps, self.keep = model, data, steps, keep
+        lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
+        publication.facts |= {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
         self.evaluations = Evaluations(accelerator, self.task, model, keep, evaluate, data, args.prompts)
         publication.prompts = self.evaluations.prompts
         stable = stable_steps(args, steps)
         models = publication.plan_milestones(args, steps, kept_step=stable[1])
         kept = args.save_total_limit + (stable[1] < steps.last)  # one from before the decay, too
         disk = disk_space(args.output_dir, model, keep, kept, models)
-        launch = publication.facts["launch"] = launch_facts(accelerator, self.config._attn_implementation)
+        launch = publication.facts["launch"] = launch_facts(accelerator, lm.config._attn_implementation)
         remote = publication.publisher.checkpoints
         self.resume = Resume(args, accelerator, steps, data, stable, launch, remote)
         resumed = self.resume.load(model, keep)
@@ -95,7 +96,8 @@ class Run:
         settings = publication.settings = name_optimizers(self.settings, optimizers)
         if accelerator.is_main_process:
             save_args(args.output_dir, settings, self.resume.code, launch, self.state.get("origin"))
-        self.report = Report(args, accelerator, steps, self.state, self.flops, launch, settings,
+        flops = flops_per_token(lm, args.block_size, head_share=predicted)
+        self.report = Report(args, accelerator, steps, self.state, flops, launch, settings,
                              self.resume.metrics_offset, publication.publisher)
         name, parameters = args.model_name_or_path or args.model_type, publication.facts["parameters"]
         block = report(accelerator, steps, self.step, launch, name, parameters)
@@ -125,6 +127,7 @@ class Run:
             self.evaluate(due if isinstance(due, list) else ())
             if self.state["evaluation_due"]:  # a signal stopped it again; nothing is unsaved
                 raise SystemExit(exit_status(self.stop.answer))
+        IN_LOOP.append(self)
         if self._over:
             self.save()
             self.finish()
@@ -207,7 +210,7 @@ class Run:
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
             final, self.state["export_due"] = self.stopping, bool(failure)
             extra = dict(state=self.state, settings=self.settings, metrics_offset=self.report.metrics.offset)
-            self.resume.save(self.model, self.keep, extra, self.config, final)
+            self.resume.save(self.model, self.keep, extra, final)
             if not failure:
                 self.publication.push(self.step, self.state["eval"])
             elif final:
@@ -227,6 +230,7 @@ class Run:
     def finish(self) -> None:
         """Wait for saves and pushes. Then print the summary, or exit with the status of the stop signal."""
         where, accelerator = f"at step {self.step} of {self.steps.last}", self.accelerator
+        IN_LOOP.clear()
         self.report.progress.close()
         self.resume.checkpoints.wait()
         arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)

@@ -100,11 +100,14 @@ class EditCheck:
             raise ValueError(message)
 
     def check_step(self, accelerator) -> None:
-        """After each update: ValueError if it changed a setting or, on several processes, requires_grad of a
-        weight. After the first one also `check`."""
+        """After each update: ValueError if the model is not in train mode, or if a setting or, on several
+        processes, requires_grad of a weight has changed. After the first one also `check`."""
         if not self.checked:
             self.check()
         self.checked = True
+        if not self.model.training:
+            raise ValueError("update: the model is in eval mode, without dropout. End an evaluation of your "
+                             "own with model.train(), or use eval_mode of utils/learning/evaluation.py.")
         if changed := [name for name, value in self.settings.items() if getattr(self.args, name) != value]:
             raise ValueError(f"{changed[0]}: changed in the loop, but read before it. What changes with the "
                              "step must be a function of it, as in docs/edits/growing-batch.diff.")
