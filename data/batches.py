@@ -62,12 +62,18 @@ class Data:
     def evaluation(self, name: str = ""):
         """Batches of the rows that `evaluation_rows` chooses, padded with row -1 to whole batches."""
         if name not in self.evaluations:
-            rows, batch_size = self.evals[name], self.recipe.per_device_eval_batch_size
-            drawn = evaluation_rows(len(rows), self.recipe.max_eval_samples, self.recipe.seed)
-            order = evaluation_order(drawn, batch_size * self.accelerator.num_processes)
-            collate = self.evaluation_collate or self.collate
-            self.evaluations[name] = self._loader(MixedRows(None, {name: rows}), batch_size, collate, order)
+            drawn = evaluation_rows(len(self.evals[name]), self.recipe.max_eval_samples, self.recipe.seed)
+            self.evaluations[name] = self._evaluation_loader(name, drawn)
         return self.evaluations[name]
+
+    def padding(self, name: str = "") -> dict:
+        """A batch of nothing but padding, as an evaluation on many processes may end with."""
+        return next(iter(self._evaluation_loader(name, [])))
+
+    def _evaluation_loader(self, name: str, drawn: list[int]):
+        batch_size, collate = self.recipe.per_device_eval_batch_size, self.evaluation_collate or self.collate
+        order = evaluation_order(drawn, batch_size * self.accelerator.num_processes)
+        return self._loader(MixedRows(None, {name: self.evals[name]}), batch_size, collate, order)
 
     def _loader(self, rows, batch_size: int, collate, order):
         # From pinned memory a GPU copies batches while it computes. From other memory each copy would make

@@ -62,6 +62,8 @@ def evaluation_rows(n_rows: int, max_rows: int, seed: int) -> list[int]:
 
 
 def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int, int]]:
-    """(position, epoch, row, source) of these rows, padded to a multiple of `multiple` with position and row
-    -1, which count as nothing. A row's position is its number, so its mask is the same in any sample."""
-    return [(row, 0, row, 0) for row in rows] + [(-1, 0, -1, 0)] * (-len(rows) % multiple)
+    """(position, epoch, row, source) of these rows, padded to a multiple of `multiple`, at least once, with
+    position and row -1, which count as nothing. A row's position is its number, so its mask is the same in
+    any sample."""
+    size = max(1, -(-len(rows) // multiple)) * multiple
+    return [(row, 0, row, 0) for row in rows] + [(-1, 0, -1, 0)] * (size - len(rows))

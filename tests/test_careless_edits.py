@@ -17,6 +17,7 @@ STEP = "        optimizer.step()\n"
 ADD = "            means.add(loss, row_losses.mean())\n"
 WARMUP = "    warmup, decay ="
 EVALUATE = "            run.evaluate"
+COUNTED = '{"loss/eval": (row_losses * rows * predicted, rows * predicted)}'
 START = "    if not run.start("
 NOISE = """        for weight in model.parameters():
             weight.grad.add_(1e-3 * torch.randn(weight.shape GENERATOR))
@@ -86,6 +87,10 @@ CASES = {
                        "update changes model.lm.seen, and load_state_dict .*as a persistent buffer"),
     "eval mode": ({EVALUATE + "()": EVALUATE + "()\n            model.eval()"}, 1,
                   "update: the model is in eval mode, without dropout.* with model.train"),
+    "padding": ({COUNTED: COUNTED.replace("row_losses * rows", "row_losses")}, 1,
+                "evaluate: counts padding in loss/eval. Where batch"),
+    "a mean": ({COUNTED: "{'loss/eval': (row_losses.mean(), torch.ones(()))}"}, 1,
+               "counts padding in loss/eval"),
     "no such set": ({EVALUATE + "()": EVALUATE + "(['books'])"}, 1, "no evaluation set books; there are"),
 }  # fmt: skip
 

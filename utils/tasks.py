@@ -55,7 +55,7 @@ class Evaluations:
 
     def measure(self, names=(), stopped=lambda: 0, quick: bool = False) -> dict | None:
         """The metrics of these sets, or of all, as they are logged. None if `stopped()` ended it early.
-        quick: of a single batch, to see that it works."""
+        quick: of a single batch, to see that it works. ValueError if evaluate then counts padding."""
         record, sets, main = {}, self.data.evals, self.accelerator.is_main_process
         if unknown := set(names) - sets.keys():
             raise ValueError(f"run.evaluate: no evaluation set {unknown.pop()}; there are {', '.join(sets)}")
@@ -65,9 +65,18 @@ class Evaluations:
             totals = sums_over_dataset(self.accelerator, self.modules, batches, self.evaluate, stopped)
             if totals is None:
                 return None
+            if quick:
+                self._check_padding(name)
             metrics = self.task.metrics(totals, sets[name].bytes_per_token)
             record |= {f"{key}/{name}" if name else key: value for key, value in metrics.items()}
         return record
+
+    def _check_padding(self, name: str) -> None:
+        of_padding = [self.data.padding(name)]
+        totals = sums_over_dataset(self.accelerator, self.modules, of_padding, self.evaluate)
+        if counted := [key for key, total in totals.items() if total.count or abs(total.sum) > 0]:
+            raise ValueError(f"evaluate: counts padding in {', '.join(counted)}. Where batch['row'] is -1, "
+                             "sums and counts must be 0; return sums and counts, not means.")
 
     def samples(self, quick: bool = False) -> list[str]:
         return self.task.samples(self.accelerator, self.model, self.data.tokenizer, self.prompts, quick=quick)
