@@ -6,6 +6,7 @@ from types import FunctionType
 import torch
 from torch.distributed.tensor import DTensor
 
+from utils.io.files import checksum_json
 from utils.learning.optim import UpdateGuard
 from utils.state import training_state
 from utils.state.reach import attributes, of_the_user, reach
@@ -125,8 +126,10 @@ class EditCheck:
             trained = {*self.model.parameters()}.union(*map(weights_of, self.optimizers.values()))
             sums = {names[w]: checksum(w) for w in names if w in trained and not isinstance(w, DTensor)}
         bad = [name for w, name in names.items() if not training_state.local(w.detach()).isfinite().all()]
-        everywhere = training_state.gather_json(accelerator, [sums, bad])
-        apart = [name for name in sums if any(theirs[name] != sums[name] for theirs, _ in everywhere)]
+        everywhere, apart = training_state.gather_json(accelerator, [checksum_json(sums), bad]), []
+        if any(theirs != everywhere[0][0] for theirs, _ in everywhere):
+            all_sums = training_state.gather_json(accelerator, sums)
+            apart = [name for name in sums if any(theirs[name] != sums[name] for theirs in all_sums)]
         if apart and apart[0].startswith("model."):
             raise ValueError("the processes have different weights. Either gradients were not all-reduced: "
                              "the forward pass is not through `model`, backward runs twice, or a step comes "
