@@ -171,11 +171,11 @@ def test_what_nobody_keeps_is_told_once(accelerator):
 
     watch = EditCheck(update, model, keep)
     early[0] += 1
-    assert "changes early, which is not in keep" in watch.changed()
+    assert "changes early, which is not in keep" in watch.lost()
     early[0] += 1
-    assert watch.changed() == ""
+    assert watch.lost() == ""
     late[0] += 1
-    assert "changes late, which is not in keep" in watch.changed() and watch.changed() == ""
+    assert "changes late, which is not in keep" in watch.lost() and watch.lost() == ""
 
 
 calls = SimpleNamespace(count=0)
@@ -294,15 +294,15 @@ def test_batches_that_depend_on_those_before_are_named(accelerator):
         return batch + numbers.random()
 
     watch = EditCheck(lambda: None, model, keep, collate=collate)
-    assert watch.changed() == ""
+    assert watch.lost() == ""
     collate(1)
-    assert "data.collate.numbers changes, but batches are made ahead of the step" in watch.changed()
+    assert "data.collate.numbers changes, but batches are made ahead of the step" in watch.lost()
     masks = MaskTokens(make_tokenizer(**SPECIAL), 0.3, seed=0)
     watch = EditCheck(lambda: None, model, keep, collate=masks)
     masks(make_batch([0, 1]))
-    assert watch.changed() == ""
+    assert watch.lost() == ""
     masks.mlm_probability = 0.2
-    assert "data.collate.mlm_probability changes" in watch.changed()
+    assert "data.collate.mlm_probability changes" in watch.lost()
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "fused AdamW", "MuonAdamW", "Muon", "Adafactor", "SGD"])

@@ -51,14 +51,11 @@ class EditCheck:
         return lines
 
     def lost(self) -> str:
-        """A message about what a resume would lose: gradients left behind, or what `changed` reports; "" for
-        nothing."""
+        """A message about what a resume would lose: gradients that update leaves, or what it changes that is
+        neither kept nor reported before; "" for nothing."""
         digests, weights = self._reached()
-        return self._left_behind(weights) or self.changed(digests)
-
-    def changed(self, digests: dict | None = None) -> str:
-        """A message about what has changed, is not kept and was not reported before; "" for nothing."""
-        digests = self._reached()[0] if digests is None else digests
+        if message := self._left_behind(weights):
+            return message
         names = [name for name in _differing(self.before, digests) if name not in self.reported]
         self.reported.update(names)
         if not names:
