@@ -44,15 +44,20 @@ def test_settings_and_card_name_the_origin_also_after_a_resume(runs):
         row = f"| branch of | `{origin['run']}`, after its step {origin['step']} |" if origin else ""
         assert row in card and ("branch of" in card) == bool(origin)
         assert ("best model" in json.loads((runs / name / "summary.json").read_text())) == (name == "a")
-    assert read_run(runs / "b")["resumes"] == [5]
+    assert [launch["step"] for launch in read_run(runs / "b")["launches"]] == [3, 5]
     assert metrics(runs / "b") == [line for line in metrics(runs / "a") if line["step"] > 3]
     assert metrics(runs / "c") == [line for line in metrics(runs / "a") if line["step"] > 5]
 
 
 def test_curves_name_where_a_branch_starts(runs, monkeypatch):
-    labels = []
+    labels, title = [], curves._title
+
+    def named(*words):
+        labels.append(title(*words).split(":")[0])
+        return labels[-1]
+
     monkeypatch.setattr(Figure, "legend", lambda self, handles, names, **_: labels.extend(names))
-    monkeypatch.setattr(curves, "_title", lambda name, lines: labels.append(name) or name)
+    monkeypatch.setattr(curves, "_title", named)
     resumed = ["resumed (1)"]
     for run, name, more in (("b", "b, from a at step 3", resumed), ("c", "c, from b at step 5", [])):
         draw_curves(runs / run)

@@ -134,15 +134,14 @@ def drawn(monkeypatch):
 
 
 def test_each_evaluation_set_has_a_curve_of_its_own(tmp_path, drawn):
-    """In loss and accuracy, told apart by colour and by dashes; the title has the last values of each."""
+    """In loss and accuracy, told apart by colour; the title has the last values of each."""
     write_run(tmp_path / "run", RUNS["three evaluation sets"])
     draw_curves(tmp_path / "run")
     loss, accuracy = drawn[0], drawn[4]
     lines = {line.get_label(): line for line in loss.lines if line.get_label().startswith("evaluation")}
     assert list(lines) == [f"evaluation, {name}" for name in ("wiki", "books", "code")]
-    for look in ("get_color", "get_linestyle"):
-        looks = [getattr(line, look)() for line in lines.values()]
-        assert len(set(looks)) == 3 and looks == [getattr(line, look)() for line in accuracy.lines[:3]]
+    colours = [line.get_color() for line in lines.values()]
+    assert len(set(colours)) == 3 and colours == [line.get_color() for line in accuracy.lines[:3]]
     assert lines["evaluation, books"].get_ydata()[-1] == pytest.approx(9.5 / 100**0.2)
     assert accuracy.lines[1].get_ydata()[-1] == pytest.approx(100**0.2 / 9.5)
     title = loss.get_title(loc="left")

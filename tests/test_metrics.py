@@ -78,8 +78,8 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
         resumed.write({"step": step, "loss/train": 1 / step})
     assert strict_lines(tmp_path / "killed") == strict_lines(tmp_path / "whole")
     assert resumed.offset == whole.offset
-    assert read_run(tmp_path / "killed")["resumes"] == [5]
-    assert read_run(tmp_path / "whole")["resumes"] == []
+    assert read_run(tmp_path / "killed")["launches"] == [{"step": 0}, {"step": 5}]
+    assert read_run(tmp_path / "whole")["launches"] == [{"step": 0}]
 
 
 @pytest.mark.parametrize("end", ['{"step": 3, "lo', "\0\0\0", '{"step": 3}'])
@@ -95,7 +95,7 @@ def test_a_new_run_starts_an_empty_log_and_a_resumed_one_keeps_its_tracker_id(tm
     first.write({"step": 1})
     run_id = read_run(tmp_path)["id"]
     MetricsLog(tmp_path, first.offset, step=1)
-    assert read_run(tmp_path) == {"id": run_id, "resumes": [1], "launches": []}
+    assert read_run(tmp_path) == {"id": run_id, "launches": [{"step": 0}, {"step": 1}]}
     MetricsLog(tmp_path, 0)
     assert read_run(tmp_path)["id"] != run_id
     assert strict_lines(tmp_path) == []
@@ -129,7 +129,7 @@ def test_a_last_line_of_garbage_does_not_end_the_run(tmp_path, last):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n' + last + b"\n")
     log = MetricsLog(tmp_path, 10_000, step=7)
     log.write({"step": 8})
-    assert read_run(tmp_path)["resumes"] == [7]
+    assert read_run(tmp_path)["launches"] == [{"step": 7}]
     assert read_metrics(tmp_path)[0] == {"step": 7} and read_metrics(tmp_path)[-1] == {"step": 8}
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
     MetricsLog(tmp_path, 10_000)
@@ -299,22 +299,10 @@ def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
     tracker = ListTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
     settings = {"seed": 1, "prompts": ["a"], "name": None}
-    lacks = start_trackers(accelerator, "project", tmp_path, settings)
-    record = {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"}
-    log_to_trackers(accelerator, record, lacks)
+    start_trackers(accelerator, "project", tmp_path, settings)  # tests/trackers: real ones, and a resume
+    log_to_trackers(accelerator, {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"})
     assert tracker.settings == {"seed": 1, "prompts": "['a']", "name": "None"}
     assert tracker.logged == [(7, {"loss/train": 2.5})]
-    accelerator.trackers = []
-    lacks = start_trackers(accelerator, "project", tmp_path, settings, step=7)  # tests/trackers: real ones
-    for step in (7, 8):
-        log_to_trackers(accelerator, record | {"step": step}, lacks)
-    assert tracker.logged[1:] == [(8, {"loss/train": 2.5})]
-    log = MetricsLog(tmp_path, 0)
-    for line in (record | {"step": 9, "tries": 2}, {"step": 10, "loss/train": 2.0}):  # an event; numbers
-        log.write(line)
-    accelerator.trackers = []
-    start_trackers(accelerator, "project", tmp_path, settings, step=8)
-    assert tracker.logged[2:] == [(10, {"loss/train": 2.0})]
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():

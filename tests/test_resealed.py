@@ -135,9 +135,9 @@ def test_a_state_that_is_not_that_of_a_run_is_one_message(extra):
         check(extra)
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", "3", "null", '{"id": 1}', '{"id": "a", "resumes": 3}',
-                                     '{"id": "a", "resumes": ["x"]}', "{"])  # fmt: skip
+@pytest.mark.parametrize("content", ["[1]", "{}", "3", "null", '{"id": 1}', '{"id": "a", "launches": 3}',
+                                     '{"id": "a", "launches": ["x"]}', "{"])  # fmt: skip
 def test_a_damaged_run_json_is_a_new_one(content, tmp_path):
     (tmp_path / "run.json").write_text(content)
     run = read_run(tmp_path)
-    assert isinstance(run["id"], str) and run["resumes"] == [] and run["launches"] == []
+    assert isinstance(run["id"], str) and run["launches"] == []

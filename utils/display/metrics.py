@@ -18,8 +18,8 @@ class MetricsLog:
     offset: in bytes, saved in checkpoints: the file is truncated there, so that a resumed run repeats no
     line; 0 starts anew. A line that a crash cut short is dropped. step: where the run continues.
 
-    run.json has the trackers' run id, the steps of the resumes, what each start computed with (`launch`), and
-    the origin of a branch: {"run": name, "step": step}."""
+    run.json has the trackers' run id, the step of each start and what it computed with (`launch`), and the
+    origin of a branch: {"run": name, "step": step}."""
 
     def __init__(self, output_dir, offset: int, is_main_process=True, step=0, origin=None, launch=None):
         self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset
@@ -31,13 +31,12 @@ class MetricsLog:
         kept = self.file.read()[:offset]
         self.offset = kept.rfind(b"\n") + 1
         self.file.truncate(self.offset)
-        run = (read_run(output_dir) if self.offset else _new_run()) | ({"origin": origin} if origin else {})
-        if self.offset:  # not in metrics.jsonl, which reads like one uninterrupted run
-            run["resumes"] = [earlier for earlier in run["resumes"] if earlier < step] + [step]
-        if launch:
-            begin = step if self.offset else 0
-            earlier = [start for start in run["launches"] if start["step"] < begin]
-            run["launches"] = [*earlier, {"step": begin, **launch}]
+        run = read_run(output_dir) if self.offset else _new_run()
+        if origin:
+            run["origin"] = origin
+        # Not in metrics.jsonl, which reads like one uninterrupted run.
+        earlier = [start for start in run["launches"] if start["step"] < step]
+        run["launches"] = [*earlier, {"step": step, **(launch or {})}]
         write_json(self.path.with_name("run.json"), run)
 
     def write(self, record: dict) -> None:
@@ -80,11 +79,10 @@ def read_run(output_dir) -> dict:
     """run.json; a new run's if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
         run = _new_run() | json.loads((Path(output_dir) / "run.json").read_text())
-        steps = [*run["resumes"], *(start["step"] for start in run["launches"])]
-        if isinstance(run["id"], str) and all(isinstance(step, int) for step in steps):
+        if isinstance(run["id"], str) and all(isinstance(start["step"], int) for start in run["launches"]):
             return run
     return _new_run()
 
 
 def _new_run() -> dict:
-    return {"id": secrets.token_hex(4), "resumes": [], "launches": []}
+    return {"id": secrets.token_hex(4), "launches": []}

@@ -27,7 +27,7 @@ class Report:
             print(f"run        begins anew: the previous metrics were moved to replaced-{lines.name}")
         self.metrics = MetricsLog(args.output_dir, offset, main, step, state.get("origin"), launch)
         project = Path(sys.modules[type(args).__module__].__file__).stem
-        self.tracked_from = start_trackers(accelerator, project, args.output_dir, settings, step)
+        start_trackers(accelerator, project, args.output_dir, settings, step)
         peak = (peak_flops(launch["device"]) or 0) * launch["processes"]
         self.throughput = Throughput(steps, flops, peak or None, step=step, seconds=state["seconds"])
         self.progress = Progress(steps.last, step, main)
@@ -79,7 +79,7 @@ class Report:
         scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
         record = record | scalars
         self.metrics.write(record)
-        log_to_trackers(self.accelerator, record, self.tracked_from)
+        log_to_trackers(self.accelerator, record)
         self.progress.update(record["step"], record, self.throughput.eta, self.publisher.status)
 
     def pushes(self, step: int) -> None:

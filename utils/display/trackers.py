@@ -1,9 +1,8 @@
 """Accelerate's trackers: the numbers of metrics.jsonl on a dashboard."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from utils.display.metrics import read_metrics, read_run
+from utils.display.metrics import read_run
 
 
 def check_trackers(report_to: str) -> list[str]:
@@ -19,38 +18,24 @@ def check_trackers(report_to: str) -> list[str]:
     return names
 
 
-def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> dict[str, int]:
-    """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves: records of
-    metrics.jsonl, once it is truncated, that a tracker lost in a kill are sent again. All processes call it.
-
-    Returns {tracker: the first step that it lacks}, for log_to_trackers."""
+def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> None:
+    """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves. All processes call it."""
     if not accelerator.log_with:
-        return {}
+        return
     run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name
     options = {
         "wandb": {"id": run_id, "name": name, "resume": "allow"},
         "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
-        "tensorboard": {"purge_step": 0 if step else None},  # hides all earlier records: all are sent again
+        "tensorboard": {"purge_step": step + 1 if step else None},
     }
     accelerator.init_trackers(project, init_kwargs=options)
     plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in settings.items()}
-    lacks = {"tensorboard": 0}
     for tracker in accelerator.trackers:
         if not step or tracker.name != "tensorboard":  # there it would make each start another run
             tracker.store_init_configuration(plain)
-        next_step = {"wandb": "step", "trackio": "_next_step"}.get(tracker.name, "")
-        lacks.setdefault(tracker.name, getattr(tracker.tracker, next_step, step + 1))
-    if not (step and accelerator.is_main_process):
-        return {}
-    for record in read_metrics(output_dir):
-        if "event" not in record:
-            log_to_trackers(accelerator, record, lacks)
-    return lacks
 
 
-def log_to_trackers(accelerator, record: dict, lacks: Mapping[str, int]) -> None:
+def log_to_trackers(accelerator, record: dict) -> None:
     """Send the numbers of a record of metrics.jsonl to the trackers, if any, at the record's step."""
     numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
-    for tracker in accelerator.trackers if numbers else ():
-        if record["step"] >= lacks.get(tracker.name, 0):
-            tracker.log(numbers, step=record["step"])
+    accelerator.log(numbers, step=record["step"])
