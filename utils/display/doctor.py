@@ -8,7 +8,6 @@ from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 
 from utils.devices import cpu_has_bfloat16, local_processes, module_of
 from utils.display.throughput import device_name
-from utils.state.folders import list_checkpoints, step_of
 from utils.xla import is_xla, xla_precision
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # files of a loaded driver
@@ -70,20 +69,21 @@ def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
     model = settings["model_name_or_path"] or f"{settings['model_type']} from scratch"
     steps, epochs = args.max_train_steps, args.num_train_epochs
     length = counted(steps, "step") if steps else counted(epochs, "epoch")
-    checkpoints = list_checkpoints(Path(args.output_dir, "checkpoints"))
-    if checkpoints and args.resume_from_checkpoint == "auto":
-        length += f" ({counted(step_of(checkpoints[-1]), 'step')} done)"
-    what = f"trains {model} on {dataset} for {length}, in {args.output_dir}"
     again = "; the same command resumes it" if args.resume_from_checkpoint == "auto" else ""
-    print(f"run        {what}; stop it any time{again}", flush=True)
+    print(f"run        trains {model} on {dataset} for {length}, in {args.output_dir}; stop it any time{again}",
+          flush=True)  # fmt: skip
 
 
 def launch_facts(accelerator, attention: str) -> dict:
     """What the run computes with, for args.json and run.json. attention: transformers' name of its kernel."""
     precision = xla_precision() if is_xla() else accelerator.mixed_precision
-    facts = dict(device=device_name(accelerator.device), processes=accelerator.num_processes)
-    facts |= dict(precision=PRECISIONS.get(precision, precision), attention=attention)
-    return facts | dict(compiler=accelerator.state.dynamo_plugin.backend.value.lower())
+    return {
+        "device": device_name(accelerator.device),
+        "processes": accelerator.num_processes,
+        "precision": PRECISIONS.get(precision, precision),
+        "attention": attention,
+        "compiler": accelerator.state.dynamo_plugin.backend.value.lower(),
+    }
 
 
 def report(accelerator, steps, start: int, launch: dict, model: str, parameters: int) -> str:
@@ -110,37 +110,26 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
     ]
     warnings = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
     warnings += precision_warnings(launch["precision"], accelerator.device)
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and kind != DistributedType.FSDP:
-        warnings.append("FSDP: does not work on this device, so every process holds the whole model.")
     return "\n".join(lines + [f"warning    {text}" for text in warnings])
 
 
 def device_warnings(device: str, devices: int, processes: int) -> list[str]:
     """device: the type in use; devices: how many are visible; processes: how many on this machine."""
-    lines, env = [], os.environ
-    if device == "cpu" and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        loaded = f"driver is loaded, but torch {torch.__version__} sees none of its devices{hiding()}"
-        drivers = [maker for file, maker in DRIVERS.items() if Path(file).exists()]
-        lines = [f"device: the {maker} {loaded}: is this torch built for them?" for maker in drivers]
-        if not lines and ("ACCELERATE_MIXED_PRECISION" in env or "WORLD_SIZE" in env):
-            lines.append(f"device: launched for an accelerator, none is visible{hiding()}: on the CPU.")
-    if device == "xla" and env.get("PJRT_DEVICE") != "CPU" and not is_xla(check_is_tpu=True):
-        lines.append("device: torch_xla found no TPU, this is its CPU device (PJRT_DEVICE=CPU asks for it).")
-    if device != "cpu" and processes < devices:
-        lines.append(f"num_processes: {processes} of {devices} devices are used.")
-    return lines
+    if device != "cpu":
+        return [f"num_processes: {processes} of {devices} devices are used."] if processes < devices else []
+    causes = [f"an accelerator's {maker} driver is loaded" for file, maker in DRIVERS.items() if Path(file).exists()]
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ:
+        causes.append("launched for an accelerator")
+    if not causes or parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return []
+    return [f"device: {causes[0]}, but none is visible{hiding()} to torch {torch.__version__}: on the CPU."]
 
 
 def precision_warnings(precision: str, device: torch.device) -> list[str]:
     ask = getattr(module_of(device), "is_bf16_supported", None)
-    if precision != PRECISIONS["bf16"] or not ask:
+    if precision != PRECISIONS["bf16"] or ask is None or ask(including_emulation=False):
         return []
-    try:
-        native = ask(including_emulation=False)
-    except TypeError:  # only CUDA's function has this option
-        native = ask()
-    slow = "mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."
-    return [] if native else [slow]
+    return ["mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."]
 
 
 def launched(kind: DistributedType, processes: int, local: int) -> str:

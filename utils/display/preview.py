@@ -17,21 +17,20 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
         return
     tokenizer, sources = data.tokenizer, list(data.train.sources)
     end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
-    hidden = f"is given {mask}, or another token, or the token itself"
-    legend = {  # column -> what it shows
-        "key": f"«plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without",
-        "slots": f"«the→{mask}» is to be predicted: the model must say «the», and {hidden}",
-        "next_sentence_label": "label 0: B follows A; 1: B is from another document",
-    }
     lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run"]
-    lines += [f"  {end} ends a document; all special tokens are shown by their names"]
-    lines += [f"  {line}" for column, line in legend.items() if rows and column in rows[0]]
+    lines.append(f"  {end} ends a document; all special tokens are shown by their names")
+    if "key" in rows[0]:
+        lines.append(f"  «plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without")
+    if "slots" in rows[0]:
+        hidden = f"is given {mask}, or another token, or the token itself"
+        lines.append(f"  «the→{mask}» is to be predicted: the model must say «the», and {hidden}")
+    if "next_sentence_label" in rows[0]:
+        lines.append("  label 0: B follows A; 1: B is from another document")
     for row in rows:
         total = sources[row["source"]] if len(sources) > 1 else data.length and f"{data.length:,}"
         lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
-    text, encoding = "\n".join(lines), sys.stdout.encoding or "utf-8"
     try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print("\n".join(lines), flush=True)
     except BrokenPipeError:  # of `| head`: Python must not fail again when it flushes the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -47,14 +46,15 @@ def _rows(data, steps, keytokens, alpha):
                 yield dict(zip(batch, values, strict=True)) | {"step": step}
 
 
-def _real(row: dict) -> int:
-    """Tokens before the padding."""
-    return sum(mask > 0 for mask in row.get("attention_mask", [1] * len(row["input_ids"])))
+def _tokens(row: dict) -> list[int]:
+    """Without the padding, which comes last."""
+    ids = row["input_ids"]
+    return ids[: len(ids) - row.get("attention_mask", []).count(0)]
 
 
 def _facts(row: dict, total: str | None) -> str:
-    size, real = len(row["input_ids"]), _real(row)
-    facts = [counted(real, "token")] + ([f"{size - real} of padding"] if real < size else [])
+    tokens, padding = len(_tokens(row)), row.get("attention_mask", []).count(0)
+    facts = [counted(tokens, "token")] + ([f"{padding} of padding"] if padding else [])
     if "slots" in row:
         facts.append(f"{sum(label != -100 for label in row['slot_labels'])} to be predicted")
     if "weight" in row:
@@ -68,7 +68,7 @@ def _facts(row: dict, total: str | None) -> str:
 
 def _text(row: dict, tokenizer, end: str) -> str:
     """The lines of a row. Each begins with "│", for a pair after the letter of its part."""
-    ids, key, pair, real = row["input_ids"], row.get("key"), row.get("token_type_ids"), _real(row)
+    ids, key, pair = _tokens(row), row.get("key"), row.get("token_type_ids")
     slots = zip(row.get("slots", []), row.get("slot_labels", []), strict=True)
     labels = {place: label for place, label in slots if label != -100}  # -100: an empty slot
     special, margin, parts = set(tokenizer.all_special_ids), None, []
@@ -87,7 +87,7 @@ def _text(row: dict, tokenizer, end: str) -> str:
         """A marked token is shown alone; the others are decoded together."""
         return place if ids[place] in special or place in labels or key and key[place] else None
 
-    for marked, places in groupby(range(real), own_part):  # padding comes last
+    for marked, places in groupby(range(len(ids)), own_part):
         places = list(places)
         if margin != (margin := f"\n{'AB'[pair[places[0]]] if pair else ' '} │ "):
             parts.append(margin)
@@ -102,6 +102,6 @@ def _text(row: dict, tokenizer, end: str) -> str:
         elif ids[marked] not in special:
             text = f"«{text}»"
         parts.append(text)
-        if text == end and not pair and marked < real - 1:
+        if text == end and not pair and marked < len(ids) - 1:
             parts.append("\n  │ ")
     return "".join(parts)
