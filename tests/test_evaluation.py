@@ -12,8 +12,7 @@ from torch import nn
 from data.order import evaluation_rows
 from utils.learning.evaluation import (
     Total,
-    masked_metrics,
-    perplexity_metrics,
+    evaluation_metrics,
     standard_error,
     sums_over_dataset,
 )
@@ -85,9 +84,12 @@ def test_the_standard_error_of_two_losses_of_the_same_rows_knows_that_they_go_to
     alone, other = standard_error(first), standard_error(second)
     assert standard_error(first, first) == pytest.approx(2 * alone)
     assert standard_error(first, second) == pytest.approx(math.hypot(alone, other), rel=0.1)
-    pairs = {"loss/mlm": first, "accuracy": (3.0, 12.0), "loss/nsp": second, "nsp_accuracy": (1.0, 2.0)}
-    assert masked_metrics(pairs)["loss/eval_stderr"] == standard_error(first, second)
-    assert perplexity_metrics({"loss/eval": first}, 1.0)["loss/eval_stderr"] == alone
+    pairs = {"loss/mlm": first, "loss/nsp": second}
+    assert evaluation_metrics(pairs, PAIRS, 1.0)["loss/eval_stderr"] == standard_error(first, second)
+    assert evaluation_metrics({"loss/eval": first}, ("loss/eval",), 1.0)["loss/eval_stderr"] == alone
+
+
+PAIRS = ("loss/mlm", "loss/nsp")
 
 
 LOSSES = Path(__file__).with_name("row_losses.npy")  # see the test
@@ -108,22 +110,30 @@ def test_a_sample_of_rows_estimates_the_whole_set_where_its_first_rows_do_not():
     assert abs(losses[:512].mean() - whole) > 3 * np.mean(errors)
 
 
+def metrics(losses, bytes_per_token=0.0, **totals):
+    """totals: by names with underscores for slashes."""
+    totals = {name.replace("loss_", "loss/"): Total(*total) for name, total in totals.items()}
+    return evaluation_metrics(totals, losses, bytes_per_token)
+
+
 def test_perplexity_bits_per_byte_and_whatever_else_was_evaluated():
-    found = perplexity_metrics({"loss/eval": (24.0, 12.0), "entropy": (3.0, 4.0), "none": (0.0, 0.0)}, 3.0)
+    found = metrics(("loss/eval",), 3.0, loss_eval=(24.0, 12.0), entropy=(3.0, 4.0), none=(0.0, 0.0))
     assert list(found) == ["loss/eval", "perplexity", "bits_per_byte", "eval_tokens", "entropy", "none"]
     assert found["loss/eval"] == 2 and found["perplexity"] == math.exp(2) and found["eval_tokens"] == 12
     assert 2 ** (3 * 12 * found["bits_per_byte"]) == pytest.approx(math.exp(24))  # of the whole text
     assert found["entropy"] == 0.75 and found["none"] is None
-    assert perplexity_metrics({"loss/eval": (9000.0, 2.0)}, 3.0)["perplexity"] == math.inf
+    assert metrics(("loss/eval",), 3.0, loss_eval=(9000.0, 2.0))["perplexity"] == math.inf
+    with pytest.raises(ValueError, match="evaluate: returns no loss/eval"):
+        metrics(("loss/eval",), entropy=(3.0, 4.0))
 
 
 def test_masked_metrics_with_and_without_pairs():
-    totals = {"loss/mlm": (24.0, 12.0), "accuracy": (3.0, 12.0)}
+    totals = {"loss_mlm": (24.0, 12.0), "accuracy": (3.0, 12.0)}
     masked = {
-        "loss/eval": 2.0, "perplexity": math.exp(2), "accuracy": 0.25, "eval_tokens": 12, "loss/mlm": 2.0
+        "loss/eval": 2.0, "perplexity": math.exp(2), "eval_tokens": 12, "loss/mlm": 2.0, "accuracy": 0.25
     }  # fmt: skip
-    assert list(masked_metrics(totals).items()) == list(masked.items())
-    assert masked_metrics(totals | {"loss/nsp": (0.0, 0.0), "nsp_accuracy": (0.0, 0.0)}) == masked
-    pairs = totals | {"loss/nsp": (4.0, 8.0), "nsp_accuracy": (6.0, 8.0), "mine": (1.0, 2.0)}
-    expected = masked | {"loss/eval": 2.5, "loss/nsp": 0.5, "nsp_accuracy": 0.75, "mine": 0.5}
-    assert list(masked_metrics(pairs).items()) == list(expected.items())
+    assert metrics(PAIRS, **totals) == masked
+    nothing = metrics(PAIRS, **totals, loss_nsp=(0.0, 0.0), nsp_accuracy=(0.0, 0.0))
+    assert nothing == masked | {"loss/nsp": None, "nsp_accuracy": None}
+    pairs = metrics(PAIRS, **totals, loss_nsp=(4.0, 8.0), nsp_accuracy=(6.0, 8.0), mine=(1.0, 2.0))
+    assert pairs == masked | {"loss/eval": 2.5, "loss/nsp": 0.5, "nsp_accuracy": 0.75, "mine": 0.5}

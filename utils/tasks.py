@@ -7,13 +7,13 @@ from torch import nn
 
 from utils.display.progress import bar
 from utils.display.samples import DECODING, MASK, ROWS, beginnings, complete_prompts, fill_masks
-from utils.learning.evaluation import masked_metrics, perplexity_metrics, sums_over_dataset
+from utils.learning.evaluation import evaluation_metrics, sums_over_dataset
 
 
 @dataclass(frozen=True)
 class Task:
     pipeline_tag: str  # of transformers and the Hub
-    metrics: Callable[[dict, float], dict]  # (sums and counts, bytes per token) -> what is logged
+    losses: tuple[str, ...]  # metrics that add up to the loss; the first one is per predicted token
     samples: Callable[..., list[str]]  # (accelerator, model, tokenizer, prompts, quick) -> texts to print
     headline: tuple[str, ...]  # metrics in the commit message of a push
     label: str  # of the command that tries the model
@@ -23,7 +23,7 @@ class Task:
 
 CAUSAL = Task(
     pipeline_tag="text-generation",
-    metrics=perplexity_metrics,
+    losses=("loss/eval",),
     samples=complete_prompts,
     headline=("loss/eval", "perplexity"),
     label="generate",
@@ -32,7 +32,7 @@ CAUSAL = Task(
 )
 MASKED = Task(
     pipeline_tag="fill-mask",
-    metrics=lambda totals, bytes_per_token: masked_metrics(totals),
+    losses=("loss/mlm", "loss/nsp"),
     samples=fill_masks,
     headline=("loss/eval", "accuracy"),
     label="fill",
@@ -67,7 +67,7 @@ class Evaluations:
                 return None
             if quick:
                 self._check_padding(name)
-            metrics = self.task.metrics(totals, sets[name].bytes_per_token)
+            metrics = evaluation_metrics(totals, self.task.losses, sets[name].bytes_per_token)
             record |= {f"{key}/{name}" if name else key: value for key, value in metrics.items()}
         return record
 

@@ -52,10 +52,8 @@ def sums_over_dataset(
             parts = [value.detach().float().reshape(-1) for pair in pairs.values() for value in pair]
             values.append(torch.cat(parts))
             sync()  # so that all batches have the same graph
-            if early := stopped():
-                break
-    if early:
-        return None
+            if stopped():
+                return None
     values = accelerator.gather(torch.stack(values))  # [batches x processes, all values]
     columns = iter(values.cpu().double().split([len(part) for part in parts], dim=1))
     totals = {}
@@ -79,44 +77,22 @@ def standard_error(*totals: Total) -> float | None:
     return math.sqrt(rows / (rows - 1) * effects.square().sum()) if rows > 1 else None
 
 
-def perplexity_metrics(totals: Totals, bytes_per_token: float) -> dict[str, float | None]:
-    """totals: "loss/eval", cross-entropy in nats over predicted tokens, and any others, whose means are
-    returned. bytes_per_token: UTF-8 bytes of the text over its tokens, 0 if unknown. bits_per_byte can be
-    compared between tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
-    if "loss/eval" not in totals:
-        raise ValueError("evaluate: returns no loss/eval, which perplexity needs; other metrics go beside it")
-    total = Total(*totals["loss/eval"])
-    loss = total.sum / total.count
-    metrics = {"loss/eval": loss, **_errors(total), "perplexity": math.exp(loss) if loss < 700 else math.inf}
-    metrics["bits_per_byte"] = loss / math.log(2) / (bytes_per_token or math.nan)
-    metrics["eval_tokens"] = int(total.count)
-    return metrics | _means(totals, known={"loss/eval"})
+def evaluation_metrics(totals: Totals, losses: tuple, bytes_per_token: float) -> dict[str, float | None]:
+    """What is logged of these totals: their means, None where nothing was counted, and what follows from them.
 
-
-def masked_metrics(totals: Totals) -> dict[str, float | None]:
-    """totals: "loss/mlm" and "accuracy" over predicted tokens, with pairs also "loss/nsp" and "nsp_accuracy"
-    over rows, and any others, whose means are returned. loss/eval is the loss that is trained."""
-    if missing := {"loss/mlm", "accuracy"} - totals.keys():
-        raise ValueError(f"evaluate: returns no {min(missing)}; other metrics go beside it")
-    total = Total(*totals["loss/mlm"])
-    tokens = max(total.count, 1)
-    mlm = total.sum / tokens
-    metrics = {"loss/eval": mlm, **_errors(total), "perplexity": math.exp(min(mlm, 700))}
-    metrics["accuracy"] = totals["accuracy"][0] / tokens
-    metrics |= {"eval_tokens": int(total.count), "loss/mlm": mlm}
-    pairs = {name: totals.get(name, (0.0, 0.0)) for name in ("loss/nsp", "nsp_accuracy")}
-    if pairs["loss/nsp"][1]:
-        means = _means(pairs)
-        metrics |= {"loss/eval": mlm + means["loss/nsp"]} | means | _errors(total, Total(*pairs["loss/nsp"]))
-    return metrics | _means(totals, known={"loss/mlm", "accuracy", *pairs})
-
-
-def _errors(*totals):
-    error = standard_error(*totals)
-    return {} if error is None else {"loss/eval_stderr": error}
-
-
-def _means(totals, known=()):
-    """The means of all but the known names; None if the count is 0."""
-    others = [(name, total) for name, total in totals.items() if name not in known]
-    return {name: total / count if count else None for name, (total, count, *_) in others}
+    losses: the names of those whose means add up to the loss that is trained; the first one is cross-entropy in
+    nats over predicted tokens. bytes_per_token: UTF-8 bytes of the text over its tokens, 0 if unknown.
+    bits_per_byte can be compared between tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
+    if losses[0] not in totals:
+        raise ValueError(f"evaluate: returns no {losses[0]}; other metrics go beside it")
+    trained = [totals[name] for name in losses if name in totals and totals[name].count]
+    metrics = {"loss/eval": sum(total.sum / total.count for total in trained)}
+    if (error := standard_error(*trained)) is not None:
+        metrics["loss/eval_stderr"] = error
+    tokens = totals[losses[0]].count
+    loss = totals[losses[0]].sum / max(tokens, 1)
+    metrics["perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    if losses == ("loss/eval",):  # of all the text, not of hidden tokens
+        metrics["bits_per_byte"] = loss / math.log(2) / (bytes_per_token or math.nan)
+    metrics["eval_tokens"] = int(tokens)
+    return metrics | {name: total.sum / total.count if total.count else None for name, total in totals.items()}
