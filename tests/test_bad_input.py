@@ -98,15 +98,15 @@ CLM | --model_type gpt2 --config_overrides n_layers=2 | 'n_layers': gpt2 has no 
 CLM | --model_name_or_path ../old --tokenizer_name ../old | cannot go with model_name_or_path; add --config_overrides ""
 CLM | --model_type gpt2 --config_overrides n_layer | not of the form name=value
 CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
-CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2': && with the other settings
+CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4': 
 CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | config_overrides: TypeError
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --model_type gpt2 --config_overrides n_layer=two | 'two' is no int
-CLM | --model_type gpt2 --config_overrides n_layer=0 | 'n_layer=0': a model without layers
+CLM | --model_type gpt2 --config_overrides n_layer=0 | config_overrides, 'n_layer=0': a model without layers
 CLM | --model_type gpt2 --config_overrides n_layer=-1 | a model without layers
 MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
-CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5': && with the other settings 12 would fit
+CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5,n_embd=192': && divisible
 CLM | --model_type gpt2 --config_overrides n_positions=64 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
 CLM | --model_name_or_path ../no                        | set tokenizer_name too

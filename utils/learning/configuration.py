@@ -68,38 +68,24 @@ def _of_weights(kind, name_or_path, block_size, tokenizer):
 
 
 def _from_scratch(kind, model_type, overrides, block_size, tokenizer):
-    blamed, known = f"model_type, {model_type!r}", model_type in CONFIG_MAPPING
-    reason = "" if known else f"unknown to transformers{near(model_type, CONFIG_MAPPING)}"
-    if reason := reason or _unfit(kind, CONFIG_MAPPING[model_type]):
+    blamed, source = f"model_type, {model_type!r}", "config_overrides"
+    if model_type not in CONFIG_MAPPING:
+        return None, [f"{blamed}: unknown to transformers{near(model_type, CONFIG_MAPPING)}"]
+    if reason := _unfit(kind, CONFIG_MAPPING[model_type]):
         return None, [f"{blamed}: {reason}"]
     default = AutoConfig.for_model(model_type)
     chosen, problems = parse_overrides(default, overrides)
     if problems:
         return None, problems
-    build = kind, default, block_size, tokenizer
-    config, problems, reason = _attempt(*build, chosen)
-    for name in chosen if reason and not reason.startswith("model_type") else ():
-        without = {other: value for other, value in chosen.items() if other != name}
-        other, *wrong = _attempt(*build, without)
-        if not any(wrong):  # this one alone does not fit
-            setting_text = f"config_overrides, '{name}={chosen[name]}'"
-            fitting = other.to_dict().get(name)
-            return config, [f"{setting_text}: {reason}; with the other settings {fitting} would fit"]
-    return config, problems + _blame(f"config_overrides, {overrides!r}" if overrides else blamed, reason)
-
-
-def _attempt(kind, default, block_size, tokenizer, chosen):
-    """(configuration, its conflicts with tokenizer or block size, why no model runs with it)"""
-    source = "config_overrides"
     try:
         values, problems = _agreement(default, chosen, kind, block_size, tokenizer, source)
     except TypeError as error:  # a value of a wrong type
-        return None, [f"{source}: {one_line(error)}"], ""
+        return None, [f"{source}: {one_line(error)}"]
     values |= in_proportion(default, chosen)
 
     def build(values):
         try:
-            config = AutoConfig.for_model(default.model_type, **values)
+            config = AutoConfig.for_model(model_type, **values)
         except Exception as error:  # of any kind, as transformers checks few values
             return None, one_line(error)
         return config, objection(kind, config)
@@ -109,7 +95,7 @@ def _attempt(kind, default, block_size, tokenizer, chosen):
         size = values["vocab_size"]
         other = build(values | {"pad_token_id": size, "vocab_size": size + 1})
         config, reason = (config, reason) if other[1] else other
-    return config, problems, "" if problems else reason
+    return config, problems or _blame(f"{source}, {overrides!r}" if overrides else blamed, reason)
 
 
 def _blame(blamed, reason):
