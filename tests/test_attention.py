@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import runpy
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from transformers.masking_utils import sdpa_mask, sliding_window_bidirectional_m
 import train_mlm
 from tests import forked
 from tests.runs import TINY, metrics, write_corpus
+from tests.test_edits import FOLDER, apply
 from tests.test_model import BERT, GPT2, tokenizer
 from utils.learning import local_attention as local_attention_module
 from utils.learning.local_attention import local_attention, local_mask
@@ -23,7 +25,6 @@ from utils.learning.model import (
     build_model,
     fastest_attention,
     model_problems,
-    refuse_documents_in_touch,
 )
 
 NO_DROPOUT = ",resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
@@ -274,8 +275,16 @@ def test_auto_is_what_was_measured_as_fastest_on_each_device(monkeypatch):
     assert fastest_attention("masked", slides, 1024, "cuda") == "auto"
 
 
+@pytest.fixture(scope="module")
+def refuse_documents_in_touch(tmp_path_factory):
+    """From the file that docs/edits/isolated-documents.diff adds."""
+    folder = tmp_path_factory.mktemp("isolated")
+    apply(FOLDER / "isolated-documents.diff", folder)
+    return runpy.run_path(str(folder / "utils/learning/isolation.py"))["refuse_documents_in_touch"]
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "opt", "bloom", "mpt", "mamba"])
-def test_documents_that_a_model_cannot_keep_apart_are_refused(model_type):
+def test_documents_that_a_model_cannot_keep_apart_are_refused(model_type, refuse_documents_in_touch):
     shape = "hidden_size=32,num_hidden_layers=2,num_attention_heads?=2"
     lm = build_model("causal", model_type, shape, None, 32, tokenizer())
     if model_type in ("gpt2", "llama"):

@@ -168,28 +168,6 @@ def fastest_attention(kind, config, block_size, device=None):
     return next(can, "auto")
 
 
-def refuse_documents_in_touch(lm):
-    """ValueError if documents of a row with positions of their own see each other. Tried: another first
-    document must not change the logits of the second."""
-    ids = torch.arange(16)[None] % lm.config.vocab_size
-    other = torch.cat([ids[:, :8].flip(1), ids[:, 8:]], 1)
-    inputs = {"position_ids": torch.arange(8).repeat(2)[None], "use_cache": False}
-    attention = lm.config._attn_implementation
-    if attention in ONLY_ON:
-        lm.set_attn_implementation("eager")
-    try:
-        with eval_mode(lm), torch.no_grad():
-            one, two = (lm(input_ids=x, **inputs).logits[:, 8:] for x in (ids, other))
-        apart = (one - two).abs().max() <= 1e-5 * one.abs().max()
-    except (TypeError, ValueError):  # takes no positions
-        apart = False
-    if attention in ONLY_ON:
-        lm.set_attn_implementation(attention)
-    if not apart:
-        told = "documents of a row see each other whatever their positions are"
-        raise ValueError(f"model_type: in a {lm.config.model_type} {told}; take gpt2 or llama")
-
-
 def _without_attention(name, kind, config, device=None):
     """Why a model cannot be trained with this attention on `device`, or here; "" if it can."""
     if name not in ATTENTION:
