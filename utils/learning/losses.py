@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import masking_utils
 
+from utils.learning.evaluation import eval_mode
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
 from utils.learning.local_attention import HIDDEN, WINDOW, pair_starts
 from utils.learning.model import ONLY_ON
@@ -114,35 +115,32 @@ class ModelLoss(nn.Module):
 
         Meanwhile the head's parameters have noise, as initial biases of 0 and scales of 1 make no difference.
         And the projection's input is once multiplied by 1000, as small logits pass a soft cap unchanged."""
-        lm = self.lm
-        ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
-        training, generator = lm.training, torch.Generator().manual_seed(0)
+        lm, generator = self.lm, torch.Generator().manual_seed(0)
         if self._router_loss_weight() or not isinstance(lm.get_output_embeddings(), nn.Module):
             return False  # the router's loss comes only with the model's own logits
+        batch = {"input_ids": torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size}
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
-        attention, scale = lm.config._attn_implementation, 1
+        attention, scale, same = lm.config._attn_implementation, 1, True
         if attention in ONLY_ON:
             lm.set_attn_implementation("eager")
         hook = lm.get_output_embeddings().register_forward_pre_hook(lambda head, args: (scale * args[0],))
-        lm.eval()
         try:
             for parameter, _ in saved:
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter))
-            same = True
-            for scale in (1, 1000):  # noqa: B007  the hook reads it
-                expected = _logits(self._run(lm, {"input_ids": ids})).float()
-                hidden = self._transform(self._run(lm.base_model, {"input_ids": ids}).last_hidden_state)
-                found = F.linear(scale * hidden, *self._projection()).float()
-                same = same and found.shape == expected.shape
-                same = same and (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+            with eval_mode(lm):
+                for scale in (1, 1000):  # noqa: B007  the hook reads it
+                    expected = _logits(self._run(lm, batch)).float()
+                    hidden = self._transform(self._run(lm.base_model, batch).last_hidden_state)
+                    found = F.linear(scale * hidden, *self._projection()).float()
+                    same = same and found.shape == expected.shape
+                    same = same and (found - expected).abs().max() <= 1e-4 * expected.abs().max()
         except Exception:  # it has other parts or shapes
             same = False
         finally:
             hook.remove()
             for parameter, value in saved:
                 parameter.copy_(value)
-            lm.train(training)
             if attention in ONLY_ON:
                 lm.set_attn_implementation(attention)
         if not same:

@@ -1,7 +1,6 @@
 """A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
 
 import os
-import re
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ ATTENTION = {
 }  # fmt: skip
 ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",), WINDOW: ("cuda",)}  # or ROCm
 PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
-WRAPPERS = r"^(?:module\.|_orig_mod\.)+|_orig_mod\."  # what DDP and torch.compile add to the names of weights
 
 
 def model_problems(
@@ -64,10 +62,10 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     if attn in ("eager", "sdpa", LOCAL):  # else transformers takes sdpa where the model can
         config._attn_implementation = attn
     if model_name_or_path:
-        model, lines = load_weights(kind, model_name_or_path, config)
+        model, extra = load_weights(kind, model_name_or_path, config)
         model.train()  # with dropout
-        if lines and os.environ.get("RANK", "0") == "0":
-            print("\n".join(lines))
+        if extra and os.environ.get("RANK", "0") == "0":
+            print(f"weights    {len(extra)} are not needed and left out: {', '.join(extra[:3])}")
     else:
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32, trust_remote_code=False)
     if kind == "causal":
@@ -92,18 +90,13 @@ def _set_generation(model, block_size):
 
 
 def load_weights(kind, name_or_path, config, **options):
-    """(the model with these weights, in float32; lines that say what is not as usual). ValueError where they
+    """(the model with these weights, in float32; names of weights that it does not need). ValueError where they
     cannot be read, or some are missing, of another shape or not finite."""
-    blamed, lines = f"model_name_or_path, {name_or_path!r}", []
+    blamed = f"model_name_or_path, {name_or_path!r}"
     options |= {"config": config, "dtype": torch.float32, "trust_remote_code": False}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told here
-    load = MODEL_CLASSES[kind].from_pretrained
     try:
-        model, info = load(name_or_path, **options)
-        wrapped = [name for name in info["unexpected_keys"] if re.search(WRAPPERS, name)]
-        if info["missing_keys"] and wrapped:
-            model, info = load(name_or_path, key_mapping={WRAPPERS: ""}, **options)
-            lines.append(f"weights    {len(wrapped)} read without a wrapper's prefix: {wrapped[0]}, ...")
+        model, info = MODEL_CLASSES[kind].from_pretrained(name_or_path, **options)
     except Exception as error:  # of a damaged file any
         if Path(name_or_path, "model").is_dir():
             folder = Path(name_or_path).absolute().parents[1]
@@ -119,9 +112,7 @@ def load_weights(kind, name_or_path, config, **options):
         more = ", ..." if len(wrong) > 3 else ""
         told = f"{len(wrong)} of its weights do not fit the model: {', '.join(wrong[:3])}{more}"
         raise ValueError(f"{blamed}: {told}; choose a folder that save_pretrained wrote")
-    if extra := sorted(info["unexpected_keys"]):
-        lines.append(f"weights    {len(extra)} are not needed and left out: {', '.join(extra[:3])}")
-    return model, lines
+    return model, sorted(info["unexpected_keys"])
 
 
 def packs_pairs(model_type, model_name_or_path, attn) -> bool:
