@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.runs import PROJECT
 from utils.display import throughput
 from utils.display.metrics import MetricsLog, by_set, read_metrics, read_run
 from utils.display.progress import duration, quiet_libraries, readable, summarize
+from utils.display.report import Report
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import check_trackers, log_to_trackers, start_trackers
 from utils.io.files import replacing
@@ -146,6 +148,25 @@ def test_read_metrics_skips_what_is_not_a_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n[1]\n\xff\xfe\n{"step": 2}\n{"ste')
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize(("skipped", "last", "rows", "expected"), [
+    ([0, 1, 0, 1], 40, lambda step: 8 * step, [(38, [296, 304]), (40, [312, 320])]),
+    ([1], 1, [0, 16, 48].__getitem__, [(1, [0, 16])]),  # steps of unequal size
+])  # fmt: skip
+def test_skipped_updates_are_told_with_their_step_and_samples(skipped, last, rows, expected):
+    written, state = [], {"skipped_updates": 0, "seen": []}
+    steps = SimpleNamespace(rows_before=rows, tokens_before=rows, epoch=lambda step: None)
+    report = SimpleNamespace(
+        steps=steps, metrics=SimpleNamespace(write=written.append), log_record=written.append,
+        throughput=SimpleNamespace(measure=lambda step: {}),
+    )  # fmt: skip
+    Report.training(report, last, state, {}, skipped, {})
+    *events, line = written
+    assert events == [
+        {"step": step, "event": "skipped_update", "positions": positions} for step, positions in expected
+    ]
+    assert line["skipped_updates"] == state["skipped_updates"] == len(expected)
 
 
 @pytest.fixture

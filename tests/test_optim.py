@@ -23,7 +23,6 @@ from utils.learning.optim import (
     build_schedule,
     describe_groups,
     parameter_groups,
-    skipped_updates,
 )
 
 SMALL = {"vocab_size": 99, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -269,15 +268,6 @@ def test_the_guard_does_not_wait_for_the_device_between_reads():
             guard.check(norm, limit=3 * norm)
     assert not seen.waited()
     assert guard.read() == [0] * 30
-
-
-def test_skipped_updates_are_told_with_their_step_and_samples():
-    assert skipped_updates([0, 1, 0, 1], step=40, rows_before=lambda step: 8 * step) == [
-        {"step": 38, "event": "skipped_update", "positions": [296, 304]},
-        {"step": 40, "event": "skipped_update", "positions": [312, 320]},
-    ]
-    (first,) = skipped_updates([1], step=1, rows_before=[0, 16, 48].__getitem__)  # steps of unequal size
-    assert first["positions"] == [0, 16]
 
 
 def test_means_are_those_of_the_steps_that_were_not_skipped_bit_for_bit():

@@ -10,7 +10,6 @@ from utils.display.progress import Progress, duration
 from utils.display.throughput import Throughput, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.files import set_aside
-from utils.learning.optim import skipped_updates
 
 
 class Report:
@@ -51,11 +50,14 @@ class Report:
         self.accelerator.print(*lines, sep="\n")
 
     def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
-        """Log a record of training; update skipped_updates and seen in `state`. epochs: of each data set."""
+        """Log a record of training; update skipped_updates and seen in `state`. skipped: 1 for each of the last
+        steps that was skipped, else 0; epochs: of each data set."""
         steps = self.steps
-        for event in skipped_updates(skipped, step, steps.rows_before):
-            self.metrics.write(event)
-            state["skipped_updates"] += 1
+        for done, skip in enumerate(skipped, step - len(skipped) + 1):
+            if skip:
+                samples = [steps.rows_before(done - 1), steps.rows_before(done)]  # first, end
+                self.metrics.write({"step": done, "event": "skipped_update", "positions": samples})
+                state["skipped_updates"] += 1
         for name in [name for name, epoch in epochs.items() if epoch >= 1 and name not in state["seen"]]:
             self.metrics.write({"step": step, "event": "repeats", "source": name})
             self.progress.write(f"data       {name}: first epoch done, rows repeat")

@@ -173,17 +173,6 @@ class UpdateGuard:
         self.consecutive, self._pending, self._unread = state["consecutive"], [], list(state["unread"])
 
 
-def skipped_updates(flags, step, rows_before):
-    """A record for metrics.jsonl per skipped update: its step, counted from 1, and its samples [first, end).
-
-    flags: of the updates up to and including `step`, from UpdateGuard.read."""
-    return [
-        {"step": s, "event": "skipped_update", "positions": [rows_before(s - 1), rows_before(s)]}
-        for s, flag in enumerate(flags, step - len(flags) + 1)
-        if flag
-    ]
-
-
 class Means:
     """Means of losses over the steps since the last log line. They stay on the device until `read`."""
 
