@@ -87,7 +87,7 @@ class TrainArgs:
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
     config_overrides: str = SMALL  # of the model's configuration; yours replace the whole list
     model_name_or_path: str | None = None  # continue from these weights instead of from scratch
-    attn_implementation: str = "auto"  # sdpa, local, window, eager, flex_attention, flash_attention_2
+    attn_implementation: str = "auto"  # sdpa, eager, local, window: docs/masked.md
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows

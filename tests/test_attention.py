@@ -344,18 +344,17 @@ def test_a_model_without_sdpa_gets_what_transformers_takes():
     [
         ("gpt2", "spda", "cpu", "no", "unknown, give one of auto, eager, sdpa"),
         ("bloom", "sdpa", "cuda", "bf16", "transformers' bloom cannot"),
-        ("bloom", "flash_attention_2", "cuda", "bf16", "transformers' bloom cannot"),
-        ("bert", "flex_attention", "cpu", "no", "cannot train on cpu"),
-        ("bert", "flex_attention", "xla", "no", "cannot train on xla"),
-        ("bert", "flex_attention", "cuda", "no", "it has no dropout: set it to 0 in config_overrides"),
-        ("llama", "flex_attention", "cuda", "no", ""),
+        ("bloom", "window", "cuda", "bf16", "transformers' bloom cannot"),
+        ("gpt2", "flash_attention_2", "cuda", "bf16", "unknown, give one of auto, eager, sdpa"),
+        ("gpt2", "window", "cpu", "bf16", "cannot train on cpu"),
+        ("gpt2", "window", "xla", "bf16", "cannot train on xla"),
+        ("gpt2", "window", "cuda", "no", "needs --mixed_precision bf16 or fp16 of the launcher"),
+        ("gpt2", "window", "cuda", "bf16", ""),
         ("gpt2", "local", "cpu", "no", "none of its layers is a sliding one"),
         pytest.param("gemma2", "local", "cpu", "no", "transformers' gemma2 cannot",  # caps scores
                      marks=pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="old transformers")),
         ("ministral", "local", "xla", "no", "cannot train on xla"),
         ("ministral", "local", "cuda", "bf16", ""),
-        ("gpt2", "flash_attention_2", "cpu", "bf16", "cannot train on cpu"),
-        ("gpt2", "flash_attention_2", "cuda", "bf16", "the package flash-attn is not installed"),
         ("bloom", "eager", "cpu", "no", ""),
     ],
 )  # fmt: skip
@@ -372,22 +371,12 @@ def test_what_cannot_be_is_refused_with_its_reason(
         assert problem == f"attn_implementation, {attention!r}: {found}; auto takes what can"
 
 
-def test_flash_attention_is_refused_in_float32(monkeypatch):
-    monkeypatch.setattr("utils.learning.model.is_flash_attn_2_available", lambda: True)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    config = AutoConfig.for_model("gpt2")
-    refused = "needs --mixed_precision bf16 or fp16 of the launcher"
-    assert _without_attention("flash_attention_2", "causal", config, "cuda") == refused
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert _without_attention("flash_attention_2", "causal", config, "cuda") == ""
-
-
-def test_the_head_is_split_though_the_attention_cannot_run_where_the_model_is_built():
-    lm = build_model(*SHAPES["modernbert"][:1], "modernbert", BERT, None, 16, tokenizer(), "flex_attention")
+def test_the_head_is_split_though_the_kernel_cannot_run_where_the_model_is_built():
+    lm = build_model(*SHAPES["modernbert"][:1], "modernbert", BERT, None, 16, tokenizer(), "window")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert MaskedLMLoss(lm).splits_head
-    assert lm.config._attn_implementation == "flex_attention"
+    assert lm.config._attn_implementation == "window"
 
 
 @pytest.fixture(scope="module")
@@ -431,6 +420,6 @@ def test_a_run_goes_on_with_another(flags):
 
 def test_a_script_refuses_and_writes_nothing(flags, tmp_path):
     folder = tmp_path / "run"
-    done = forked.run("train_mlm.py", {"output_dir": folder, "attn_implementation": "flex_attention"})
+    done = forked.run("train_mlm.py", {"output_dir": folder, "attn_implementation": "window"})
     assert done.returncode == 2 and not folder.exists()
-    assert "attn_implementation, 'flex_attention': cannot train on cpu; auto" in done.stderr
+    assert "attn_implementation, 'window': cannot train on cpu; auto" in done.stderr

@@ -171,7 +171,7 @@ def test_the_target_names_processes_and_machines():
 
 # Where "cuda" is meant as torch's name of a device type, not as "an accelerator".
 MEANS_CUDA = {
-    "utils/learning/model.py": 3,  # where flex and flash attention, and its windows, can be trained
+    "utils/learning/model.py": 1,  # where torch's flash attention with windows can be trained
     "utils/learning/optim.py": 1,  # where fused AdamW is known to obey found_inf
     "utils/learning/muon.py": 1,  # where bfloat16 is the fastest
     "utils/display/plan.py": 1,  # the type of a device that is not at hand

@@ -14,7 +14,6 @@ from transformers import masking_utils
 from utils.learning.evaluation import eval_mode
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
 from utils.learning.local_attention import HIDDEN, WINDOW, pair_starts
-from utils.learning.model import ONLY_ON
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
@@ -121,9 +120,7 @@ class ModelLoss(nn.Module):
         batch = {"input_ids": torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size}
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
-        attention, scale, same = lm.config._attn_implementation, 1, True
-        if attention in ONLY_ON:
-            lm.set_attn_implementation("eager")
+        scale, same = 1, True
         hook = lm.get_output_embeddings().register_forward_pre_hook(lambda head, args: (scale * args[0],))
         try:
             for parameter, _ in saved:
@@ -141,8 +138,6 @@ class ModelLoss(nn.Module):
             hook.remove()
             for parameter, value in saved:
                 parameter.copy_(value)
-            if attention in ONLY_ON:
-                lm.set_attn_implementation(attention)
         if not same:
             what = f"{type(lm).__name__}: the head is not a plain linear layer on the hidden states"
             cost = "the loss is computed from all the logits: slower and with more memory."

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from transformers.utils import is_flash_attn_2_available
 
 from utils.devices import device_type, memory_of
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, meta_model, one_line, read_config
@@ -14,13 +13,9 @@ from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
 from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
 from utils.learning.overrides import setting
 
-# Attention kernels, and the model's attribute that says it has them
-ATTENTION = {
-    "auto": "", "eager": "", "sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn",
-    "flash_attention_2": "_supports_flash_attn", LOCAL: "_supports_sdpa",
-    WINDOW: "_supports_flash_attn",  # types that support it pass their window to the kernel
-}  # fmt: skip
-ONLY_ON = {"flex_attention": ("cuda", "xpu"), "flash_attention_2": ("cuda",), WINDOW: ("cuda",)}  # or ROCm
+# Attention kernels, and the model's attribute that says it has them. Types with flash attention pass their window.
+ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", LOCAL: "_supports_sdpa",
+             WINDOW: "_supports_flash_attn"}  # fmt: skip
 PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
 
 
@@ -59,7 +54,7 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     if problems:
         raise ValueError("\n".join(problems))
     attn = fastest_attention(kind, config, block_size) if attn == "auto" else attn
-    if attn in ("eager", "sdpa", LOCAL):  # else transformers takes sdpa where the model can
+    if attn != "auto":  # transformers takes sdpa where the model can
         config._attn_implementation = attn
     if model_name_or_path:
         model, extra = load_weights(kind, model_name_or_path, config)
@@ -73,8 +68,6 @@ def build_model(kind, model_type, config_overrides, model_name_or_path, block_si
     freeze_unused(model, kind, block_size)  # before custom functions, which hide what they lead to
     use_one_kernel_gelu(model)
     use_one_kernel_rms_norm(model)
-    if attn in ONLY_ON:  # not on the CPU, where the model still is
-        model.set_attn_implementation(attn)
     return model
 
 
@@ -170,16 +163,9 @@ def _without_attention(name, kind, config, device=None):
         return "none of its layers is a sliding one"
     if name == WINDOW and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "its layers attend in chunks"
-    if device not in ONLY_ON.get(name, (device,)) or name == LOCAL and device == "xla":
+    if name == LOCAL and device == "xla" or name == WINDOW and device != "cuda":  # or ROCm
         return f"cannot train on {device}"
-    if name == "flex_attention" and any(
-        value for key, value in config.to_dict().items() if key.startswith("att") and "drop" in key
-    ):
-        return "it has no dropout: set it to 0 in config_overrides"
-    if name == "flash_attention_2" and not is_flash_attn_2_available():
-        return "the package flash-attn is not installed"
-    half = os.environ.get("ACCELERATE_MIXED_PRECISION") in ("bf16", "fp16")
-    if name in ("flash_attention_2", WINDOW) and not half:
+    if name == WINDOW and os.environ.get("ACCELERATE_MIXED_PRECISION") not in ("bf16", "fp16"):
         return "needs --mixed_precision bf16 or fp16 of the launcher"
     return ""
 
