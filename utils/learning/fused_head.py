@@ -77,14 +77,21 @@ def replaced_losses(token_loss, logits, targets):
     return losses.where(valid, 0)
 
 
-def _chunk_of_any_loss(token_loss, logits, bias, targets, weights, with_gradient):
-    """logits [C, V], unchanged -> losses [C], gradient of logits [C, V] or None."""
-    logits = logits.to(weights.dtype)
-    logits = (logits if bias is None else logits + bias).detach().requires_grad_(with_gradient)
+def _losses_of_chunk(softmax, token_loss, logits, scratch, bias, targets, weights, with_gradient, with_correct):
+    """-> losses to sum [C], cross-entropy [C], correct [C], bias gradient. `logits` [C, V] becomes its gradient."""
+    inputs = logits, scratch, bias, targets.where(targets != IGNORED, 0), weights
+    if token_loss is None:
+        losses, correct, d_bias = softmax(*inputs, with_gradient, with_correct)
+        return losses, losses, correct, d_bias
+    x = logits.to(weights.dtype)
+    x = (x if bias is None else x + bias).detach().requires_grad_(with_gradient)
     with torch.set_grad_enabled(with_gradient):
-        losses = replaced_losses(token_loss, logits, targets)
-        d_logits = torch.autograd.grad((losses * weights).sum(), logits)[0] if with_gradient else None
-    return losses.detach(), d_logits
+        own = replaced_losses(token_loss, x, targets)
+        d_logits = torch.autograd.grad((own * weights).sum(), x)[0] if with_gradient else None
+    losses, correct, _ = softmax(*inputs, False, with_correct)
+    if with_gradient:
+        logits.copy_(d_logits)
+    return own.detach(), losses, correct, d_logits.sum(0) if with_gradient else None
 
 
 def _chunk_of(rows, most, equal):
@@ -133,36 +140,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scratch = hidden.new_empty((step, stride), dtype=exact)[:, :vocab_size]
         with torch.autocast(kind, enabled=False):
             h, w, valid = hidden.to(dtype), weight.to(dtype), targets != IGNORED
-            safe_targets, weights = targets.where(valid, 0), token_weights.to(exact) * valid
+            weights = token_weights.to(exact) * valid
             d_weight = torch.zeros_like(weight, dtype=exact) if with_gradient else None
             d_bias = torch.zeros_like(bias, dtype=exact) if with_gradient and bias is not None else None
-            losses, corrects, d_hidden, trained = [], [], [], []
+            trained, losses, corrects, d_hidden = [], [], [], []
             for start in range(0, rows, step):
                 part = slice(start, start + step)
                 logits = torch.mm(h[part], w.t(), out=None if buffer is None else buffer[: rows - start])
-                if token_loss is not None:
-                    other, d_logits = _chunk_of_any_loss(
-                        token_loss, logits, bias, targets[part], weights[part], with_gradient
-                    )
-                    trained.append(other)
                 room = None if scratch is None else scratch[: rows - start]
-                wanted = with_gradient and token_loss is None, with_correct
-                of_chunk = safe_targets[part], weights[part]
-                loss, correct, d_bias_part = softmax(logits, room, bias, *of_chunk, *wanted)
+                own, loss, correct, d_bias_part = _losses_of_chunk(
+                    softmax, token_loss, logits, room, bias, targets[part], weights[part], with_gradient,
+                    with_correct,
+                )  # fmt: skip
+                trained.append(own)
                 losses.append(loss)
                 corrects.append(correct)
-                # From here on `logits` holds their gradient.
-                if with_gradient and token_loss is not None:
-                    logits.copy_(d_logits)
-                    d_bias_part = d_logits.sum(0)
-                if with_gradient:
+                if with_gradient:  # which `logits` holds now
                     d_hidden.append((logits @ w).to(hidden.dtype))
                     _add_product(d_weight, logits.t(), h[part])
                     if bias is not None:
                         d_bias.add_(d_bias_part)
             losses = torch.cat(losses).where(valid, 0)
             correct = (torch.cat(corrects) & valid) if with_correct else None
-            loss_sum = ((torch.cat(trained) if trained else losses) * weights).sum()
+            loss_sum = ((losses if token_loss is None else torch.cat(trained)) * weights).sum()
         if with_gradient:
             ctx.save_for_backward(torch.cat(d_hidden), d_weight, d_bias)
             ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
