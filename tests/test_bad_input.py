@@ -98,7 +98,7 @@ CLM | --model_type gpt2 --config_overrides n_layers=2 | 'n_layers': gpt2 has no 
 CLM | --model_name_or_path ../old --tokenizer_name ../old | cannot go with model_name_or_path; add --config_overrides ""
 CLM | --model_type gpt2 --config_overrides n_layer | not of the form name=value
 CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
-CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4': 
+CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4':
 CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | config_overrides: TypeError
 MLM | --next_sentence true                              | with next_sentence take --model_type bert

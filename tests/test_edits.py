@@ -31,7 +31,7 @@ from tests.runs import PROJECT, TINY, metrics, write_corpus
 FOLDER = PROJECT / "docs" / "edits"
 DIFFS = sorted(FOLDER.glob("*.diff"))
 STEPS, KILL_AFTER, SAVE_STEPS = 15, 6, 5
-LONGER = {"distillation": 25, "growing-sequence-length": 25, "isolated-documents": 40}  # others: 15 changed lines
+LONGER = {"distillation": 25, "growing-sequence-length": 25, "isolated-documents": 40}  # others: 15 lines
 FLAGS = {
     **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
     "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "max_eval_samples": 20,

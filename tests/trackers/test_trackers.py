@@ -1,6 +1,6 @@
 """TensorBoard, trackio and Weights & Biases (offline), each with its package: a run that is killed and
-continued is one curve in each, read back from what they keep. Steps after the checkpoint are sent twice, with the
-same values. What a tracker lost in the kill is not sent again.
+continued is one curve in each, read back from what they keep. Steps after the checkpoint are sent twice, with
+the same values. What a tracker lost in the kill is not sent again.
 """
 
 import importlib.util
@@ -24,8 +24,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run killed at step 26 or later, continued from step 20, and what the trackers have of it. Their steps up
-    to 20 were logged some time before the kill."""
+    """A run killed at step 26 or later, continued from step 20, and what the trackers have of it."""
     folder = tmp_path_factory.mktemp("trackers")
     (folder / "wandb").mkdir()
     flags = {**TINY, "dataset_name": write_corpus(folder / "corpus.jsonl"), "max_train_steps": STEPS,

@@ -49,7 +49,8 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
         _plot(axes[key], lines, key, COLOURS[0], smooth=key != "learning_rate")
     for number, name in enumerate(by_set(logged, "loss/eval"), start=1):
         suffix, colour = f"/{name}" if name else "", COLOURS[number % len(COLOURS)]
-        _plot(loss, lines, f"loss/eval{suffix}", colour, label=f"evaluation, {name}" if name else "evaluation")
+        label = f"evaluation, {name}" if name else "evaluation"
+        _plot(loss, lines, f"loss/eval{suffix}", colour, label=label)
         if "accuracy" in axes:
             _plot(axes["accuracy"], lines, f"accuracy{suffix}", colour)
     for key, axis in axes.items():

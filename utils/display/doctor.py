@@ -70,8 +70,8 @@ def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
     steps, epochs = args.max_train_steps, args.num_train_epochs
     length = counted(steps, "step") if steps else counted(epochs, "epoch")
     again = "; the same command resumes it" if args.resume_from_checkpoint == "auto" else ""
-    print(f"run        trains {model} on {dataset} for {length}, in {args.output_dir}; stop it any time{again}",
-          flush=True)  # fmt: skip
+    what = f"trains {model} on {dataset} for {length}, in {args.output_dir}"
+    print(f"run        {what}; stop it any time{again}", flush=True)
 
 
 def launch_facts(accelerator, attention: str) -> dict:
@@ -117,7 +117,8 @@ def device_warnings(device: str, devices: int, processes: int) -> list[str]:
     """device: the type in use; devices: how many are visible; processes: how many on this machine."""
     if device != "cpu":
         return [f"num_processes: {processes} of {devices} devices are used."] if processes < devices else []
-    causes = [f"an accelerator's {maker} driver is loaded" for file, maker in DRIVERS.items() if Path(file).exists()]
+    drivers = [maker for file, maker in DRIVERS.items() if Path(file).exists()]
+    causes = [f"an accelerator's {maker} driver is loaded" for maker in drivers]
     if "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ:
         causes.append("launched for an accelerator")
     if not causes or parse_flag_from_env("ACCELERATE_USE_CPU"):

@@ -50,8 +50,8 @@ class Report:
         self.accelerator.print(*lines, sep="\n")
 
     def training(self, step: int, state: dict, record: dict, skipped: list, epochs: dict) -> None:
-        """Log a record of training; update skipped_updates and seen in `state`. skipped: 1 for each of the last
-        steps that was skipped, else 0; epochs: of each data set."""
+        """Log a record of training; update skipped_updates and seen in `state`. skipped: for each of the last
+        steps 1 if it was skipped, else 0; epochs: of each data set."""
         steps = self.steps
         for done, skip in enumerate(skipped, step - len(skipped) + 1):
             if skip:

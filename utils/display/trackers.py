@@ -19,7 +19,7 @@ def check_trackers(report_to: str) -> list[str]:
 
 
 def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> None:
-    """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves. All processes call it."""
+    """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves."""
     if not accelerator.log_with:
         return
     run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name

@@ -78,11 +78,11 @@ def standard_error(*totals: Total) -> float | None:
 
 
 def evaluation_metrics(totals: Totals, losses: tuple, bytes_per_token: float) -> dict[str, float | None]:
-    """What is logged of these totals: their means, None where nothing was counted, and what follows from them.
+    """What is logged of these totals: what follows from the losses, and all means (None if nothing counts).
 
-    losses: the names of those whose means add up to the loss that is trained; the first one is cross-entropy in
-    nats over predicted tokens. bytes_per_token: UTF-8 bytes of the text over its tokens, 0 if unknown.
-    bits_per_byte can be compared between tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
+    losses: those whose means add up to the loss that is trained; the first one is cross-entropy in nats over
+    predicted tokens. bytes_per_token: UTF-8 bytes of the text over its tokens, 0 if unknown. bits_per_byte
+    can be compared between tokenizers (Gao et al., "The Pile", 2020, section 3.1)."""
     if losses[0] not in totals:
         raise ValueError(f"evaluate: returns no {losses[0]}; other metrics go beside it")
     trained = [totals[name] for name in losses if name in totals and totals[name].count]
@@ -95,4 +95,5 @@ def evaluation_metrics(totals: Totals, losses: tuple, bytes_per_token: float) ->
     if losses == ("loss/eval",):  # of all the text, not of hidden tokens
         metrics["bits_per_byte"] = loss / math.log(2) / (bytes_per_token or math.nan)
     metrics["eval_tokens"] = int(tokens)
-    return metrics | {name: total.sum / total.count if total.count else None for name, total in totals.items()}
+    means = {name: total.sum / total.count if total.count else None for name, total in totals.items()}
+    return metrics | means

@@ -77,8 +77,8 @@ def replaced_losses(token_loss, logits, targets):
     return losses.where(valid, 0)
 
 
-def _losses_of_chunk(softmax, token_loss, logits, scratch, bias, targets, weights, with_gradient, with_correct):
-    """-> losses to sum [C], cross-entropy [C], correct [C], bias gradient. `logits` [C, V] becomes its gradient."""
+def _chunk(softmax, token_loss, logits, scratch, bias, targets, weights, with_gradient, with_correct):
+    """-> losses to sum [C], cross-entropy [C], correct [C], bias gradient; logits [C, V] become theirs."""
     inputs = logits, scratch, bias, targets.where(targets != IGNORED, 0), weights
     if token_loss is None:
         losses, correct, d_bias = softmax(*inputs, with_gradient, with_correct)
@@ -148,10 +148,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 part = slice(start, start + step)
                 logits = torch.mm(h[part], w.t(), out=None if buffer is None else buffer[: rows - start])
                 room = None if scratch is None else scratch[: rows - start]
-                own, loss, correct, d_bias_part = _losses_of_chunk(
-                    softmax, token_loss, logits, room, bias, targets[part], weights[part], with_gradient,
-                    with_correct,
-                )  # fmt: skip
+                inputs = logits, room, bias, targets[part], weights[part]
+                own, loss, correct, d_bias_part = _chunk(
+                    softmax, token_loss, *inputs, with_gradient, with_correct
+                )
                 trained.append(own)
                 losses.append(loss)
                 corrects.append(correct)

@@ -28,27 +28,26 @@ def pays(config, block_size: int) -> bool:
     return slides(config) and block_size >= 8 * max(config.sliding_window, 64)
 
 
-def local_mask(
-    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None,
-    local_size=None, use_vmap=False, device="cpu", **more,
-):
-    """The mask to add to the scores: of a sliding layer float32 [B x N, 1, S, K], else what sdpa gets."""
+def local_mask(**options):
+    """The mask to add to the scores: of a sliding layer float32 [B x N, 1, S, K], else what sdpa gets.
+    options: those that transformers gives to sdpa_mask."""
+    length, reach, device = options["kv_length"], options.get("local_size"), options["device"]
     # Shorter blocks compute fewer hidden scores, but a GPU's kernels take 64 queries at a time.
-    size = max((local_size or 0) // 2, 32 if torch.device(device).type == "cpu" else 64)
-    whole = local_size is None or use_vmap or q_length != kv_length  # no window, extra masks, or a cache
-    if whole or kv_length <= size:
-        of = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size
-        return sdpa_mask(*of, use_vmap=use_vmap, device=device, **more)
-    rows = torch.arange(batch_size, device=device)[:, None, None, None]
-    queries = torch.arange(-(-(kv_length + local_size) // size) * size, device=device).view(-1, size, 1)
-    keys = queries[:, :1] + torch.arange(-local_size, size + local_size, device=device)  # [N, 1, K]
-    seen = (keys >= 0) & (keys < kv_length)
-    queries, keys = queries.clamp(max=kv_length - 1), keys.clamp(0, kv_length - 1)
-    seen = seen & mask_function(rows, rows, queries, keys)  # [N, S, K]; [B, N, S, K] with documents
-    if attention_mask is not None:
-        seen = seen & attention_mask[rows, keys]
+    size = max((reach or 0) // 2, 32 if torch.device(device).type == "cpu" else 64)
+    whole = reach is None or options["use_vmap"] or options["q_length"] != length  # extra masks, or a cache
+    if whole or length <= size:
+        return sdpa_mask(**options)
+    rows = torch.arange(options["batch_size"], device=device)[:, None, None, None]
+    queries = torch.arange(-(-(length + reach) // size) * size, device=device).view(-1, size, 1)
+    keys = queries[:, :1] + torch.arange(-reach, size + reach, device=device)  # [N, 1, K]
+    seen = (keys >= 0) & (keys < length)
+    queries, keys = queries.clamp(max=length - 1), keys.clamp(0, length - 1)
+    # [N, S, K]; with documents [B, N, S, K]
+    seen = seen & options["mask_function"](rows, rows, queries, keys)
+    if options["attention_mask"] is not None:
+        seen = seen & options["attention_mask"][rows, keys]
     mask = torch.zeros(seen.shape, device=device).masked_fill(~seen, HIDDEN)
-    return mask.expand(batch_size, *mask.shape[-3:]).reshape(-1, 1, *mask.shape[-2:])
+    return mask.expand(options["batch_size"], *mask.shape[-3:]).reshape(-1, 1, *mask.shape[-2:])
 
 
 def local_attention(module, query, key, value, attention_mask, **more):
@@ -70,24 +69,21 @@ def local_attention(module, query, key, value, attention_mask, **more):
     return out.flatten(0, 1).unflatten(0, (-1, tokens + empty))[:, :tokens], None
 
 
-def window_mask(
-    batch_size, q_length, kv_length, mask_function=None, attention_mask=None, local_size=None, use_vmap=False,
-    device="cpu", **more,
-):
+def window_mask(**options):
     """What `window_attention` gets: None for a sliding layer on whole rows; `starts` for documents that are
     kept apart; else, such as with padding, the mask of sdpa."""
+    rows, length, device = options["batch_size"], options["q_length"], options["device"]
     # transformers sets allow_... if nothing, such as documents, was added to the mask.
-    plain = more.get("allow_is_causal_skip", True) or more.get("allow_is_bidirectional_skip")
+    plain = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip")
     mixed = torch.is_autocast_enabled(torch.device(device).type)
-    known = mixed and attention_mask is None and not use_vmap and q_length == kv_length
-    if known and plain and local_size is not None:
+    extra = options["attention_mask"] is not None or options["use_vmap"] or length != options["kv_length"]
+    if not mixed or extra or plain and options.get("local_size") is None:
+        return sdpa_mask(**options)
+    if plain:
         return None
-    if known and not plain:
-        rows = torch.arange(batch_size, device=device)[:, None]
-        places = torch.arange(1, q_length, device=device)
-        return document_starts(~mask_function(rows, rows, places, places - 1))
-    more |= dict(attention_mask=attention_mask, local_size=local_size, use_vmap=use_vmap, device=device)
-    return sdpa_mask(batch_size, q_length, kv_length, mask_function=mask_function, **more)
+    row = torch.arange(rows, device=device)[:, None]
+    places = torch.arange(1, length, device=device)
+    return document_starts(~options["mask_function"](row, row, places, places - 1))
 
 
 def document_starts(begins):

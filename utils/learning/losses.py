@@ -117,7 +117,8 @@ class ModelLoss(nn.Module):
         lm, generator = self.lm, torch.Generator().manual_seed(0)
         if self._router_loss_weight() or not isinstance(lm.get_output_embeddings(), nn.Module):
             return False  # the router's loss comes only with the model's own logits
-        batch = {"input_ids": torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size}
+        ids = torch.arange(8, device=next(lm.parameters()).device)[None] % lm.config.vocab_size
+        batch = {"input_ids": ids}
         base = set(lm.base_model.parameters())
         saved = [(parameter, parameter.clone()) for parameter in lm.parameters() if parameter not in base]
         scale, same = 1, True

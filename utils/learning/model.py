@@ -13,9 +13,9 @@ from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
 from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
 from utils.learning.overrides import setting
 
-# Attention kernels, and the model's attribute that says it has them. Types with flash attention pass their window.
-ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", LOCAL: "_supports_sdpa",
-             WINDOW: "_supports_flash_attn"}  # fmt: skip
+# Attention kernels, and the model's attribute that says it has them
+ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", LOCAL: "_supports_sdpa"}
+ATTENTION[WINDOW] = "_supports_flash_attn"  # types that support it pass their window to the kernel
 PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
 
 
@@ -83,8 +83,8 @@ def _set_generation(model, block_size):
 
 
 def load_weights(kind, name_or_path, config, **options):
-    """(the model with these weights, in float32; names of weights that it does not need). ValueError where they
-    cannot be read, or some are missing, of another shape or not finite."""
+    """(the model with these weights, in float32; names of weights that it does not need). ValueError where
+    they cannot be read, or some are missing, of another shape or not finite."""
     blamed = f"model_name_or_path, {name_or_path!r}"
     options |= {"config": config, "dtype": torch.float32, "trust_remote_code": False}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told here
