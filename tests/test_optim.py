@@ -214,7 +214,7 @@ def test_under_a_gradient_scaler_bad_updates_are_skipped_too(limit, kind):
         torch.manual_seed(0)
         model, scaler = nn.Linear(3, 5), torch.amp.GradScaler("cpu", init_scale=4.0)
         optimizer = AcceleratedOptimizer(*OPTIMIZERS[kind](model), scaler=scaler)
-        guard = UpdateGuard(SimpleNamespace(scaler=scaler), optimizer)
+        guard = UpdateGuard(SimpleNamespace(scaler=scaler, device="cpu"), optimizer)
         for grads in updates:
             scaler.scale(torch.zeros(()))  # as accelerator.backward does; the scale is made lazily
             for parameter, grad in zip(model.parameters(), grads, strict=True):

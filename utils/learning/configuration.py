@@ -200,13 +200,16 @@ def objection(kind, config) -> str:
     asked._experts_implementation = "batched_mm"  # the usual one runs on real devices only
     try:
         model = meta_model(kind, asked)
-        ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    except Exception as error:
+        return one_line(error)
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    try:
         # Without the search for documents within a row, which reads the data.
         with mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_, **__: None):
             model(input_ids=ids, **CALL[kind])
     except Exception as error:
         # Some models read their data, but here are none.
-        if "model" not in locals() or "meta" not in str(error) and not isinstance(error, NotImplementedError):
+        if "meta" not in str(error) and not isinstance(error, NotImplementedError):
             return one_line(error)
     if isinstance(layers := setting(config, "num_hidden_layers"), int) and layers < 1:
         return "a model without layers"

@@ -123,9 +123,7 @@ class UpdateGuard:
         # Fused SGD has `found_inf` too, but a skipped first update leaves its momentum unset.
         obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
         self.obeyed = self.scaler is None and all(obey)
-        groups = self.optimizers[0].param_groups  # an edit may have emptied one
-        device = next(weight.device for group in groups for weight in group["params"])
-        self.norm = torch.zeros((), device=device)  # of the newest gradient
+        self.norm = torch.zeros((), device=accelerator.device)  # of the newest gradient
         self.consecutive = 0  # updates skipped in a row, at the last read
         self._pending, self._unread = [], []  # flags on the device; flags on the host
 
@@ -153,20 +151,16 @@ class UpdateGuard:
         return flag
 
     def read(self):
-        """For each update since the last read 1 if it was skipped, else 0. Only here the host waits."""
-        self._fetch()
-        flags, self._unread = self._unread, []
+        """For each update since the last read 1 if it was skipped, else 0."""
+        flags, self._unread = self.state_dict()["unread"], []
         return flags
 
-    def _fetch(self):
-        flags = [int(flag) for flag in torch.stack(self._pending).tolist()] if self._pending else []
-        for flag in flags:
-            self.consecutive = self.consecutive + 1 if flag else 0
-        self._unread, self._pending = self._unread + flags, []
-
     def state_dict(self):
-        """Values that fit into JSON."""
-        self._fetch()
+        """Values that fit into JSON. Only here, and in `read`, the host waits."""
+        new = [int(flag) for flag in torch.stack(self._pending).tolist()] if self._pending else []
+        for flag in new:
+            self.consecutive = self.consecutive + 1 if flag else 0
+        self._unread, self._pending = self._unread + new, []
         return {"consecutive": self.consecutive, "unread": self._unread}
 
     def load_state_dict(self, state):
