@@ -18,7 +18,6 @@ SHOWN = {  # name in the line -> metric, format
     "accuracy": ("accuracy", ".1%"),
     "tok/s": ("tokens_per_second", ",.0f"),
 }
-BAR = "loss", "perplexity", "accuracy", "tok/s", "left", "hub", "skipped"  # a narrow terminal shows the first
 BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}"
 
 
@@ -37,7 +36,7 @@ class Progress:
     """On the main process: lines of evaluations; on a terminal a bar, elsewhere a line per log interval."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
-        self.total_steps, self.is_main_process, self.shown = total_steps, is_main_process, {}
+        self.total_steps, self.is_main_process = total_steps, is_main_process
         self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file gets lines beside the bar
         options = dict(dynamic_ncols=True, bar_format=BAR_FORMAT, smoothing=0)
         hidden = not (is_main_process and on_terminal())
@@ -52,18 +51,17 @@ class Progress:
             return
         train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
         shown = {"loss": (train, ".4f"), **SHOWN}
-        new = {name: format_metric(record, *how) for name, how in shown.items()}
+        texts = {name: format_metric(record, *how) for name, how in shown.items()}
         if record.get("loss/eval_stderr") is not None:  # with a single evaluation set
-            new["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        new["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
-        new["skipped"] = str(record.get("skipped_updates") or "")
-        new |= {"left": "" if eta is None else duration(eta), "hub": hub}
-        new = {name: text for name, text in new.items() if text}
-        self.shown |= new
-        if self.plain or "eval loss" in new:
-            line = "  ".join(f"{name} {text}" for name, text in new.items())
+            texts["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
+        texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # a narrow terminal shows the first
+        texts["skipped"] = str(record.get("skipped_updates") or "")
+        texts["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
+        line = "  ".join(f"{name} {text}" for name, text in texts.items() if text)
+        if self.plain or texts["eval loss"]:
             self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
-        self.bar.set_description_str("  ".join(f"{k} {self.shown[k]}" for k in BAR if k in self.shown))
+        if not texts["eval loss"]:
+            self.bar.set_description_str(line)
 
     def write(self, text: str) -> None:
         """Print above the bar."""
