@@ -54,7 +54,7 @@ class Progress:
         texts = {name: format_metric(record, *how) for name, how in shown.items()}
         if record.get("loss/eval_stderr") is not None:  # with a single evaluation set
             texts["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # a narrow terminal shows the first
+        texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # these fit a narrow terminal
         texts["skipped"] = str(record.get("skipped_updates") or "")
         texts["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
         line = "  ".join(f"{name} {text}" for name, text in texts.items() if text)

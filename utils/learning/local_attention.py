@@ -23,11 +23,6 @@ def slides(config) -> bool:
     return "sliding_attention" in layers and not getattr(config, "is_heterogeneous", False)
 
 
-def pays(config, block_size: int) -> bool:
-    """Whether rows are so much longer than the window that blocks are faster."""
-    return slides(config) and block_size >= 8 * max(config.sliding_window, 64)
-
-
 def local_mask(**options):
     """The mask to add to the scores: of a sliding layer float32 [B x N, 1, S, K], else what sdpa gets.
     options: those that transformers gives to sdpa_mask."""
@@ -87,25 +82,23 @@ def window_mask(**options):
 
 
 def document_starts(begins):
-    """begins, bool [B, T - 1]: whether a document begins at the second token of a row, ... -> `starts`. Their
-    number is padded to a power of two, as each number is a graph. Waits for the device."""
+    """begins, bool [B, T - 1]: whether a document begins at the second token of a row, ... -> where n
+    documents begin in the B x T tokens, and the end: int32 [n + 1, 1, 1, 1], as transformers passes on only
+    masks of four dimensions. n is padded to a power of two, as each number is a graph. Waits for the device."""
     begins = F.pad(begins, (1, 0), value=True).flatten()
     first = begins.nonzero()[:, 0]
-    return _starts(F.pad(first, (0, max(64, 1 << len(first).bit_length()) - len(first)), value=len(begins)))
+    length = max(64, 1 << len(first).bit_length())
+    return F.pad(first, (0, length - len(first)), value=len(begins)).int()[:, None, None, None]
 
 
 def pair_starts(pair, pair_start, real):
-    """pair, pair_start [B, M]: see PairRows.columns; real, bool [B, T]: False at the padding -> `starts`."""
-    end = real.sum(1, keepdim=True)  # where the padding begins, which is a document too
+    """The same for sentence pairs. pair, pair_start [B, M]: see PairRows.columns; real, bool [B, T]: False at
+    the padding, which is a document too."""
+    end = real.sum(1, keepdim=True)  # where the padding begins
     of_row = torch.cat([0 * end, torch.where(pair < 0, end, pair_start), end], 1)
     rows = torch.arange(len(real) + 1, device=real.device) * real.shape[1]
-    return _starts(torch.cat([(of_row + rows[:-1, None]).flatten(), rows[-1:]]))
-
-
-def _starts(places):
-    """places [n + 1] in the B x T tokens, in order: where n documents begin, some of them empty, and the end
-    -> int32 [n + 1, 1, 1, 1], as transformers passes on only masks with four dimensions."""
-    return places.int()[:, None, None, None]
+    starts = torch.cat([(of_row + rows[:-1, None]).flatten(), rows[-1:]])
+    return starts.int()[:, None, None, None]
 
 
 def window_attention(

@@ -9,7 +9,7 @@ from torch.autograd.function import BackwardCFunction
 from utils.devices import device_type, memory_of
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, meta_model, one_line, read_config
 from utils.learning.evaluation import eval_mode
-from utils.learning.local_attention import LOCAL, WINDOW, pays, slides
+from utils.learning.local_attention import LOCAL, WINDOW, slides
 from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
 from utils.learning.overrides import setting
 
@@ -143,13 +143,15 @@ def freeze_unused(model, kind, block_size):
 
 
 def fastest_attention(kind, config, block_size, device=None):
-    """As measured, for sliding layers: blocks on a CPU, torch's kernel with a window on CUDA and ROCm, where
-    blocks were slower than whole rows. That kernel also for sentence pairs, of which several share a row.
-    Else "auto", what transformers takes."""
-    worth = {WINDOW: slides(config) or kind == "pretraining"}
-    worth[LOCAL] = pays(config, block_size) and (device or device_type()) == "cpu"
-    can = (name for name in worth if worth[name] and not _without_attention(name, kind, config, device))
-    return next(can, "auto")
+    """As measured: on a CPU blocks, for rows much longer than the window of sliding layers. Elsewhere torch's
+    kernel with a window, also for sentence pairs, of which several share a row. Else "auto", what
+    transformers takes."""
+    device = device or device_type()
+    if device == "cpu":
+        name, pays = LOCAL, slides(config) and block_size >= 8 * max(config.sliding_window, 64)
+    else:
+        name, pays = WINDOW, slides(config) or kind == "pretraining"
+    return name if pays and not _without_attention(name, kind, config, device) else "auto"
 
 
 def _without_attention(name, kind, config, device=None):
