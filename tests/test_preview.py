@@ -90,11 +90,10 @@ def case(request, workspace):
     return SimpleNamespace(name=request.param, text=text, rows=rows[:ROWS], tokenizer=tokenizer)
 
 
-def blocks(text: str) -> list[tuple[str, str, list[str]]]:
-    """(facts, margins, lines) of each row."""
-    found = re.findall(r"^(step \d+, row .*)\n((?:[ AB] │ .*\n)+)", text, re.M)
-    return [(facts, "".join(line[0] for line in body.split("\n")[:-1]),
-             [line[4:] for line in body.split("\n")[:-1]]) for facts, body in found]  # fmt: skip
+def blocks(text: str) -> list[tuple[str, list[str]]]:
+    """(facts, lines) of each row."""
+    found = re.findall(r"^(step \d+, row .*)\n((?:  │ .*\n)+)", text, re.M)
+    return [(facts, [line[4:] for line in body.split("\n")[:-1]]) for facts, body in found]
 
 
 def squeezed(text: str) -> str:
@@ -109,7 +108,7 @@ def label_text(line: str) -> str:
 def test_rows_are_those_of_the_first_steps_decoded(case):
     found = blocks(case.text)
     assert len(found) == ROWS
-    for number, ((facts, _, lines), row) in enumerate(zip(found, case.rows, strict=True)):
+    for number, ((facts, lines), row) in enumerate(zip(found, case.rows, strict=True)):
         assert facts.startswith(f"step {1 + number // 8}, row {row['row']:,}")
         ids = list(row["input_ids"])
         for slot, label in zip(row.get("slots", []), row.get("slot_labels", []), strict=True):
@@ -122,7 +121,7 @@ def test_rows_are_those_of_the_first_steps_decoded(case):
     if case.name in ("causal", "stream"):  # with every space and line, each document's end closing a line
         eos = case.tokenizer.eos_token
         assert eos in case.text.split("step 1")[0]
-        for (_, _, lines), row in zip(found, case.rows, strict=True):
+        for (_, lines), row in zip(found, case.rows, strict=True):
             expected = case.tokenizer.decode(row["input_ids"]).replace("\x0c", "\\x0c")
             ended = re.sub(re.escape(eos) + "(?!$)", f"{eos}\n", expected)
             assert label_text("\n".join(lines)) == ended
@@ -136,7 +135,7 @@ def test_masks_are_those_of_the_first_steps(case):
         return squeezed(case.tokenizer.decode([token]))
 
     kinds = set()
-    for (facts, _, lines), row in zip(blocks(case.text), case.rows, strict=True):
+    for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
         ids, labels = row["input_ids"], zip(row["slots"], row["slot_labels"], strict=True)
         expected = [(ids[slot], label) for slot, label in sorted(labels) if label != -100]
         found = re.findall(r"«([^«»]*)→([^«»]*)»", "\n".join(lines))
@@ -152,17 +151,16 @@ def test_masks_are_those_of_the_first_steps(case):
 def test_pairs_have_their_parts_and_their_label(case):
     if case.name != "pairs":
         pytest.skip("no pairs")
-    assert "label 0: B follows A; 1: B is from another document" in case.text.split("step 1")[0]
+    assert "label 0: B, after A and [SEP], follows A; 1: B is from another" in case.text.split("step 1")[0]
     all_labels = set()
-    for (facts, margins, lines), row in zip(blocks(case.text), case.rows, strict=True):
+    for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
         labels = [label for label in row["next_sentence_label"] if label != -100]
         all_labels |= {*labels}
         pairs = "1 pair" if len(labels) == 1 else f"{len(labels)} pairs"
         assert facts.endswith(f"{pairs}, label {' '.join(map(str, labels))}")
-        assert re.fullmatch("(A *B *)" * len(labels), margins)
-        second = [label for label, kind in zip(row["input_ids"], row["token_type_ids"], strict=True) if kind]
-        given = "".join(line.split("→")[-1] for line, margin in zip(lines, margins, strict=True))
-        assert given.endswith("[SEP]") and second.count(case.tokenizer.sep_token_id) == len(labels)
+        parts = [line for line in lines if line.endswith("[SEP]")]
+        assert len(parts) == 2 * len(labels) and lines[-1] is parts[-1]
+        assert [part.startswith("[CLS]") for part in parts] == [True, False] * len(labels)
     assert all_labels == {0, 1} and any(" pairs, label " in facts for facts, *_ in blocks(case.text))
 
 
@@ -171,7 +169,7 @@ def test_key_tokens_are_marked_and_rows_weigh_what_the_loss_takes(case):
         pytest.skip("no key tokens")
     key, _ = keytoken_ids(case.tokenizer, KEYTOKENS)
     weights = set()
-    for (facts, _, lines), row in zip(blocks(case.text), case.rows, strict=True):
+    for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
         expected = [case.tokenizer.decode([token]).strip() for token in row["input_ids"] if token in key]
         assert re.findall(r"«([^«»]*)»", "\n".join(lines)) == expected
         assert f"{len(expected)} key token" in facts and facts.endswith(f"weight {row['weight']:g}")

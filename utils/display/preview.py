@@ -25,7 +25,7 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
         hidden = f"is given {mask}, or another token, or the token itself"
         lines.append(f"  «the→{mask}» is to be predicted: the model must say «the», and {hidden}")
     if "next_sentence_label" in rows[0]:
-        lines.append("  label 0: B follows A; 1: B is from another document")
+        lines.append(f"  label 0: B, after A and {end}, follows A; 1: B is from another document")
     for row in rows:
         total = sources[row["source"]] if len(sources) > 1 else data.length and f"{data.length:,}"
         lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
@@ -67,11 +67,11 @@ def _facts(row: dict, total: str | None) -> str:
 
 
 def _text(row: dict, tokenizer, end: str) -> str:
-    """The lines of a row. Each begins with "│", for a pair after the letter of its part."""
-    ids, key, pair = _tokens(row), row.get("key"), row.get("token_type_ids")
+    """The lines of a row. Each begins with "│"."""
+    ids, key, parts = _tokens(row), row.get("key"), ["\n  │ "]
     slots = zip(row.get("slots", []), row.get("slot_labels", []), strict=True)
     labels = {place: label for place, label in slots if label != -100}  # -100: an empty slot
-    special, margin, parts = set(tokenizer.all_special_ids), None, []
+    special = set(tokenizer.all_special_ids)
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"]  # some decoders drop the first space
 
     def decoded(tokens: list[int]) -> str:
@@ -88,9 +88,6 @@ def _text(row: dict, tokenizer, end: str) -> str:
         return place if ids[place] in special or place in labels or key and key[place] else None
 
     for marked, places in groupby(range(len(ids)), own_part):
-        places = list(places)
-        if margin != (margin := f"\n{'AB'[pair[places[0]]] if pair else ' '} │ "):
-            parts.append(margin)
         if marked is None:
             parts.append(decoded([ids[place] for place in places]).replace("\n", "\n  │ "))
             continue
@@ -102,6 +99,6 @@ def _text(row: dict, tokenizer, end: str) -> str:
         elif ids[marked] not in special:
             text = f"«{text}»"
         parts.append(text)
-        if text == end and not pair and marked < len(ids) - 1:
+        if text == end and marked < len(ids) - 1:
             parts.append("\n  │ ")
     return "".join(parts)

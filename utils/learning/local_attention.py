@@ -84,7 +84,7 @@ def window_mask(**options):
 def document_starts(begins):
     """begins, bool [B, T - 1]: whether a document begins at the second token of a row, ... -> where n
     documents begin in the B x T tokens, and the end: int32 [n + 1, 1, 1, 1], as transformers passes on only
-    masks of four dimensions. n is padded to a power of two, as each number is a graph. Waits for the device."""
+    masks of four dimensions. n is padded to a power of two, as each one is a graph. Waits for the device."""
     begins = F.pad(begins, (1, 0), value=True).flatten()
     first = begins.nonzero()[:, 0]
     length = max(64, 1 << len(first).bit_length())
