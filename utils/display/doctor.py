@@ -92,22 +92,25 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
     start: steps already done; launch: as launch_facts; parameters: of the whole model."""
     processes, local, kind = accelerator.num_processes, local_processes(), accelerator.distributed_type
     micro, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
+    total, passes = steps.tokens_before(steps.last), steps.epoch(steps.last) or 0
+    target = f"{launched(kind, processes, local)}, {launch['device']}, {launch['precision']}"
+    slow = accelerator.device.type == "cpu" and launch["precision"] == PRECISIONS["no"] and parameters > LARGE
+    if slow and cpu_has_bfloat16():
+        target += ", accelerate launch --mixed_precision bf16 is faster"
+    if launch["compiler"] != "no":
+        target += f", compiled with {launch['compiler']}"
     factors = (rows // (micro * processes), "row"), (micro, "micro-batch"), (processes, "process")
-    batch, total = " x ".join(counted(*factor) for factor in factors), steps.tokens_before(steps.last)
-    at_first = "" if total == steps.last * tokens else " at first"
-    compiler = "" if launch["compiler"] == "no" else f", compiled with {launch['compiler']}"
-    done = f"; {start:,} are done" if start else ""
-    passes = steps.epoch(steps.last) or 0
-    total = f"{_millions(total)} tokens" + (f" = {passes:,.3g} passes over the rows" if passes > 1 else "")
-    computed = launch["precision"]
-    if accelerator.device.type == "cpu" and computed == PRECISIONS["no"] and parameters > LARGE:
-        computed += ", accelerate launch --mixed_precision bf16 is faster" if cpu_has_bfloat16() else ""
-    lines = [
-        f"target     {launched(kind, processes, local)}, {launch['device']}, {computed}{compiler}",
-        f"batch      {batch} = {rows:,} rows = {tokens:,} tokens per step{at_first}",
-        f"steps      {steps.last:,} steps = {total}{done}",
-        f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}",
-    ]
+    batch = " x ".join(counted(*factor) for factor in factors)
+    batch += f" = {rows:,} rows = {tokens:,} tokens per step"
+    if total != steps.last * tokens:
+        batch += " at first"
+    length = f"{steps.last:,} steps = {_millions(total)} tokens"
+    if passes > 1:
+        length += f" = {passes:,.3g} passes over the rows"
+    if start:
+        length += f"; {start:,} are done"
+    lines = [f"target     {target}", f"batch      {batch}", f"steps      {length}",
+             f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}"]
     warnings = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
     warnings += precision_warnings(launch["precision"], accelerator.device)
     return "\n".join(lines + [f"warning    {text}" for text in warnings])
