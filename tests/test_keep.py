@@ -19,7 +19,7 @@ from utils.learning.muon import MuonAdamW
 from utils.state.checkpoint import Checkpoints
 from utils.state.edit_check import EditCheck
 from utils.state.folders import thing_bytes
-from utils.state.rehearsal import rehearsal
+from utils.rehearsal import rehearsal
 from utils.state.training_state import collect_state, digest
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -22,7 +22,6 @@ from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import name_optimizers, stable_steps
-from utils.publishing.export import export_model
 from utils.publishing.publication import Publication
 from utils.resume import Resume
 from utils.settings import save_args
@@ -30,9 +29,8 @@ from utils.state.checkpoint import restore_modules
 from utils.state.edit_check import EditCheck
 from utils.state.folders import disk_space
 from utils.state.preemption import StopSignals, exit_status
-from utils.state.rehearsal import rehearsal, rehearse_updates
+from utils.rehearsal import rehearse
 from utils.tasks import Evaluations, Task
-from utils.xla import is_xla
 
 
 class Run:
@@ -105,21 +103,11 @@ class Run:
         self.report.changes(self.step, self.resume.changes())
         self.stop = StopSignals(accelerator)
         if args.preflight and not resumed:
-            self._rehearse()
+            rehearse(self)
         self._keep_milestone()  # a resumed run may want it only now, or lack it on a new machine
         if args.eval_at_start and not resumed:
             self.state["evaluation_due"] = True  # the curves begin with it
         return self._catch_up()
-
-    def _rehearse(self) -> None:
-        with rehearsal(self.resume.checkpoints, self.edits) as folder:
-            if failure := export_model(self.accelerator, self.model, self.data.tokenizer, folder):
-                raise RuntimeError(f"preflight: the model cannot be saved: {failure}")
-            if not is_xla():  # there it would compile graphs of its own, and the first step comes at once
-                first = next(self.data.batches(self.steps, self.step))
-                self.report.rehearsed(rehearse_updates(self.accelerator, first, self.seed_step, self.edits))
-            self.evaluations.measure(quick=True)
-            self.evaluations.samples(quick=True)
 
     def _catch_up(self) -> bool:
         """Do what is still due: an evaluation, or saving the last model. False: the run is over."""
@@ -201,22 +189,19 @@ class Run:
         self.saved = self.step
         if message := self.edits.lost():  # at the first step an error
             self.report.progress.write(f"warning: {message}")
-        if names := self.edits.check_weights(self.accelerator):
-            good = self.resume.checkpoints.last_good or "missing"
-            raise RuntimeError(f"weights are not finite at step {self.step} ({names[0]}): they are not "
-                               f"saved. The last good checkpoint is {good}.")
+        self.edits.check_saved(self.accelerator, self.step, self.resume.checkpoints.last_good)
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)
             final, self.state["export_due"] = self.stopping, bool(failure)
             extra = dict(state=self.state, settings=self.settings, metrics_offset=self.report.metrics.offset)
             self.resume.save(self.model, self.keep, extra, final)
-            if not failure:
-                self.publication.push(self.step, self.state["eval"])
-            elif final:
+            if failure and final:
                 self.accelerator.print(f"error: the last model was not saved: {failure}; make room, then run "
                                        "the same command again", file=sys.stderr)
                 raise SystemExit(1)
+            if not failure:
+                self.publication.push(self.step, self.state["eval"])
 
     def _keep_milestone(self) -> None:
         with self.report.throughput.apart("milestone"):

@@ -1,1 +1,1 @@
-"""What makes a run survive: checkpoints, stop signals, the rehearsal."""
+"""What makes a run survive: checkpoints, stop signals, checks of edits."""

@@ -6,7 +6,21 @@ import math
 import shutil
 
 from utils.devices import forget_peak, timed
+from utils.publishing.export import export_model
 from utils.state.checkpoint import Checkpoints
+from utils.xla import is_xla
+
+
+def rehearse(run) -> None:
+    """Updates, evaluates, samples and saves once. run: a Run that has what it trains."""
+    with rehearsal(run.resume.checkpoints, run.edits) as folder:
+        if failure := export_model(run.accelerator, run.model, run.data.tokenizer, folder):
+            raise RuntimeError(f"preflight: the model cannot be saved: {failure}")
+        if not is_xla():  # there it would compile graphs of its own, and the first step comes at once
+            first = next(run.data.batches(run.steps, run.step))
+            run.report.rehearsed(rehearse_updates(run.accelerator, first, run.seed_step, run.edits))
+        run.evaluations.measure(quick=True)
+        run.evaluations.samples(quick=True)
 
 
 @contextlib.contextmanager
