@@ -16,10 +16,10 @@ from data.masking import MaskTokens
 from tests import forked
 from tests.test_masking import SPECIAL, make_batch, make_tokenizer
 from utils.learning.muon import MuonAdamW
+from utils.rehearsal import rehearsal
 from utils.state.checkpoint import Checkpoints
 from utils.state.edit_check import EditCheck
 from utils.state.folders import thing_bytes
-from utils.rehearsal import rehearsal
 from utils.state.training_state import collect_state, digest
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -23,13 +23,13 @@ from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import name_optimizers, stable_steps
 from utils.publishing.publication import Publication
+from utils.rehearsal import rehearse
 from utils.resume import Resume
 from utils.settings import save_args
 from utils.state.checkpoint import restore_modules
 from utils.state.edit_check import EditCheck
 from utils.state.folders import disk_space
 from utils.state.preemption import StopSignals, exit_status
-from utils.rehearsal import rehearse
 from utils.tasks import Evaluations, Task
 
 
