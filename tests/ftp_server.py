@@ -29,7 +29,7 @@ class Session(socketserver.StreamRequestHandler):
                     getattr(self, verb.upper())(rest)
                 except AttributeError:
                     self.answer("502 unknown")
-                except FileNotFoundError as error:
+                except (FileNotFoundError, NotADirectoryError) as error:
                     self.answer(f"550 {error.strerror}")
 
     def answer(self, text):

@@ -123,8 +123,8 @@ def test_what_is_there_is_complete_verified_and_bounded(url, tmp_path):
     assert fetch_checkpoint(store, new) is None
     assert contents(new) == {name: data for name, data in contents(out).items()
                              if name.parts[0] != "checkpoints" or newest.name in name.parts}  # fmt: skip
-    folder = store._folder()
-    folder.fs.pipe_file(folder.path(f"{newest.name}/state.json"), os.urandom(100_000))
+    folder = store.folder()
+    folder.write(f"checkpoints/{newest.name}/state.json", os.urandom(100_000))
     shutil.rmtree(new)
     new.mkdir()
     assert fetch_checkpoint(store, new).name == "step-00000030"

@@ -1,4 +1,4 @@
-"""Checkpoints whose checksums are right and whose content is not: refused, or the one before is loaded."""
+"""Checkpoints whose checksums are right and whose content is not are refused."""
 
 import json
 import random
@@ -69,11 +69,18 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "no files", "model not sealed"])
-def test_the_one_before_is_loaded(damage, accelerator, tmp_path, caplog):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_it_is_refused(damage, accelerator, tmp_path):
+    model, optimizer, _, newest = two_checkpoints(accelerator, tmp_path)
+    DAMAGES[damage](newest)
+    reseal(newest)
+    with pytest.raises(ValueError, match="step-00000002"):
+        Checkpoints(accelerator, tmp_path).load("auto", model, {"optimizer": optimizer})
+
+
+def test_where_a_manifest_names_no_file_the_one_before_is_loaded(accelerator, tmp_path, caplog):
     model, optimizer, older, newest = two_checkpoints(accelerator, tmp_path)
-    DAMAGES.get(damage, lambda folder: None)(newest)
-    reseal(newest, lambda name: damage != "no files" and (damage != "model not sealed" or name != MODEL))
+    reseal(newest, lambda name: False)
     extra = Checkpoints(accelerator, tmp_path).load("auto", model, {"optimizer": optimizer})
     assert extra == {"step": 1} and "step-00000002 is damaged" in caplog.text
     assert all(older[name].equal(value) for name, value in weights(model).items())

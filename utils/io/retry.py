@@ -42,23 +42,29 @@ def diagnose(error: BaseException) -> Trouble:
     chain = [error]
     while len(chain) < 8 and (cause := chain[-1].__cause__ or chain[-1].__context__):
         chain.append(cause)
-    responses = [getattr(link, "response", None) for link in chain]
-    response = next((one for one in responses if hasattr(one, "status_code")), None)
-    statuses = [getattr(response, "status_code", None), *(getattr(link, "status", None) for link in chain)]
-    of_botocore = [one.get("ResponseMetadata", {}) for one in responses if isinstance(one, dict)]
-    statuses += [metadata.get("HTTPStatusCode") for metadata in of_botocore]
-    statuses += map(int, re.findall(r"HTTP status \w+ error \((\d{3})", str(error)))
-    status = next((status for status in statuses if isinstance(status, int)), None)
-    if status is not None and status >= 400:
+    statuses = [*map(_status, chain), *map(int, re.findall(r"HTTP status \w+ error \((\d{3})", str(error)))]
+    status = next(filter(None, statuses), None)
+    if status and status >= 400:
         transient = status >= 500 or status in WORTH_A_RETRY
     else:
         transient = any(map(_transient, chain))
+    responses = (getattr(link, "response", None) for link in chain)
+    response = next((one for one in responses if hasattr(one, "headers")), None)
     asked = getattr(response, "headers", {}).get("retry-after", "")
     # A date or nonsense counts as 0: our own backoff is used.
     retry_after = min(float(asked), 3600.0) if re.fullmatch(r"\d+", asked) else 0.0
     telling = chain[-1] if response is None else error
     text = " ".join(f"{type(telling).__name__}: {telling}".split()).replace(get_token() or HIDDEN, HIDDEN)
     return Trouble(transient, retry_after, status, without_secrets(text)[:400])
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error of httpx, aiohttp or botocore has."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    status = getattr(response, "status_code", getattr(error, "status", None))
+    return status if isinstance(status, int) else None
 
 
 def _transient(error: BaseException) -> bool:

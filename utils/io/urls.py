@@ -1,14 +1,15 @@
 """Files at any fsspec URL (local path, s3://, gs://, hf://), written whole and with retries."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 from huggingface_hub import HfApi
 
-from utils.io.files import write_file
+from utils.io.files import flush
 from utils.io.retry import of_network, with_retries
 from utils.io.secrets import HIDDEN, without_secrets
 
@@ -41,16 +42,22 @@ def open_url(url: str, **options) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 class Folder:
-    """A folder at a URL. Names are relative to it. Requests are retried, except by find, put and get."""
+    """A folder at a URL. Names are relative to it. Requests are retried as by with_retries."""
 
     def __init__(self, url: str, **options):
         """ValueError if no file system knows `url`. Makes no request. options: of fsspec."""
         url = str(url).rstrip("/") or "/"
         self.url = without_secrets(url)
         with explained(self.url, "opened"):
-            self.fs, self.root = open_url(url, **options)
-        self.root = self.root.rstrip("/")
+            self.fs, root = open_url(url, **options)
+        self.root = root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
+
+    def path(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def _request(self, verb: str, name: str, use: Callable[[str], Any], retries: int | None) -> Any:
+        return with_retries(lambda: use(self.path(name)), f"{verb} {self.url}/{name}".rstrip("/"), retries)
 
     def make(self, retries: int | None = None) -> None:
         """Creates the repository of a hf:// URL, private, if it is missing. Does nothing for other stores."""
@@ -60,58 +67,52 @@ class Folder:
             with_retries(partial(create, exist_ok=True), f"making {self.url}", retries)
             self.fs.invalidate_cache()  # which says that there is none
 
-    def path(self, name: str) -> str:
-        return f"{self.root}/{name}" if name else self.root
+    def read(self, name: str, retries: int | None = None) -> bytes:
+        return self._request("reading", name, self.fs.cat_file, retries)
 
-    def read(self, name: str) -> bytes:
-        return with_retries(lambda: self.fs.cat_file(self.path(name)), f"reading {self.url}/{name}")
+    def copy(self, name: str, file: Path, retries: int | None = None) -> None:
+        """Copies a file of this folder to a local one."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._request("reading", name, lambda path: self.fs.get_file(path, str(file)), retries)
 
-    def write(self, name: str, data: bytes, retries: int | None = None) -> None:
-        """Writes the whole file or nothing: object stores do so, and a local file is renamed into place."""
-        path = self.path(name)
+    def write(self, name: str, content: bytes | Path, retries: int | None = None) -> None:
+        """Writes bytes, or a copy of a local file. Whole or not at all: object stores do so; on a disk, and
+        large files elsewhere, are renamed into place."""
+        whole = self.fs.async_impl or isinstance(content, bytes) and not self.local
 
-        def store() -> None:
-            if not self.local:
-                self.fs.pipe_file(path, data)
-                return
-            temporary = Path(f"{path}.tmp")
-            temporary.parent.mkdir(parents=True, exist_ok=True)
-            write_file(temporary, [data])
-            temporary.replace(path)
+        def store(path: str) -> None:
+            target = path if whole else f"{path}.tmp"
+            if not whole:  # in an object store it could create a bucket
+                self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if isinstance(content, bytes):
+                self.fs.pipe_file(target, content)
+            else:
+                self.fs.put_file(str(content), target)
+            if self.local:
+                flush(Path(target))
+            if not whole:
+                self.fs.mv(target, path)
 
-        with_retries(store, f"writing {self.url}/{name}", retries)
+        self._request("writing", name, store, retries)
 
     def names(self, name: str = "", retries: int | None = None) -> list[str]:
         """The sorted names of what is in the folder, not in its subfolders; [] if there is no folder."""
         self.fs.invalidate_cache()
-        entries = partial(self.fs.ls, self.path(name), detail=False)
         try:
-            paths = with_retries(entries, f"listing {self.url}/{name}".rstrip("/"), retries)
+            paths = self._request("listing", name, partial(self.fs.ls, detail=False), retries)
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
-    def remove(self, name: str) -> None:
-        """Deletes a file, or a folder and its content, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            with_retries(lambda: self.fs.rm(self.path(name), recursive=True), f"deleting {self.url}/{name}")
-
-    def find(self) -> list[str]:
+    def files(self, name: str, retries: int | None = None) -> list[str]:
         """The names of all files in the folder and its subfolders; [] if there is no folder."""
         try:
-            return [path.removeprefix(f"{self.root}/") for path in self.fs.find(self.root)]
+            paths = self._request("listing", name, self.fs.find, retries)
         except FileNotFoundError:
             return []
+        return [path.removeprefix(f"{self.root}/") for path in paths]
 
-    def put(self, file: Path, name: str) -> None:
-        """Copies the whole file or nothing there: object stores do so, elsewhere it is renamed into place."""
-        path = self.path(name)
-        if self.fs.async_impl:  # an object store; makedirs could create a bucket
-            return self.fs.put_file(str(file), path)
-        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        self.fs.put_file(str(file), f"{path}.part")
-        self.fs.mv(f"{path}.part", path)
-
-    def get(self, name: str, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.fs.get_file(self.path(name), str(file))
+    def remove(self, name: str, retries: int | None = None) -> None:
+        """Deletes a file, or a folder and its content, if there is one."""
+        with contextlib.suppress(FileNotFoundError):
+            self._request("deleting", name, partial(self.fs.rm, recursive=True), retries)

@@ -1,8 +1,7 @@
 """The model as transformers loads it, in output_dir and in milestones: from_pretrained, pipeline(model=...).
 
 Milestones are kept for good: output_dir/milestones/step-N, complete or absent, with a manifest.json of the
-files' sizes and SHA-256 sums. A run that resumes from an earlier step renames later milestones to
-replaced-step-N and makes them again. One that comes out the same is renamed back; none is ever deleted.
+files' sizes and SHA-256 sums. A run that resumes from an earlier step renames later ones to replaced-step-N.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from utils.io.files import checksum_file, flush, seal, set_aside, verify_checksums
+from utils.io.files import checksum_file, flush, seal
 from utils.io.secrets import without_secrets
 from utils.state.folders import step_of
 from utils.state.training_state import clean_name, gather_json, named_tensors
@@ -22,9 +21,9 @@ logger = logging.getLogger(__name__)
 LOG = 512  # "log" means the powers of two up to here, then every save
 
 
-def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Path], None]) -> str:
-    """Writes the model into `folder`, calls done(folder), and deletes what is left there. All processes call
-    it and get the same answer: "", or why it failed, which is also logged.
+def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[], None]) -> str:
+    """Writes the model into `folder`, calls done(), and deletes what is left there. All processes call it and
+    get the same answer: "", or why it failed, which is also logged.
 
     model: the prepared loss module, whose `.lm` is the transformers model. Weights are copied to the CPU, as
     save_pretrained cannot read XLA tensors."""
@@ -42,7 +41,7 @@ def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Pat
             config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
             for file in folder.iterdir():  # safetensors writes files that only their owner may read
                 file.chmod(config.stat().st_mode)
-            done(folder)
+            done()
         except Exception as error:  # of safetensors or tokenizers, such as a full disk: training goes on
             failure = str(error) or repr(error)
             logger.warning("the model was not saved in %s: %s", folder.parent, failure)
@@ -53,13 +52,14 @@ def write_model(accelerator, model, tokenizer, folder: Path, done: Callable[[Pat
 def export_model(accelerator, model, tokenizer, output_dir: str | Path, write_card=lambda: None) -> str:
     """Replaces config.json, the tokenizer, then model.safetensors in output_dir, each file whole, and calls
     write_card(). Returns the same as write_model."""
+    written = Path(output_dir, ".export")
 
-    def replace(written: Path) -> None:
+    def replace() -> None:
         for file in sorted(written.iterdir(), key=lambda file: file.suffix == ".safetensors"):
             os.replace(file, Path(output_dir, file.name))
         write_card()
 
-    return write_model(accelerator, model, tokenizer, Path(output_dir, ".export"), replace)
+    return write_model(accelerator, model, tokenizer, written, replace)
 
 
 def milestone_steps(named: list, last: int = 0, saves: Iterable[int] = ()) -> set[int]:
@@ -81,19 +81,18 @@ def list_milestones(output_dir) -> list[Path]:
 
 
 def keep_milestone(accelerator, model, tokenizer, output_dir, step: int) -> str:
-    """Makes the milestone of this step, or renames an equal one back. Returns the same as write_model."""
-    folder = Path(output_dir, "milestones")
+    """Makes the milestone of this step, if it is missing. Returns the same as write_model."""
+    milestone = Path(output_dir, "milestones", f"step-{step}")
+    written = milestone.with_name(f".tmp-{milestone.name}")
 
-    def complete(written: Path) -> None:
+    def complete() -> None:
+        if milestone.exists():  # the run resumes at this very step
+            return
         files = {path.name: checksum_file(path, hashlib.sha256) for path in sorted(written.iterdir())}
         for name in files:
             flush(written / name)
         seal(written, files, step=step)
-        manifest, milestone = (written / "manifest.json").read_bytes(), folder / f"step-{step}"
-        if milestone.exists():
-            set_aside(milestone)
-        older = (path for path in folder.glob("replaced-*/manifest.json") if path.read_bytes() == manifest)
-        next((path.parent for path in older if not verify_checksums(path.parent)), written).rename(milestone)
-        flush(folder)
+        written.rename(milestone)
+        flush(milestone.parent)
 
-    return write_model(accelerator, model, tokenizer, folder / f".tmp-step-{step}", complete)
+    return write_model(accelerator, model, tokenizer, written, complete)

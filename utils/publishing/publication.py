@@ -47,21 +47,12 @@ class Publication:
         return 1 + args.keep_best + len(self.milestones - set(map(step_of, list_milestones(self.folder))))
 
     def start(self, step: int, auto: bool) -> None:
-        """Start uploading, on the first process. step: where the run continues; auto: it is the newest.
-
-        Renames milestones after `step`, and names those of an earlier run on the Hub. ValueError if a bucket
-        has checkpoints after `step`."""
-        if not self.accelerator.is_main_process:
-            return
-        hub = self.publisher.models
-        refuse_another(self.publisher.checkpoints, Path(self.folder), math.inf if auto else step)
-        set_aside_newer(list_milestones(self.folder), step)
-        if hub and not step and (tags := hub.milestones()):
-            moved = " (until this run makes it)"
-            names = ", ".join(f"step-{tag}{moved if tag in self.milestones else ''}" for tag in tags)
-            print(f"hub        {hub.repo_id} has revisions of an earlier run: {names}; "
-                  f"`hf repos tag delete {hub.repo_id} NAME` deletes one", flush=True)
-        self.publisher.start()
+        """Start uploading, on the first process; set milestones after `step` aside. step: where the run
+        continues; auto: it is the newest. ValueError if a bucket has another run's checkpoints."""
+        if self.accelerator.is_main_process:
+            refuse_another(self.publisher.checkpoints, self.folder, math.inf if auto else step)
+            set_aside_newer(list_milestones(self.folder), step)
+            self.publisher.start()
 
     def finished_before(self, step: int, results: dict, timeout: float) -> bool:
         """Say so, and push what was cut off; the Hub gets nothing twice. False: nothing is left to do."""
@@ -86,7 +77,6 @@ class Publication:
         return export_model(self.accelerator, model, tokenizer, self.folder, write_card)
 
     def keep_milestone(self, model, tokenizer, step: int) -> None:
-        """Save the milestone, if due. All processes."""
         if step in self.milestones:
             keep_milestone(self.accelerator, model, tokenizer, self.folder, step)
             self.publisher.push_milestones()

@@ -1,14 +1,10 @@
 """One queue of snapshots, and one thread that uploads them during training: model, milestones, checkpoints.
 
-A newer snapshot of a branch replaces the one that waits. A milestone is a snapshot with a tag: it is never
-replaced, and is uploaded after the others. A push to the Hub is one commit, complete and of one step.
-
 Data loader workers that are forked during an HTTP call of the thread can deadlock: start them before it.
 """
 
 import math
 import os
-import queue
 import random
 import shlex
 import shutil
@@ -45,7 +41,7 @@ class Snapshot:
 
     @property
     def slot(self) -> str:
-        """Only one snapshot of a slot waits, the newest."""
+        """Only the newest snapshot of a slot waits: a newer one replaces it."""
         return self.tag or self.branch
 
 
@@ -53,7 +49,7 @@ class Publisher:
     """Exists on all processes, of which the first pushes. Call `poll` at every log interval and after
     `finish`. Neither the network nor a full disk ends the run.
 
-    models: where the model and milestones go; checkpoints: where training states go; None: nowhere."""
+    models: where the model and milestones go; checkpoints: where checkpoints go; None: nowhere."""
 
     say = print  # called by `poll` and `finish` with messages for the user
     status = ""  # a few words for the progress line
@@ -61,20 +57,16 @@ class Publisher:
     def __init__(self, output_dir, models: Hub | None = None, checkpoints: Hub | Bucket | None = None):
         self.output_dir, self.models, self.checkpoints = Path(output_dir), models, checkpoints
         self.remotes = {"main": models, MILESTONES: models, CHECKPOINTS: checkpoints}
-        self.snapshots = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
-        self.events = queue.SimpleQueue()  # records for metrics.jsonl
+        self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
         self.last_error = ""  # that the user has been told
+        self.ending, self.finished = threading.Event(), False
         self.changed = threading.Condition()  # guards what follows
-        self.newest: dict[str, Snapshot] = {}  # by slot
-        self.waiting: dict[str, Snapshot] = {}  # by slot
-        self.uploading: Snapshot | None = None
-        self.failures, self.next_try = 0, 0.0  # in a row; time of the next try
-        self.asked = 0.0  # seconds that the Hub asked us to wait
-        self.longest_wait, self.finished = 60, False
+        self.events = []
+        self.newest, self.waiting, self.uploading = {}, {}, None  # snapshots by slot; and one
 
     def start(self) -> "Publisher":
         """On the first process, in a locked output_dir."""
-        shutil.rmtree(self.snapshots, ignore_errors=True)  # left by a killed run
+        shutil.rmtree(self.frozen, ignore_errors=True)  # left by a killed run
         if self.models or self.checkpoints:
             os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{SILENCE}s")  # default: 300 s for each try
             disable_progress_bars()  # they would overwrite ours
@@ -85,13 +77,12 @@ class Publisher:
 
     def push(self, step: int, metrics: dict[str, float | None] | None = None) -> None:
         """Push the files of output_dir, all of one step, to the main branch, and new milestones."""
-        if self.models:
-            names = self._files("*", "best/*")
-            names = [*filter_repo_objects(names, ignore_patterns=unpublished(self.output_dir))]
-            known = {name: value for name, value in (metrics or {}).items() if value is not None}
-            message = ", ".join([f"Step {step}", *(f"{name} {readable(known[name])}" for name in known)])
-            self._snapshot(step, "main", names, message)
-            self.push_milestones()
+        if not self.models:
+            return
+        names = filter_repo_objects(self._files("*", "best/*"), ignore_patterns=unpublished(self.output_dir))
+        results = [f"{name} {readable(x)}" for name, x in (metrics or {}).items() if x is not None]
+        self._freeze(step, "main", [*names], ", ".join([f"Step {step}", *results]))
+        self.push_milestones()
 
     def push_milestones(self) -> None:
         """Push the milestones of output_dir that this process has not pushed yet, or that failed."""
@@ -100,12 +91,22 @@ class Publisher:
             if tag not in self.newest or self.newest[tag].state == "failed":
                 self._put(Snapshot(step_of(folder), MILESTONES, folder, names, f"Milestone {tag}", tag))
 
-    def poll(self) -> list[dict]:
-        """The events since the last call, as records for metrics.jsonl. Tells the user each new failure.
+    def _push_checkpoint(self) -> None:
+        """Push the newest complete checkpoint and the files beside it, unless this was done before."""
+        checkpoints = list_checkpoints(self.output_dir / "checkpoints") if self.checkpoints else []
+        last, step = self.newest.get(CHECKPOINTS), step_of(checkpoints[-1]) if checkpoints else 0
+        if not checkpoints or last and last.step == step:
+            return
+        names = self._files(f"checkpoints/{checkpoints[-1].name}/**", *BESIDE)
+        if f"checkpoints/{checkpoints[-1].name}/manifest.json" in names:  # else a newer one has replaced it
+            self._freeze(step, CHECKPOINTS, names, f"Training state after step {step}")
 
-        Also pushes the newest checkpoint, as checkpoints are completed in the background at any time."""
+    def poll(self) -> list[dict]:
+        """The events since the last call, for metrics.jsonl. Tells the user each new failure. Also pushes the
+        newest checkpoint, as checkpoints are completed in the background at any time."""
         self._push_checkpoint()
-        events = [self.events.get() for _ in range(self.events.qsize())]
+        with self.changed:
+            events, self.events = self.events, []
         for event in events:
             lasting = event["state"] == "failed" or event["state"] == "retry" and event["tries"] == 2
             if lasting and event["error"] != self.last_error and not self.finished:
@@ -117,15 +118,14 @@ class Publisher:
     def finish(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the newest snapshots, then end pushing. True if all arrived."""
         self._push_checkpoint()
+        self.ending.set()
         with self.changed:
-            self.longest_wait, self.next_try = 5, self.next_try if self.asked else 0.0
-            self.changed.notify_all()
             self.changed.wait_for(lambda: not (self.waiting or self.uploading), timeout)
             self.finished = True
             self.changed.notify_all()
             lost = [snapshot for snapshot in self.newest.values() if snapshot.state != "done"]
         if self.newest:
-            shutil.rmtree(self.snapshots, ignore_errors=True)  # an upload in progress fails before its commit
+            shutil.rmtree(self.frozen, ignore_errors=True)  # an upload in progress fails before its commit
         for snapshot in lost:
             remote, command = self.remotes[snapshot.branch], "the same command again"
             if snapshot.branch == "main":
@@ -135,25 +135,16 @@ class Publisher:
                      f"Everything is in {self.output_dir}; this uploads it:\n    {command}")
         return not lost
 
-    def _push_checkpoint(self) -> None:
-        """Freeze the newest complete checkpoint and the files beside it, unless this was done before."""
-        checkpoints = list_checkpoints(self.output_dir / "checkpoints") if self.checkpoints else []
-        last = self.newest.get(CHECKPOINTS)
-        if not checkpoints or last and last.step == step_of(checkpoints[-1]):
-            return
-        folder, step = f"checkpoints/{checkpoints[-1].name}", step_of(checkpoints[-1])
-        names = self._files(f"{folder}/**", *BESIDE)
-        if f"{folder}/manifest.json" in names:  # else a newer checkpoint has replaced this one
-            self._snapshot(step, CHECKPOINTS, names, f"Training state after step {step}")
-
     def _files(self, *patterns: str) -> list[str]:
         """The names of files in output_dir, without hidden ones."""
-        found = (glob(pattern, root_dir=self.output_dir, recursive=True) for pattern in patterns)
-        return sorted(name for name in chain(*found) if (self.output_dir / name).is_file())
+        names = chain(*(glob(pattern, root_dir=self.output_dir, recursive=True) for pattern in patterns))
+        return sorted(name for name in names if (self.output_dir / name).is_file())
 
-    def _snapshot(self, step: int, branch: str, names: list[str], message: str) -> None:
-        """Hard-link weights and checkpoints, which are replaced and never rewritten; copy the other files."""
-        folder, error = self.snapshots / f"{branch}-{step}-{time.monotonic_ns()}", ""
+    def _freeze(self, step: int, branch: str, names: list[str], message: str) -> None:
+        """Queue hard links of weights and checkpoints, which are replaced and never rewritten, and copies of
+        the other files."""
+        folder = self.frozen / f"{branch}-{step}-{time.monotonic_ns()}"
+        snapshot = Snapshot(step, branch, folder, names, message)
         try:
             for name in names:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -162,72 +153,74 @@ class Publisher:
                         os.link(self.output_dir / name, folder / name)
                         continue
                 shutil.copyfile(self.output_dir / name, folder / name)
-        except OSError as failure:  # most likely a full disk
-            error = f"{type(failure).__name__}: {failure}"
-        self._put(Snapshot(step, branch, folder, names, message), error)
+        except OSError as error:  # most likely a full disk; an older snapshot keeps waiting
+            self.newest[snapshot.slot] = snapshot
+            self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
+        else:
+            self._put(snapshot)
 
-    def _put(self, snapshot: Snapshot, error: str = "") -> None:
-        """Queue a snapshot. With an error it could not be frozen, and an older one keeps waiting."""
+    def _put(self, snapshot: Snapshot) -> None:
         with self.changed:
             self.newest[snapshot.slot] = snapshot
-            if error:
-                return self._record(snapshot, "failed", error=error)
             if older := self.waiting.pop(snapshot.slot, None):
                 self._record(older, "replaced")
             self.waiting[snapshot.slot] = snapshot
             self.changed.notify_all()
 
     def _record(self, snapshot: Snapshot, state: str, **details) -> None:
+        with self.changed:
+            snapshot.state, snapshot.error = state, details.get("error", "")
+            event = {"event": "push", "push_step": snapshot.step, "branch": snapshot.branch, "state": state}
+            self.events.append(event | details)
         if state != "retry" and not snapshot.tag:
             shutil.rmtree(snapshot.folder, ignore_errors=True)
-        snapshot.state, snapshot.error = state, details.get("error", "")
-        event = {"event": "push", "push_step": snapshot.step, "branch": snapshot.branch, "state": state}
-        self.events.put(event | details)
 
     # ---- On the thread
 
     def _work(self) -> None:
+        failures = 0  # in a row
         while snapshot := self._next():
-            started = time.monotonic()
+            started, remote = time.monotonic(), self.remotes[snapshot.branch]
+            self.status, snapshot.tries = f"pushing step {snapshot.step}", snapshot.tries + 1
             try:
-                revision = self.remotes[snapshot.branch].upload(snapshot)
+                revision = remote.upload(snapshot)
             except Exception as error:
-                self._failed(snapshot, error)
+                failures += 1
+                self._failed(snapshot, diagnose(error), failures)
                 continue
-            self.failures, self.status = 0, f"step {snapshot.step} pushed"
+            failures, self.status = 0, f"step {snapshot.step} pushed"
             seconds = round(time.monotonic() - started, 2)
             self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
 
     def _next(self) -> Snapshot | None:
-        """The next snapshot to upload, once its time has come. None after `finish`."""
+        """Waits for a snapshot to upload. None after `finish`."""
         with self.changed:
             self.uploading = None
             self.changed.notify_all()
-            while not self.finished:
-                slot = min(self.waiting, key=lambda slot: slot not in self.remotes, default=None)  # tags last
-                seconds = self.next_try - time.monotonic()
-                if slot and seconds <= 0:
-                    self.uploading = snapshot = self.waiting.pop(slot)
-                    self.status, snapshot.tries = f"pushing step {snapshot.step}", snapshot.tries + 1
-                    return snapshot
-                if slot:
-                    self.status = f"pushing step {self.waiting[slot].step} again in {math.ceil(seconds)} s"
-                self.changed.wait(seconds if slot else None)
+            self.changed.wait_for(lambda: self.waiting or self.finished)
+            if not self.finished:
+                slot = min(self.waiting, key=lambda slot: slot not in self.remotes)  # tags last
+                self.uploading = self.waiting.pop(slot)
+            return self.uploading
 
-    def _failed(self, snapshot: Snapshot, error: Exception) -> None:
+    def _failed(self, snapshot: Snapshot, trouble, failures: int) -> None:
         """Retry what may pass, after a wait that grows with each failure or that the Hub asks for."""
-        trouble = diagnose(error)
         if not trouble.transient:
             self.status = f"step {snapshot.step} not pushed"
             remedy = self.remotes[snapshot.branch].remedies.get(trouble.status, "")
             return self._record(snapshot, "failed", error=f"{trouble.text}{remedy}")
+        ending = self.ending.is_set()
+        backoff = min(5 if ending else 60, 2.0**failures) * random.uniform(0.5, 1)
+        wait = max(backoff, trouble.retry_after)
+        self.status = f"pushing step {snapshot.step} again in {math.ceil(wait)} s"
         with self.changed:
-            self.failures, self.asked = self.failures + 1, trouble.retry_after
-            wait = max(min(self.longest_wait, 2.0**self.failures) * random.uniform(0.5, 1), self.asked)
-            self.next_try = time.monotonic() + wait
             self._record(snapshot, "retry", error=trouble.text, tries=snapshot.tries, wait=round(wait, 1))
             if self.waiting.setdefault(snapshot.slot, snapshot) is not snapshot:
                 self._record(snapshot, "replaced")
+        if ending:
+            time.sleep(wait)
+        else:
+            self.ending.wait(wait)  # `finish` ends this wait
 
 
 def unpublished(output_dir) -> list[str]:

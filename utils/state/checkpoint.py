@@ -9,9 +9,8 @@
 
 A sharded thing (FSDP) has a folder with a safetensors file of each process instead. All load with any number
 of processes, sharded or not, and nothing that is read back can run code. Other names in checkpoints/: .tmp-*
-is being written or deleted; bad-* failed verification and is deleted at the next complete save; replaced-* is
-newer than the step that the run was told to resume from, and is never deleted. Every machine must see
-output_dir.
+is being written or deleted; bad-* is damaged, and deleted at the next save; replaced-* is newer than the step
+that the run was told to resume from, and never deleted. Every machine must see output_dir.
 """
 
 import json
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from utils.devices import free_memory, local_processes
 from utils.io.files import flush, seal, set_aside, verify_checksums, write_file
 from utils.state import folders, training_state
-from utils.state.files import DoesNotFit, safetensors_chunks, transformers_names, write_shards
+from utils.state.files import safetensors_chunks, transformers_names, write_shards
 from utils.state.training_state import bare_optimizer, gather_json
 from utils.xla import sync
 
@@ -71,14 +70,13 @@ class Checkpoints:
         accelerator, scaler = self.accelerator, self.accelerator.scaler
         sync()
         trees, tensors, sharded = self._collect(model, keep)
-        classes = {name: _class_name(thing) for name, thing in keep.items()}
-        state = dict(format=folders.FORMAT, step=step, processes=accelerator.num_processes, extra=extra)
-        state |= dict(origins=self._origins, keep=trees, classes=classes)
-        state["scaler"] = scaler and scaler.state_dict()
-        files = [*beside, ("state.json", json.dumps(state).encode())]
+        state = dict(format=folders.FORMAT, step=step, processes=accelerator.num_processes, extra=extra,
+                     origins=self._origins, keep=trees, scaler=scaler and scaler.state_dict(),
+                     classes={name: _class_name(thing) for name, thing in keep.items()})
         if sharded and self._group is None and accelerator.num_processes > 1:
             self._group = dist.new_group(backend="gloo")
         if sharded or accelerator.is_main_process:
+            files = [*beside, ("state.json", json.dumps(state).encode())]
             arguments = step, files, tensors, sharded
             if self.background and not final and self._copy_to_host(tensors, sharded):
                 # Not a daemon: when the script fails, the interpreter and entry_point still wait for it.
@@ -215,7 +213,7 @@ class Checkpoints:
         chosen, problem, damaged = "", "", {}
         main = self.accelerator.is_main_process
         for chosen in folders.candidates(self.folder, resume_from) if main else ():
-            if not (problem := folders.verify_checkpoint(chosen)):
+            if not (problem := verify_checksums(chosen)):
                 break
             damaged[chosen] = problem
         for path, damage in {} if problem else damaged.items():
@@ -237,7 +235,7 @@ def restore_modules(output_dir, model, keep: dict, process: int) -> list[str]:
     the names of modules that it lacks. Nothing is written."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
     paths = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
-    folder = next((path for path in paths if not folders.verify_checkpoint(path)), None)
+    folder = next((path for path in paths if not verify_checksums(path)), None)
     state = folders.read_state(folder) if folder else {"keep": {}}
     return restore_kept(folder, state, modules, model, process)
 
@@ -256,11 +254,12 @@ def restore_kept(folder: Path | None, state: dict, things: dict, model, process:
             tree = trees[process % len(trees)]  # there may be more processes now
         try:
             training_state.restore(folder, name, thing, tree, model)
-        except DoesNotFit:
+        except ValueError:
             raise
         except Exception as error:  # its checksums are right, but its content is not
             cause = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{folder} is damaged: {name} cannot be restored ({cause})") from error
+            raise ValueError(f"{folder} is damaged: {name} cannot be restored ({cause}). Move it away to "
+                             "resume from the one before it") from error
     return sorted(things.keys() - state["keep"].keys())
 
 

@@ -17,10 +17,6 @@ DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int
 DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
-class DoesNotFit(ValueError):
-    """The checkpoint of a different thing than the one to restore."""
-
-
 def safetensors_chunks(tensors: dict):
     """The bytes of a safetensors file, tensor by tensor: safetensors' save_file copies all to the CPU at
     once. Wide types go first, which aligns them. https://huggingface.co/docs/safetensors/index#format"""
@@ -45,41 +41,21 @@ def transformers_names(tensors: dict) -> dict:
     return {name if short[name] in tensors else short[name]: tensor for name, tensor in tensors.items()}
 
 
-def tensor_specs(tree) -> dict[str, str]:
-    """{path: "float32 [2, 3]"} of the tensors in a tree of state.json."""
-    if isinstance(tree, dict) and "__tensor__" in tree:
-        return {tree["__tensor__"]: f"{tree['dtype']} {tree['shape']}"}
-    parts = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
-    return {path: spec for part in parts for path, spec in tensor_specs(part).items()}
-
-
-def tensor_problem(folder: Path, name: str, tree, sealed: dict) -> str:
-    """How the file of the kept thing `name` differs from its tree in state.json, "" if it does not. sealed:
-    the files in the manifest. torch checks a folder of shards when it loads them."""
-    specs, file = tensor_specs(tree), f"{name}.safetensors"
-    if not specs or any(path.startswith(f"{name}/") for path in sealed):
-        return ""
-    saved = load_file(folder / file) if file in sealed else {}  # memory-mapped
-    for path, wanted in specs.items():
-        tensor = saved.get(path, saved.get(path.removeprefix("lm.")))  # see transformers_names
-        found = "missing" if tensor is None else f"{tensor.dtype} {[*tensor.shape]}".removeprefix("torch.")
-        if found != wanted:
-            return f"{file}: {path} is {found}, not {wanted}"
-    return ""
-
-
 def read_tensors(folder: Path, name: str, targets: dict) -> None:
     """Fill `targets` {path: tensor or DTensor} in place with the kept thing `name`, however it was sharded.
-    DoesNotFit if a weight is not finite."""
+    ValueError, before anything is filled, for another shape or dtype and weights that are not finite."""
     file = folder / f"{name}.safetensors"
     if targets and not file.exists():
         reader = HuggingFaceStorageReader(str(folder / name))
         return dcp.load(targets, storage_reader=reader, no_dist=not dist.is_initialized())
-    saved = load_file(file) if targets else {}
+    saved = load_file(file) if targets else {}  # memory-mapped
     values = {path: saved[path if path in saved else path.removeprefix("lm.")] for path in targets}
     for path, target in targets.items():
-        if isinstance(target, torch.nn.Parameter) and not values[path].isfinite().all():
-            raise DoesNotFit(f"{file}: {path} is not finite")
+        value = values[path]
+        if (value.shape, value.dtype) != (target.shape, target.dtype):
+            raise ValueError(f"{file}: {path} is {value.dtype} {[*value.shape]}, not what state.json says")
+        if isinstance(target, torch.nn.Parameter) and not value.isfinite().all():
+            raise ValueError(f"{file}: {path} is not finite")
     for path, target in targets.items():
         value = values[path]
         if isinstance(target, DTensor):

@@ -7,8 +7,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from utils.io.files import set_aside, verify_checksums
-from utils.state.files import DoesNotFit, tensor_problem
+from utils.io.files import set_aside
 from utils.state.training_state import bare_optimizer, collect_state
 
 logger = logging.getLogger(__name__)
@@ -56,26 +55,11 @@ def run_name(checkpoint: Path) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name)
 
 
-def verify_checkpoint(folder: Path) -> str:
-    """What is wrong with a checkpoint, or "": its checksums, or names, shapes and types of its tensors."""
-    if problem := verify_checksums(folder):
-        return problem
-    try:
-        state = read_state(folder)
-        sealed = json.loads((folder / "manifest.json").read_bytes())["files"]
-        problems = (tensor_problem(folder, name, tree, sealed) for name, tree in state["keep"].items())
-        return next(filter(None, problems), "" if "state.json" in sealed else "state.json: not sealed")
-    except DoesNotFit:
-        return ""  # loading it says so
-    except Exception as error:  # its checksum is right, but its content is not
-        return f"state.json: not readable ({type(error).__name__}: {error})"
-
-
 def read_state(folder: Path) -> dict:
-    """state.json. DoesNotFit if another version made it, ValueError if it is not that of a checkpoint."""
+    """state.json. ValueError if it is not that of a checkpoint of this version."""
     state = json.loads((folder / "state.json").read_bytes())
     if isinstance(state, dict) and state.get("format") != FORMAT:
-        raise DoesNotFit(f"{folder} was made by another version of this project: resume it with that "
+        raise ValueError(f"{folder} was made by another version of this project: resume it with that "
                          "version, or start anew in another output_dir (model_name_or_path takes weights)")
     kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
     if not isinstance(state, dict) or not all(isinstance(state.get(key), kinds[key]) for key in kinds):

@@ -3,7 +3,7 @@
 At the first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP the run saves and ends. A second one ends it at once,
 unless it comes within a second: a launcher may forward a signal that the scheduler also sent to the workers.
 
-What launchers do with a signal that only they receive (read in their source, and tried):
+What launchers do with a signal that only they receive:
 * accelerate launch, one process: it dies without telling the script. A thread here watches the parent's id
   and sends this process SIGUSR2, which does not count as a second signal.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then send
@@ -35,7 +35,7 @@ LAUNCHERS = ("accelerate", "accelerate-launch")  # names of their files; or pyth
 XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
 
 # Handlers belong to the process, and so does this state. signum: the first stop signal, or 0.
-_state = SimpleNamespace(signum=0, since=0.0, training=False, forward=False, speaks=True)
+_state = SimpleNamespace(signum=0, since=0.0, training=False, speaks=True)
 _before = {}  # the handlers that ours replaced
 
 
@@ -48,17 +48,17 @@ def handle_stop_signals(importing: bool = False) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
     child, main = multiprocessing.parent_process(), Path(getattr(sys.modules["__main__"], "__file__", ""))
-    forward = importing and not child
-    if forward and main.name not in LAUNCHERS and main.parts[-3:-1] != ("accelerate", "commands"):
+    in_launcher = importing and not child
+    if in_launcher and main.name not in LAUNCHERS and main.parts[-3:-1] != ("accelerate", "commands"):
         return  # imported by a test or a notebook, or run itself
-    _state.forward, _state.speaks = forward, int(os.environ.get("RANK", 0)) == 0
+    _state.speaks = int(os.environ.get("RANK", 0)) == 0
     if threading.current_thread() is not threading.main_thread() or _before:
         return
     for number in (*STOP_SIGNALS, LAUNCHER_GONE):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            _before[number] = signal.signal(number, _on_signal)
+            _before[number] = signal.signal(number, _signal_children if in_launcher else _on_signal)
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if not forward and (launched or child):  # started from a shell it may outlive its parent
+    if not in_launcher and (launched or child):  # started from a shell it may outlive its parent
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
 
 
@@ -72,15 +72,13 @@ def restore_handlers() -> None:
 
 
 def _on_signal(number, frame):
-    first, gone = _state.signum == 0, number == LAUNCHER_GONE
-    if gone and not first:
-        return
-    number = signal.SIGTERM if gone else number
-    name = signal.Signals(number).name
+    first = _state.signum == 0
+    if number == LAUNCHER_GONE:
+        if not first:
+            return
+        number = signal.SIGTERM
     if first:
         _state.signum, _state.since = number, time.monotonic()
-    if _state.forward:
-        return _signal_children(number)
     if not _state.training:
         text = "stopped before the first step, nothing to save"
         _signal_children(signal.SIGTERM)
@@ -91,12 +89,12 @@ def _on_signal(number, frame):
     else:
         return  # the first signal again
     if _state.speaks:  # os.write, as a handler may interrupt a print
-        os.write(2, f"\n{name}: {text}\n".encode())
+        os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
     if not (first and _state.training):
         os._exit(128 + number)
 
 
-def _signal_children(number):
+def _signal_children(number, frame=None):
     for child in multiprocessing.active_children():
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from utils.state.files import DoesNotFit, read_tensors, tensor_specs
+from utils.state.files import read_tensors
 
 BYTES = 1 << 15  # on XLA messages are padded to a multiple of this: each shape is a graph
 # Settings of an optimizer's group that depend on the device: a resumed run uses its own.
@@ -81,10 +81,10 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
     A model may be sharded in another way, or not at all."""
     if thing is model:
         here = named_tensors(model)
-        there, now = tensor_specs(tree), tensor_specs(_encode(here)[0])
-        if other := [path for path in sorted(there | now) if there.get(path) != now.get(path)]:
-            first = [f"{p}: {there.get(p, 'missing')} there, {now.get(p, 'missing')} here" for p in other[:3]]
-            raise DoesNotFit(f"{folder} fits another model, {len(other)} tensors differ: {'; '.join(first)}")
+        now = _encode(here)[0]
+        if other := [path for path in sorted(tree | now) if tree.get(path) != now.get(path)]:
+            first = [f"{p}: {_spec(tree.get(p))} there, {_spec(now.get(p))} here" for p in other[:3]]
+            raise ValueError(f"{folder} fits another model, {len(other)} tensors differ: {'; '.join(first)}")
         return read_tensors(folder, name, here)
     if optimizer := bare_optimizer(thing):
         return _restore_optimizer(folder, name, optimizer, tree, model)
@@ -95,7 +95,11 @@ def restore(folder: Path, name: str, thing, tree: dict, model) -> None:
         thing.load_state_dict(state)
     except Exception as error:  # the user's class may raise anything
         reason = f"{type(error).__name__}: {error}; {ANOTHER}"
-        raise DoesNotFit(f"keep: {name} of {folder} does not fit what is kept now: {reason}") from error
+        raise ValueError(f"keep: {name} of {folder} does not fit what is kept now: {reason}") from error
+
+
+def _spec(node: dict | None) -> str:
+    return f"{node['dtype']} {node['shape']}" if node else "missing"
 
 
 def _restore_optimizer(folder, name, optimizer, tree, model):
@@ -104,7 +108,7 @@ def _restore_optimizer(folder, name, optimizer, tree, model):
     if here != (there := [group["params"] for group in tree["groups"]]):
         was, now = (" + ".join(str(len(group)) for group in groups) for groups in (there, here))
         groups = f"{name} has other groups of parameters: {was} in {folder}, {now} now"
-        raise DoesNotFit(f"keep: {groups}; {ANOTHER}")
+        raise ValueError(f"keep: {groups}; {ANOTHER}")
     optimizer.state.clear()
     saved = _read(folder, name, tree, like={name: parameter for parameter, name in names.items()})
     groups, numbers = optimizer.state_dict()["param_groups"], {}  # numbers: {name: torch's number}
