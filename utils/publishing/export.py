@@ -1,7 +1,8 @@
 """The model as transformers loads it, in output_dir and in milestones: from_pretrained, pipeline(model=...).
 
 Milestones are kept for good: output_dir/milestones/step-N, complete or absent, with a manifest.json of the
-files' sizes and SHA-256 sums. A run that resumes from an earlier step renames later ones to replaced-step-N.
+files' sizes and SHA-256 sums. A run that resumes from an earlier step renames later ones to replaced-step-N,
+and back when it makes the same again; none is ever deleted.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from utils.io.files import checksum_file, flush, seal
+from utils.io.files import checksum_file, flush, seal, set_aside, verify_checksums
 from utils.io.secrets import without_secrets
 from utils.state.folders import step_of
 from utils.state.training_state import clean_name, gather_json, named_tensors
@@ -81,18 +82,21 @@ def list_milestones(output_dir) -> list[Path]:
 
 
 def keep_milestone(accelerator, model, tokenizer, output_dir, step: int) -> str:
-    """Makes the milestone of this step, if it is missing. Returns the same as write_model."""
+    """Makes the milestone of this step, or renames an equal one back. Returns the same as write_model."""
     milestone = Path(output_dir, "milestones", f"step-{step}")
     written = milestone.with_name(f".tmp-{milestone.name}")
 
     def complete() -> None:
-        if milestone.exists():  # the run resumes at this very step
-            return
         files = {path.name: checksum_file(path, hashlib.sha256) for path in sorted(written.iterdir())}
         for name in files:
             flush(written / name)
         seal(written, files, step=step)
-        written.rename(milestone)
+        manifest = (written / "manifest.json").read_bytes()
+        if milestone.exists():  # the run resumes at this very step
+            set_aside(milestone)
+        older = milestone.parent.glob("replaced-*/manifest.json")
+        same = (path.parent for path in older if path.read_bytes() == manifest)
+        next((path for path in same if not verify_checksums(path)), written).rename(milestone)
         flush(milestone.parent)
 
     return write_model(accelerator, model, tokenizer, written, complete)
