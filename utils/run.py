@@ -189,7 +189,7 @@ class Run:
         self.saved = self.step
         if message := self.edits.lost():  # at the first step an error
             self.report.progress.write(f"warning: {message}")
-        self.edits.check_saved(self.accelerator, self.step, self.resume.checkpoints.last_good)
+        self.edits.check_saved(self.resume.checkpoints, self.step)
         with self.report.throughput.apart("save"):
             self.state["seconds"] = self.report.throughput.seconds
             failure = self.publication.save_model(self.model, self.data.tokenizer, self.state, self.steps)

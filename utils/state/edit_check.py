@@ -138,11 +138,12 @@ class EditCheck:
                              'weight.grad.copy_(accelerator.reduce(weight.grad, "mean")).')
         return list(dict.fromkeys(name for _, bad_there in everywhere for name in bad_there))
 
-    def check_saved(self, accelerator, step: int, last_good) -> None:
-        """RuntimeError if weights that are to be saved are not finite. last_good: the newest checkpoint."""
-        if names := self.check_weights(accelerator):
+    def check_saved(self, checkpoints, step: int) -> None:
+        """RuntimeError, which names the last good checkpoint, if weights are not finite at a save."""
+        if names := self.check_weights(checkpoints.accelerator):
+            checkpoints.wait()
             raise RuntimeError(f"weights are not finite at step {step} ({names[0]}): they are not saved. The "
-                               f"last good checkpoint is {last_good or 'missing'}.")
+                               f"last good checkpoint is {checkpoints.last_good or 'missing'}.")
 
     def kept(self) -> dict:
         """{name: digest} of what is kept, and of its attributes that load_state_dict may not restore."""
