@@ -6,10 +6,10 @@
 
 --parts: same, losses against the CPU's and a run that is killed and continued; waits, host synchronisations
 and graphs; speed, the scripts with single_gpu.yaml as it is, AdamW and Muon, 16 and 32 rows: tokens/s, the
-share of a matrix product's speed (MFU), peak memory (torch's and the device's), compilation; others,
-HF Trainer as it is and tuned, and a plain loop. --nanogpt, a checkout of it: its bench.py, compiled, before
-and after ours, and our rates as multiples of it. GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16;
---small takes tiny ones in float32.
+share of a matrix product's speed (MFU), peak memory (torch's and the device's), milliseconds of a step and of
+the host in it, launches of a step, compilation; others, HF Trainer as it is and tuned, and a plain loop.
+--nanogpt, a checkout of it: its bench.py, compiled, before and after ours, and our rates as multiples of it.
+GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16; --small takes tiny ones in float32.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,14 +30,16 @@ import warnings
 from pathlib import Path
 
 from tests.benchmarks.measure import interleaved, machine, peak_memory
+from tests.launches import counted
 from tests.runs import PROJECT, arguments
 from utils.devices import timed
 from utils.display.metrics import read_metrics
 
 PARTS = ["same", "waits", "speed", "others"]
 STEPS = 24  # of the runs that are compared
+PROFILED = 16  # the step whose launches are counted, which takes longer
 BASE = {  # small and without dropout, so that runs can be compared
-    "vocab_size": 1024, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
+    "vocab_size": 4096, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
     "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "none",
 }  # fmt: skip
@@ -50,7 +53,7 @@ SMALL = {
     },
 }  # fmt: skip
 LARGE = {  # over BASE: the models that people know, by the scripts' own settings
-    "block_size": 1024, "vocab_size": 4096, "per_device_train_batch_size": 16, "max_train_steps": 40,
+    "block_size": 1024, "per_device_train_batch_size": 16, "max_train_steps": 40,
     "logging_steps": 10, "eval_steps": 1000, "save_steps": 1000, "eval_at_start": "false",
     "max_eval_samples": 16, "per_device_eval_batch_size": 8,
 }  # fmt: skip
@@ -61,7 +64,8 @@ NAMED = {
 
 
 def inside(script: str, argv: list[str]) -> None:
-    """The script in this process; the last line is {"peak", "device", "synchronisations", "graphs"}."""
+    """The script in this process; the last line is {"peak", "device", "synchronisations", "graphs",
+    "host_ms", "launches"}."""
     import torch
 
     sys.argv = [f"{script}.py", *argv]
@@ -69,6 +73,7 @@ def inside(script: str, argv: list[str]) -> None:
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        steps = watch_steps()
         importlib.import_module(script).main()
     from torch._dynamo.utils import counters
 
@@ -76,11 +81,39 @@ def inside(script: str, argv: list[str]) -> None:
     graphs = counters["stats"].get("unique_graphs", 0)
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     told = {"peak": peak_memory(), "device": total - free, "synchronisations": waits, "graphs": graphs}
-    print(json.dumps(told))
+    print(json.dumps(told | {"host_ms": statistics.median(steps["ms"]), "launches": steps["launches"]}))
+
+
+def watch_steps() -> dict:
+    """{"ms": milliseconds of the host in each step, "launches": of step PROFILED}, filled by the run. On a
+    GPU the host only enqueues; its queue is bounded, so it waits where it is faster than the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from utils.run import Run
+
+    seed_step, next_step, found = Run.seed_step, Run.next_step, {"ms": [0.0], "launches": 0}
+
+    def begin(run):
+        seed_step(run)
+        if run.report and run.step == PROFILED and not found["launches"]:
+            found["profiler"] = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            found["profiler"].start()
+        found["start"] = time.perf_counter()
+
+    def end(run):
+        if profiler := found.pop("profiler", None):
+            profiler.stop()
+            found["launches"] = counted(profiler)
+        else:
+            found["ms"].append(1000 * (time.perf_counter() - found["start"]))
+        next_step(run)
+
+    Run.seed_step, Run.next_step = begin, end
+    return found
 
 
 class Bench:
-    def __init__(self, folder: Path, small: bool, dataset_name: str):
+    def __init__(self, folder: Path, small: bool, dataset_name: str | None):
         self.folder, self.small, self.dataset_name = folder, small, dataset_name
         self.rates = {}  # of speed, tokens/s
 
@@ -89,7 +122,7 @@ class Bench:
         out = self.folder / name
         command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
         settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache", "log_level": "warning"}
-        settings["dataset_name"] = self.dataset_name
+        settings |= {"dataset_name": self.dataset_name} if self.dataset_name else {}
         with open(f"{out}.log", "w") as log:
             process = subprocess.Popen(
                 [*command, *arguments(settings)], cwd=PROJECT, env=os.environ | (env or {}), stdout=log,
@@ -179,6 +212,8 @@ class Bench:
         told = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"
         told += f" of the device's {done['device'] / 2**20:,.0f}" if done["device"] else ""
         self.rates[script, optimizer, rows] = rate
+        step = 1000 * rows * settings["block_size"] / rate
+        told += f", {step:,.1f} ms a step, {done['host_ms']:,.1f} of the host, {done['launches']:,} launches"
         told += done["compiled"]
         shape = f"{lm.num_parameters() / 1e6:,.1f} M parameters, {optimizer}, {rows} rows"
         return f"train_{script}.py, {model_type}, {shape} of {settings['block_size']}", told
@@ -271,7 +306,7 @@ def main():
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
     parser.add_argument("--nanogpt", metavar="DIR", help="a checkout of nanoGPT to run beside ours")
     parser.add_argument("--scripts", nargs="*", default=["clm", "mlm"])
-    parser.add_argument("--dataset_name", default="installed-python", help="what the runs train on")
+    parser.add_argument("--dataset_name", help="what the runs train on; none: what the scripts do")
     parser.add_argument("--output_dir", help="keeps the runs")
     parser.add_argument("--append", help="a file that the table is appended to, such as docs/measured.md")
     args = parser.parse_args()
