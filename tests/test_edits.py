@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from data.order import evaluation_rows
 from tests.forked import finish, start, start_all
-from tests.runs import PROJECT, TINY, metrics, write_corpus
+from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
 
 FOLDER = PROJECT / "docs" / "edits"
 DIFFS = sorted(FOLDER.glob("*.diff"))
@@ -350,8 +350,9 @@ def runs(request, workspace):
     apply(request.param, code)
     whole, broken, two, log = (folder / name for name in ("whole", "broken", "two", "log"))
 
-    def begin(output_dir, log=log, **changes):
-        return start(code, edit.script, flags(workspace, edit, output_dir, **edit.settings | changes), log)
+    def begin(output_dir, log=log, env=None, **changes):
+        settings = flags(workspace, edit, output_dir, **edit.settings | changes)
+        return start(code, edit.script, settings, log, env=env)
 
     unrehearsed = {"preflight": False}  # which leaves no trace: the whole run rehearses
     one, other = begin(whole), begin(broken, folder / "killed", **unrehearsed)
@@ -393,6 +394,19 @@ def test_two_processes_train_like_one(runs):
             if key.startswith("loss/") and a[key] != b[key]:  # None where a step was skipped
                 rel = 2e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
                 assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
+
+
+@pytest.mark.sweep
+def test_compiled_by_blocks_it_trains_the_same(runs):
+    """As on GPUs, with evaluations, samples and saves. aot_eager traces and differentiates as inductor."""
+    dynamo = {"BACKEND": "AOT_EAGER", "USE_REGIONAL_COMPILATION": "True", "USE_DYNAMIC": "False"}
+    env = environment(**{f"ACCELERATE_DYNAMO_{name}": value for name, value in dynamo.items()})
+    compiled, log = runs.again(env=env), runs.log.read_text()
+    assert "compiles   2 x " in log and "warning: not compiled" not in log
+    for a, b in zip(metrics(runs.whole), metrics(compiled), strict=True):
+        for key in a:
+            if key.startswith("loss/") and "stderr" not in key and a[key] != b[key]:  # None: step skipped
+                assert a[key] == pytest.approx(b[key], rel=1e-4), (key, a, b)
 
 
 def test_it_does_what_it_says(runs):
