@@ -91,11 +91,11 @@ def watch_steps() -> dict:
 
     from utils.run import Run
 
-    seed_step, next_step, found = Run.seed_step, Run.next_step, {"ms": [0.0], "launches": 0}
+    seed_step, next_step, found = Run.seed_step, Run.next_step, {"ms": [], "launches": 0}
 
     def begin(run):
         seed_step(run)
-        if run.report and run.step == PROFILED and not found["launches"]:
+        if run.step == PROFILED and not found["launches"]:
             found["profiler"] = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             found["profiler"].start()
         found["start"] = time.perf_counter()
