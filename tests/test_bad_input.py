@@ -48,7 +48,7 @@ MLM | --mlm_probability 1                               | mlm_probability: must 
 CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
 CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
 CLM | --lr_scheduler_type cosin                         | lr_scheduler_type: 'cosin' is unknown, give one of: linear, cosine
-CLM | --lr_scheduler_type x                             | give one of: linear, cosine, constant
+CLM | --lr_scheduler_type x                             | give one of: linear, cosine,
 CLM | --max_train_steps 12 --num_warmup_steps 1000      | add --num_warmup_steps 0.05, a share of them
 CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | add --num_warmup_steps 0.05
 CLM | --num_warmup_steps nan                            | num_warmup_steps: must be a finite number

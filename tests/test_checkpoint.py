@@ -644,15 +644,17 @@ def test_a_state_of_two_processes_loads_with_two_and_with_one(accelerator, tmp_p
 DIFFERING = """
 import sys
 import torch
+from types import SimpleNamespace
 from accelerate import Accelerator
-from utils.state.checkpoint import Checkpoints, restore_modules
+from utils.state.checkpoint import Checkpoints, restore_average
 accelerator = Accelerator(cpu=True)
 i, model = accelerator.process_index, accelerator.prepare(torch.nn.Linear(2, 2))
 own = torch.nn.BatchNorm1d(3)
 own.running_mean.fill_(i + 1)
 Checkpoints(accelerator, sys.argv[1]).save(1, model, {"own": own}, {}, final=True)
 own.running_mean.zero_()
-assert restore_modules(sys.argv[1], model, {"own": own, "new": torch.nn.Linear(1, 1)}, i) == ["new"]
+args = SimpleNamespace(output_dir=sys.argv[1], model_name_or_path=sys.argv[1])
+restore_average(args, accelerator, model, {"own": own, "new": torch.nn.Linear(1, 1)})
 assert own.running_mean.tolist() == [i + 1.0] * 3
 """
 
@@ -660,3 +662,4 @@ assert own.running_mean.tolist() == [i + 1.0] * 3
 def test_a_module_that_differs_between_processes_is_restored_for_an_evaluation(tmp_path):
     result = forked.run_code(DIFFERING, [tmp_path], processes=2)
     assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stderr.count("no checkpoint here has new: it is evaluated as new") == 1

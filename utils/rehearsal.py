@@ -10,6 +10,8 @@ from utils.publishing.export import export_model
 from utils.state.checkpoint import Checkpoints
 from utils.xla import is_xla
 
+SLOW = 10  # seconds of a first step after which the user is told what is going on
+
 
 def rehearse(run) -> None:
     """Updates, evaluates, samples and saves once. run: a Run that has what it trains."""
@@ -58,7 +60,9 @@ def rehearse_updates(accelerator, micro_batches, seed_step, edits) -> float:
     before = edits.optimizer_checksums()
     forget_peak(accelerator.device)
     # The first call compiles. All processes make the same number of calls, as gradients are all-reduced.
-    _, *seconds = (timed(once) for _ in range(3))
+    if (first := timed(once)) > SLOW:
+        accelerator.print(f"preflight  the first step took {first:.0f} s; three more follow, then a save")
+    seconds = [timed(once) for _ in range(2)]
     for name, sums in edits.optimizer_checksums().items():
         if sums == before[name]:
             cause = "it makes no step yet, or no loss depends on them"

@@ -23,13 +23,15 @@ from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import name_optimizers, stable_steps
 from utils.publishing.publication import Publication
+from utils.publishing.publisher import open_publisher
 from utils.rehearsal import rehearse
 from utils.resume import Resume
 from utils.settings import save_args
-from utils.state.checkpoint import restore_modules
+from utils.state.checkpoint import restore_average
 from utils.state.edit_check import EditCheck
 from utils.state.folders import disk_space
 from utils.state.preemption import StopSignals, exit_status
+from utils.state.training_state import bare_optimizer
 from utils.tasks import Evaluations, Task
 
 
@@ -44,8 +46,8 @@ class Run:
                 accelerator.wait_for_everyone = dist.barrier
         self.args, self.accelerator, self.task = args, accelerator, task
         self.settings = without_secrets(asdict(args))
-        datasets = as_list(self.settings["dataset_name"])
-        self.publication = Publication(args, accelerator, task, self.settings, datasets)
+        self.datasets = as_list(self.settings["dataset_name"])
+        self.publisher = open_publisher(args, accelerator.is_main_process)
         self.generator = torch.Generator("cpu" if accelerator.device.type == "xla" else accelerator.device)
         self.evaluated = lambda record: False  # hook: gets an evaluation's metrics; True ends the run
         self.state = {"step": 0, "seconds": 0.0, "skipped_updates": 0, "eval": {}, "evaluation_due": False,
@@ -53,16 +55,12 @@ class Run:
         self.failure, self.saved = None, None  # why the run cannot go on; the last step that was saved
         # Given to `start`, and made by it:
         self.model = self.data = self.steps = self.keep = None
-        self.evaluations = self.resume = self.edits = self.report = self.stop = None
-        announce(args, self.settings, self.publication.dataset, accelerator.is_main_process)
+        self.evaluations = self.publication = self.resume = self.edits = self.report = self.stop = None
+        announce(args, self.settings, self.datasets, accelerator.is_main_process)
 
     def evaluate_only(self, model, evaluate, data, keep: dict) -> None:
-        """Prints the numbers of the evaluation sets as JSON and writes nothing. For the model of output_dir,
-        modules in keep, such as an average of the weights, are restored from its newest checkpoint."""
-        folder = self.args.output_dir if self.args.model_name_or_path == self.args.output_dir else None
-        for name in restore_modules(folder, model, keep, self.accelerator.process_index):
-            warning = f"warning: no checkpoint here has {name}: it is evaluated as new"
-            self.accelerator.print(warning, file=sys.stderr)
+        """Prints the numbers of the evaluation sets as JSON and writes nothing."""
+        restore_average(self.args, self.accelerator, model, keep)
         evaluations = Evaluations(self.accelerator, self.task, model, keep, evaluate, data, [])
         self.accelerator.print(json.dumps(finite(evaluations.measure())))
 
@@ -71,34 +69,33 @@ class Run:
 
         keep: {name: what has state_dict and load_state_dict}: saved, restored, rehearsed with the model.
         predicted: share of the positions that have a loss."""
-        args, accelerator, publication = self.args, self.accelerator, self.publication
+        args, accelerator, task = self.args, self.accelerator, self.task
         self.model, self.data, self.steps, self.keep = model, data, steps, keep
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-        publication.facts |= {"model_type": lm.config.model_type, "parameters": lm.num_parameters()}
-        self.evaluations = Evaluations(accelerator, self.task, model, keep, evaluate, data, args.prompts)
-        publication.prompts = self.evaluations.prompts
-        stable = stable_steps(args, steps)
-        models = publication.plan_milestones(args, steps, kept_step=stable[1])
-        kept = args.save_total_limit + (stable[1] < steps.last)  # one from before the decay, too
-        disk = disk_space(args.output_dir, model, keep, kept, models)
-        launch = publication.facts["launch"] = launch_facts(accelerator, lm.config._attn_implementation)
-        remote = publication.publisher.checkpoints
-        self.resume = Resume(args, accelerator, steps, data, stable, launch, remote)
+        launch, stable = launch_facts(accelerator, lm.config._attn_implementation), stable_steps(args, steps)
+        optimizers = [optimizer for thing in keep.values() if (optimizer := bare_optimizer(thing))]
+        settings = name_optimizers(self.settings, optimizers)
+        self.evaluations = Evaluations(accelerator, task, model, keep, evaluate, data, args.prompts)
+        facts = {"model_type": lm.config.model_type, "parameters": lm.num_parameters(), "launch": launch}
+        prompts, kept_step = self.evaluations.prompts, stable[1]
+        self.publication = Publication(args, accelerator, task, self.publisher, settings, facts,
+                                       self.datasets, prompts, steps, kept_step)
+        kept = args.save_total_limit + (kept_step < steps.last)  # one from before the decay, too
+        disk = disk_space(args.output_dir, model, keep, kept, self.publication.models)
+        self.resume = Resume(args, accelerator, steps, data, stable, launch, self.publisher.checkpoints)
         resumed = self.resume.load(model, keep)
         self.state = resumed or self.state
-        publication.start(0 if self.resume.origin else self.step, args.resume_from_checkpoint == "auto")
+        self.publication.start(0 if self.resume.origin else self.step, args.resume_from_checkpoint == "auto")
         if self._done:
-            return publication.finished_before(self.step, self.state["eval"], args.hub_timeout)
+            return self.publication.finished_before(self.step, self.state["eval"], args.hub_timeout)
         self.edits = EditCheck(update, model, keep, args, [data, steps, self, self.generator], data.collate)
-        optimizers = [*self.edits.optimizers.values()]
-        settings = publication.settings = name_optimizers(self.settings, optimizers)
         if accelerator.is_main_process:
             save_args(args.output_dir, settings, self.resume.code, launch, self.state.get("origin"))
         flops = flops_per_token(lm, args.block_size, head_share=predicted)
         self.report = Report(args, accelerator, steps, self.state, flops, launch, settings,
-                             self.resume.metrics_offset, publication.publisher)
-        name, parameters = args.model_name_or_path or args.model_type, publication.facts["parameters"]
-        block = report(accelerator, steps, self.step, launch, name, parameters)
+                             self.resume.metrics_offset, self.publisher)
+        name = args.model_name_or_path or args.model_type
+        block = report(accelerator, steps, self.step, launch, name, facts["parameters"])
         accelerator.print(block, f"disk       {disk}", *self.edits.warnings(), sep="\n")
         self.report.changes(self.step, self.resume.changes())
         self.stop = StopSignals(accelerator)
@@ -218,7 +215,7 @@ class Run:
         IN_LOOP.clear()
         self.report.progress.close()
         self.resume.checkpoints.wait()
-        arrived = self.publication.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
+        arrived = self.publisher.finish(20 if self.stop.requested else self.args.hub_timeout)
         self.report.pushes(self.step)
         signal = 0 if self._done else self.stop.answer  # after the last step it stops nothing
         if self.saved != self.step and (self._done or signal):

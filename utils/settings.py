@@ -19,7 +19,7 @@ from utils.display.trackers import check_trackers
 from utils.flags import as_list
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
-from utils.learning.optim import SCHEDULES
+from utils.learning.optim import DECAYS, SCHEDULES
 from utils.publishing.export import milestone_steps
 from utils.state.folders import newest_extra
 
@@ -89,8 +89,8 @@ def _schedule_problems(args: Any) -> list[str]:
                         "--num_warmup_steps 0.05, a share of them.")
     if steps and decay and sum(n if n >= 1 else n * steps for n in (warmup, decay)) > steps:
         problems.append(f"num_decay_steps: {decay:g} and warm-up are more than max_train_steps, lower one.")
-    if getattr(args, "min_lr_ratio", 0) and schedule not in ("linear", "cosine", "warmup_stable_decay"):
-        problems.append("min_lr_ratio: only linear, cosine and warmup_stable_decay support it.")
+    if getattr(args, "min_lr_ratio", 0) and schedule not in DECAYS:
+        problems.append(f"min_lr_ratio: only {', '.join(DECAYS)} support it.")
     return problems
 
 

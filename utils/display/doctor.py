@@ -62,7 +62,7 @@ def check_launch(accelerator) -> None:
     )
 
 
-def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
+def announce(args, settings: dict, datasets: list[str], is_main_process: bool) -> None:
     """Prints the first line of a run: what it trains on what, for how long, where, and how to stop it."""
     if args.eval_only or args.show or not is_main_process:
         return
@@ -70,7 +70,7 @@ def announce(args, settings: dict, dataset: str, is_main_process: bool) -> None:
     steps, epochs = args.max_train_steps, args.num_train_epochs
     length = counted(steps, "step") if steps else counted(epochs, "epoch")
     again = "; the same command resumes it" if args.resume_from_checkpoint == "auto" else ""
-    what = f"trains {model} on {dataset} for {length}, in {args.output_dir}"
+    what = f"trains {model} on {', '.join(datasets)} for {length}, in {args.output_dir}"
     print(f"run        {what}; stop it any time{again}", flush=True)
 
 

@@ -10,8 +10,12 @@ from transformers import get_scheduler
 from utils.learning.muon import MuonAdamW, hidden_matrices
 from utils.xla import sync
 
-SCHEDULES = ["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
-SCHEDULES += ["warmup_stable_decay"]
+DECAYS = {  # schedule: share of the learning rate that is left, as a function of the share of the decay done
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "warmup_stable_decay": lambda done: 1 - math.sqrt(done),  # Haegele et al., 2024, 2405.18392
+}
+SCHEDULES = [*DECAYS, "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
 
 def parameter_groups(model, weight_decay):
@@ -66,37 +70,27 @@ def describe_groups(optimizer):
 
 def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,
                    min_lr_ratio=0.0):
-    """A learning-rate schedule in optimizer steps. linear, cosine and warmup_stable_decay end at min_lr_ratio
-    of the peak.
+    """A learning-rate schedule in optimizer steps. Those of DECAYS end at min_lr_ratio of the peak;
+    warmup_stable_decay decays in the last num_decay_steps, the others from the warm-up on.
 
-    warmup_stable_decay decays in the last num_decay_steps, by 1 - sqrt (Haegele et al., 2024, 2405.18392).
     Step it once per update, and leave it out of accelerator.prepare, which would step it once per process."""
-    name, options, last = lr_scheduler_type, {}, max_train_steps
-    if not 0 <= num_warmup_steps <= last:
-        raise ValueError(f"num_warmup_steps, {num_warmup_steps}, must be 0 to {last}, the steps of the run")
-    if name == "warmup_stable_decay":
-        if num_warmup_steps + num_decay_steps > last:
-            both = f"{num_decay_steps}, and {num_warmup_steps} of warm-up"
-            raise ValueError(f"num_decay_steps: {both}, are more than the {last} steps of the run")
-        return LambdaLR(optimizer, _stable_decay(num_warmup_steps, last, num_decay_steps, min_lr_ratio))
-    if min_lr_ratio and name == "cosine":
-        name, options = "cosine_with_min_lr", {"min_lr_rate": min_lr_ratio}
-    elif min_lr_ratio and name == "linear":
-        name, options = "polynomial", {"power": 1.0, "lr_end": min_lr_ratio * optimizer.defaults["lr"]}
-    # transformers' polynomial divides by 0 if no step follows the warm-up.
-    return get_scheduler(name, optimizer, num_warmup_steps, max(last, num_warmup_steps + 1), options)
-
-
-def _stable_decay(warmup, last, decay, end):
-    """In the place of transformers' own, whose warm-up begins at `end`."""
+    name, warmup, last = lr_scheduler_type, num_warmup_steps, max_train_steps
+    decay = num_decay_steps if name == "warmup_stable_decay" else last - warmup
+    if not 0 <= warmup <= last:
+        raise ValueError(f"num_warmup_steps, {warmup}, must be 0 to {last}, the steps of the run")
+    if warmup + decay > last:
+        raise ValueError(f"num_decay_steps: {decay}, and {warmup} of warm-up, are more than the {last} steps "
+                         "of the run")
+    if name not in DECAYS:  # transformers' polynomial divides by 0 if no step follows the warm-up
+        return get_scheduler(name, optimizer, warmup, max(last, warmup + 1))
 
     def factor(step):
         if step < warmup:
             return step / warmup
-        fallen = min(max(step - (last - decay), 0) / decay, 1) if decay else float(step >= last)
-        return (1 - math.sqrt(fallen)) * (1 - end) + end
+        done = min(max(step - (last - decay), 0) / decay, 1) if decay else float(step >= last)
+        return min_lr_ratio + (1 - min_lr_ratio) * DECAYS[name](done)
 
-    return factor
+    return LambdaLR(optimizer, factor)
 
 
 def stable_steps(args, steps):

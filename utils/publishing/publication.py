@@ -13,38 +13,31 @@ from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.publishing.export import export_model, keep_milestone, list_milestones, milestone_steps
 from utils.publishing.model_card import write_model_card
-from utils.publishing.publisher import Publisher, upload_command
-from utils.publishing.remote import Hub, open_remote, refuse_another
+from utils.publishing.publisher import upload_command
+from utils.publishing.remote import refuse_another, repo_name
 from utils.state.folders import set_aside_newer, step_of
 
 
 class Publication:
-    """Made with the run, on all processes."""
+    """Made when the run starts, on all processes.
 
-    def __init__(self, args, accelerator, task, settings: dict, datasets: list[str]):
-        """settings: without secrets, as they may be shown. ValueError if a push could not work."""
-        self.accelerator, self.task, self.settings = accelerator, task, settings
-        self.dataset = ", ".join(datasets)
-        self.folder, self.prompts = args.output_dir, settings["prompts"]  # Run has the texts of "rows"
-        self.name = args.hub_model_id or Path(args.output_dir).resolve().name
-        self.milestones = set()  # steps whose models are kept for good, known at the start
-        models = checkpoints = None
-        if accelerator.is_main_process and not args.eval_only and not args.show:
-            if args.push_to_hub:
-                models = Hub(self.name, args.hub_private_repo)
-            if args.checkpoint_url:
-                checkpoints = open_remote(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
-        self.publisher = Publisher(args.output_dir, models, checkpoints)
-        self.facts = dict(  # for the card; Run adds those of the model and the launch
-            model_name=self.name.split("/")[-1], repo_id=models and models.repo_id, datasets=datasets,
-            pipeline_tag=task.pipeline_tag, base_model=settings["model_name_or_path"])
+    settings: without secrets, as they may be shown; facts: for the card; prompts: texts or none; kept_step:
+    the step before the decay, which is saved too. `milestones`: steps whose models are kept for good.
+    `models`: how many models will be added to the folder."""
 
-    def plan_milestones(self, args, steps, kept_step: int) -> int:
-        """Choose the milestones' steps. Returns how many models the folder will hold."""
+    def __init__(self, args, accelerator, task, publisher, settings: dict, facts: dict, datasets: list[str],
+                 prompts, steps, kept_step: int):
+        self.accelerator, self.task, self.publisher = accelerator, task, publisher
+        self.settings, self.prompts, self.folder = settings, prompts, args.output_dir
+        self.dataset, self.name = ", ".join(datasets), repo_name(args)
         every = steps.every(args.save_steps)
         saves = [*range(every, steps.last, every), kept_step, steps.last]
         self.milestones = milestone_steps(args.milestones, steps.last, saves)
-        return 1 + args.keep_best + len(self.milestones - set(map(step_of, list_milestones(self.folder))))
+        new = self.milestones.difference(map(step_of, list_milestones(self.folder)))
+        self.models = 1 + args.keep_best + len(new)
+        self.facts = dict(
+            facts, model_name=self.name.split("/")[-1], datasets=datasets, pipeline_tag=task.pipeline_tag,
+            repo_id=publisher.models and publisher.models.repo_id, base_model=settings["model_name_or_path"])
 
     def start(self, step: int, auto: bool) -> None:
         """Start uploading, on the first process; set milestones after `step` aside. step: where the run

@@ -21,7 +21,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from utils.display.progress import readable
 from utils.io.retry import SILENCE, diagnose
 from utils.publishing.export import list_milestones
-from utils.publishing.remote import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub
+from utils.publishing.remote import BESIDE, CHECKPOINTS, MILESTONES, Bucket, Hub, open_remote, repo_name
 from utils.state.folders import list_checkpoints, step_of
 
 
@@ -221,6 +221,17 @@ class Publisher:
             time.sleep(wait)
         else:
             self.ending.wait(wait)  # `finish` ends this wait
+
+
+def open_publisher(args, is_main_process: bool) -> Publisher:
+    """Of the places that the settings name. ValueError if a push could not work."""
+    models = checkpoints = None
+    if is_main_process and not args.eval_only and not args.show:
+        if args.push_to_hub:
+            models = Hub(repo_name(args), args.hub_private_repo)
+        if args.checkpoint_url:
+            checkpoints = open_remote(args.checkpoint_url, args.hub_private_repo, args.save_total_limit)
+    return Publisher(args.output_dir, models, checkpoints)
 
 
 def unpublished(output_dir) -> list[str]:

@@ -194,6 +194,11 @@ def _complete(names: list[str]) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
+def repo_name(args) -> str:
+    """The repository of a run: hub_model_id, or the name of output_dir."""
+    return args.hub_model_id or Path(args.output_dir).resolve().name
+
+
 def open_remote(url: str, private: bool = False, limit: int = 0) -> Hub | Bucket:
     """The storage at checkpoint_url. private: a Hub repository that is created now."""
     hub = url.startswith("hf://") and not url.startswith("hf://buckets/")

@@ -16,6 +16,7 @@ that the run was told to resume from, and never deleted. Every machine must see 
 import json
 import logging
 import shutil
+import sys
 import threading
 from pathlib import Path
 
@@ -230,14 +231,16 @@ class Checkpoints:
         return Path(chosen) if chosen else None
 
 
-def restore_modules(output_dir, model, keep: dict, process: int) -> list[str]:
-    """Restore the modules of `keep` from the newest valid checkpoint of output_dir, if there is one. Returns
-    the names of modules that it lacks. Nothing is written."""
+def restore_average(args, accelerator, model, keep: dict) -> None:
+    """Restores the modules of `keep`, such as an average of the weights, from the newest valid checkpoint of
+    output_dir, if its model is evaluated. Prints which are missing. Writes nothing."""
     modules = {name: thing for name, thing in keep.items() if isinstance(thing, torch.nn.Module)}
-    paths = folders.candidates(Path(output_dir, "checkpoints"), "auto") if output_dir and modules else []
+    evaluated = modules and args.model_name_or_path == args.output_dir
+    paths = folders.candidates(Path(args.output_dir, "checkpoints"), "auto") if evaluated else []
     folder = next((path for path in paths if not verify_checksums(path)), None)
     state = folders.read_state(folder) if folder else {"keep": {}}
-    return restore_kept(folder, state, modules, model, process)
+    for name in restore_kept(folder, state, modules, model, accelerator.process_index):
+        accelerator.print(f"warning: no checkpoint here has {name}: it is evaluated as new", file=sys.stderr)
 
 
 def restore_kept(folder: Path | None, state: dict, things: dict, model, process: int) -> list[str]:

@@ -5,7 +5,7 @@ unless it comes within a second: a launcher may forward a signal that the schedu
 
 What launchers do with a signal that only they receive:
 * accelerate launch, one process: it dies without telling the script. A thread here watches the parent's id
-  and sends this process SIGUSR2, which does not count as a second signal.
+  and sends this process SIGTERM, unless it has got a stop signal itself.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then send
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
 * accelerate launch on TPU: it dies, and its child goes on. So this module runs in the launcher too.
@@ -30,7 +30,6 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHER_GONE = signal.SIGUSR2
 LAUNCHERS = ("accelerate", "accelerate-launch")  # names of their files; or python -m accelerate.commands.X
 XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
 
@@ -54,7 +53,7 @@ def handle_stop_signals(importing: bool = False) -> None:
     _state.speaks = int(os.environ.get("RANK", 0)) == 0
     if threading.current_thread() is not threading.main_thread() or _before:
         return
-    for number in (*STOP_SIGNALS, LAUNCHER_GONE):
+    for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             _before[number] = signal.signal(number, _signal_children if in_launcher else _on_signal)
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
@@ -73,10 +72,6 @@ def restore_handlers() -> None:
 
 def _on_signal(number, frame):
     first = _state.signum == 0
-    if number == LAUNCHER_GONE:
-        if not first:
-            return
-        number = signal.SIGTERM
     if first:
         _state.signum, _state.since = number, time.monotonic()
     if not _state.training:
@@ -114,8 +109,8 @@ def _watch_launcher(parent):
     lost = parent == 1 and sys.platform == "linux" and b"python" not in Path("/proc/1/cmdline").read_bytes()
     while os.getppid() == parent and not lost:
         time.sleep(0.2)
-    if _before:
-        os.kill(os.getpid(), LAUNCHER_GONE)
+    if _before and not _state.signum:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_status(signum: int) -> int:
