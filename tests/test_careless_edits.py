@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.forked import start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
@@ -157,6 +158,31 @@ def test_weights_that_are_not_finite_replace_no_good_ones(corpus, tmp_path):
     shutil.rmtree(run)
     edits = {JUDGE: SAM.replace('(0.0 if run.step < 4 else float("inf"))', "1e-3") + JUDGE}
     assert "warning: a gradient that is not finite gets into model." in launch(corpus, tmp_path, edits)[1]
+
+
+LORA = """    class LoRA(torch.nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base.requires_grad_(False)
+            self.down = torch.nn.Parameter(0.02 * torch.randn(4, base.in_features))
+            self.up = torch.nn.Parameter(torch.zeros(base.out_features, 4))
+
+        def forward(self, x):
+            return self.base(x) + x @ self.down.T @ self.up.T
+
+    for block in lm.model.layers:
+        block.self_attn.q_proj = LoRA(block.self_attn.q_proj)
+"""
+
+
+def test_layers_that_transformers_would_not_load_are_told(corpus, tmp_path):
+    """It would make new ones in their place, and only print a report."""
+    status, log = launch(corpus, tmp_path, {"    model = CausalLMLoss(": LORA + "    model = CausalLMLoss("})
+    assert status == 0, log
+    told = re.search(r"does not load the saved model as it is: (\d+) weights .* first (\S+);", log)
+    assert told and told[2] == "model.layers.0.self_attn.q_proj.base.weight", log
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert int(told[1]) == len(info["missing_keys"]) + len(info["unexpected_keys"]) > 0
 
 
 def test_one_of_two_evaluation_sets_may_be_evaluated_more_often(corpus, tmp_path):

@@ -148,9 +148,14 @@ def test_norms_of_another_formula_are_left_alone():
         def forward(self, x):
             return F.rms_norm(x, (8,), 1 + self.weight, self.variance_epsilon) / 2 + (self.bias or 0)
 
-    model = nn.ModuleList([BiasedRMSNorm(None), BiasedRMSNorm(nn.Parameter(torch.zeros(())))])
+    class GatedRMSNorm(BiasedRMSNorm):  # as Bamba's
+        def forward(self, x, gate=None):
+            return F.rms_norm(x if gate is None else x * F.silu(gate), (8,), self.weight, 1e-6)
+
+    norms = BiasedRMSNorm(None), BiasedRMSNorm(nn.Parameter(torch.zeros(()))), GatedRMSNorm(None)
+    model = nn.ModuleList(norms)
     use_one_kernel_rms_norm(model)
-    assert all(type(norm) is BiasedRMSNorm and norm.weight.eq(1).all() for norm in model)
+    assert [*model] == [*norms] and all(norm.weight.eq(1).all() for norm in model)
 
 
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):

@@ -6,7 +6,7 @@ import math
 import shutil
 
 from utils.devices import forget_peak, timed
-from utils.publishing.export import export_model
+from utils.publishing.export import export_model, not_loaded
 from utils.state.checkpoint import Checkpoints
 from utils.xla import is_xla
 
@@ -18,6 +18,9 @@ def rehearse(run) -> None:
     with rehearsal(run.resume.checkpoints, run.edits) as folder:
         if failure := export_model(run.accelerator, run.model, run.data.tokenizer, folder):
             raise RuntimeError(f"preflight: the model cannot be saved: {failure}")
+        if names := not_loaded(folder) if run.accelerator.is_main_process else []:
+            print(f"warning: transformers does not load the saved model as it is: {len(names)} weights have "
+                  f"other names or shapes than its own, first {names[0]}; an edit has changed the layers")
         if not is_xla():  # there it would compile graphs of its own, and the first step comes at once
             first = next(run.data.batches(run.steps, run.step))
             run.report.rehearsed(rehearse_updates(run.accelerator, first, run.seed_step, run.edits))

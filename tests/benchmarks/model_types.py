@@ -25,6 +25,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork would not have its threads
+
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from tests.runs import PROJECT, arguments, environment, metrics, write_corpus

@@ -147,6 +147,8 @@ def _agree_with_tokenizer(config, values, kind, tokenizer, source):
         sizes = f"{source}: vocab_size {vocab_size} is smaller than the tokenizer's {needed}"
         remedy = "choose the tokenizer of the model, or a larger vocab_size with random weights"
         problems.append(f"{sizes}; {remedy}")
+    if not of_weights and hasattr(config, "unpadded_vocab_size"):  # of Inkling 2's head
+        values.setdefault("unpadded_vocab_size", vocab_size)
     for key in (f"{name}_id" for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES):
         token_id = getattr(tokenizer, key)
         if key[:3] in ("bos", "eos", "pad") or key in config.to_dict() and token_id is not None:

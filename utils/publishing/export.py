@@ -12,6 +12,9 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import transformers
+from transformers import AutoConfig
+
 from utils.io.files import checksum_file, flush, seal, set_aside, verify_checksums
 from utils.io.secrets import without_secrets
 from utils.state.folders import step_of
@@ -61,6 +64,18 @@ def export_model(accelerator, model, tokenizer, output_dir: str | Path, write_ca
         write_card()
 
     return write_model(accelerator, model, tokenizer, written, replace)
+
+
+def not_loaded(folder: Path) -> list[str]:
+    """The names of weights that transformers misses in a saved model, or does not expect there."""
+    config = AutoConfig.from_pretrained(folder)
+    made = getattr(transformers, (config.architectures or [""])[0], None)
+    if made is None:  # a class of the user's own
+        return []
+    options = dict(config=config, device_map="meta", ignore_mismatched_sizes=True, output_loading_info=True)
+    info = made.from_pretrained(folder, **options)[1]
+    others = {key for key, *_ in info["mismatched_keys"]}
+    return sorted(others | {*info["missing_keys"], *info["unexpected_keys"]})
 
 
 def milestone_steps(named: list, last: int = 0, saves: Iterable[int] = ()) -> set[int]:
