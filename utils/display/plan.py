@@ -152,6 +152,7 @@ def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
         rate, run = plan["tokens_per_update"] / seconds, f"for {readable(tokens / 1e9)} B tokens"
         lines += [("tokens per second", rate, ".0f", ""), ("seconds per update", seconds, ".3f", "")]
         lines += [("hours", tokens / rate / 3600, ".1f", f" {run}")] if tokens else []
+    lines = [line for line in lines if line[1]]
     return "\n".join(f"{name:<18} {value:10,{digits}} {unit}".rstrip() for name, value, digits, unit in lines)
 
 
@@ -185,7 +186,9 @@ def main():
     plan_of = partial(estimate, config, **options)
     if len(args.devices) == 1:
         hint = ': --device_name "NVIDIA H100" for a GPU, whose attention takes less memory' if cpu else ""
-        print(f"{rows} rows of {args.block_size:,} tokens, {args.precision}, on one {args.device_name}{hint}")
+        hint = f"; speeds are estimates, at {args.mfu:.0%} of its peak" if rate else hint
+        name, batch = args.model_name_or_path or args.model_type, f"{rows} rows of {args.block_size:,} tokens"
+        print(f"{name}, {args.optimizer_type}, {batch}, {args.precision}, on one {args.device_name}{hint}")
         how = dict(devices=args.devices[0], sharding=args.sharding, optimizer=args.optimizer_type)
         plan = plan_of(rows, accumulation=accumulation, **how)
         return print(describe(plan, rate and step_seconds(plan, rate), args.tokens))
