@@ -32,7 +32,7 @@ from utils.flags import parse_args
 from utils.learning.compiled import compile_blocks
 from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
 from utils.learning.model import build_model, model_problems
-from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule, describe_groups
+from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
 from utils.run import Run
 from utils.settings import common_problems, evaluate_what_is_saved, saved_data, stop_at
 from utils.state.preemption import handle_stop_signals
@@ -227,7 +227,6 @@ def main(args: TrainArgs | None = None) -> None:
     schedule = build_schedule(
         optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
     )
-    accelerator.print(describe_groups(optimizer))
     compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
     model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
     autocast_forward(model)

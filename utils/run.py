@@ -21,7 +21,7 @@ from utils.entry import IN_LOOP, KEEP_ALIVE
 from utils.flags import as_list, command_line
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
-from utils.learning.optim import name_optimizers, stable_steps
+from utils.learning.optim import describe_groups, name_optimizers, stable_steps
 from utils.publishing.publication import Publication
 from utils.publishing.publisher import open_publisher
 from utils.rehearsal import rehearse
@@ -96,7 +96,8 @@ class Run:
                              self.resume.metrics_offset, self.publisher)
         name = args.model_name_or_path or args.model_type
         block = report(accelerator, steps, self.step, launch, name, facts["parameters"])
-        accelerator.print(block, f"disk       {disk}", *self.edits.warnings(), sep="\n")
+        groups = [line for optimizer in optimizers for line in describe_groups(optimizer)]
+        accelerator.print(block, *groups, f"disk       {disk}", *self.edits.warnings(), sep="\n")
         self.report.changes(self.step, self.resume.changes())
         self.stop = StopSignals(accelerator)
         if args.preflight and not resumed:

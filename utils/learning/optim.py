@@ -59,13 +59,12 @@ def name_optimizers(settings: dict, optimizers: list) -> dict:
 
 def describe_groups(optimizer):
     """A line per group: its algorithm, weight decay, tensors, parameters."""
-    muon = isinstance(optimizer, MuonAdamW)  # SGD's groups have a momentum too
-    return "\n".join(
-        f"{'Muon' if 'momentum' in group and muon else type(optimizer).__name__.removeprefix('Muon')}, "
-        f"weight decay {group.get('weight_decay', 0):g}: {len(group['params'])} tensors, "
-        f"{sum(p.numel() for p in group['params']):,} parameters"
-        for group in optimizer.param_groups
-    )
+    kind, lines = type(optimizer).__name__, []
+    for group in optimizer.param_groups:
+        name = "Muon" if kind == "MuonAdamW" and "momentum" in group else kind.removeprefix("Muon")
+        size = f"{len(group['params'])} tensors, {sum(p.numel() for p in group['params']):,} parameters"
+        lines.append(f"optimizer  {name}, weight decay {group.get('weight_decay', 0):g}: {size}")
+    return lines
 
 
 def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,

@@ -1,5 +1,6 @@
 """The model as others get it: saved for transformers with its card, the best one, milestones, pushes."""
 
+import json
 import math
 import shlex
 from pathlib import Path
@@ -104,8 +105,11 @@ class Publication:
         results |= {"model": folder, "curves": f"{folder}/curves.png"}
         results |= {"best model": f"{folder}/best, of step {best['step']}"} if best else {}
         prompt = own_mask(self.prompts[0] if settings["prompts"] == ROWS else self.task.prompt, tokenizer)
-        pipe = f"from transformers import pipeline; print(pipeline({self.task.pipeline_tag!r}, {folder!r})"
-        generate = ["python", "-c", f"{pipe}({prompt!r}{self.task.options}))"]
+        # As in JSON, with double quotes: the shell needs the single ones.
+        words = self.task.pipeline_tag, folder, prompt
+        tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
+        pipe = f"from transformers import pipeline; print(pipeline({tag}, {model})"
+        generate = ["python", "-c", f"{pipe}({text}{self.task.options}))"]
         evaluate = [*command, "--eval_only", "true"]
         evaluate += [] if settings["streaming"] else ["--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # else the model that this run began with would be evaluated
