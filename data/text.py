@@ -106,8 +106,8 @@ def share_to_hold_out(corpus: Corpus, seed: int, fraction: float, block_size: in
     number = min(max(least, 1 + sum(size < wanted for size in sizes)), len(drawn) // 2)
     share = drawn[number - 1][0] + 1e-15 if number else 0.0
     if share > fraction:
-        print(f"validation_fraction {fraction} of {len(drawn)} documents is too little text for a row of "
-              f"{block_size} tokens: holding out {number} of them", flush=True)
+        print(f"data       validation_fraction {fraction:g} of {len(drawn)} documents fills no row of "
+              f"{block_size} tokens; {number} held out instead", flush=True)
     return max(share, fraction)
 
 

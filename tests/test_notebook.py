@@ -35,6 +35,7 @@ def test_notebook_launcher_trains_and_returns(tmp_path):
     _, script, *words = shlex.split(re.search(r"^ +evaluate +(.*)$", done.stdout, re.M)[1])
     told = parse_args(TrainArgs, PRESETS, words)
     assert script == "train_clm.py" and told.eval_only and told.output_dir == str(tmp_path / "run")
+    assert words.count("--max_eval_samples") == 1 and told.max_eval_samples == 0  # TINY's is replaced
 
 
 def test_a_mistake_ends_in_its_message(tmp_path):

@@ -95,8 +95,6 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
     total, passes = steps.tokens_before(steps.last), steps.epoch(steps.last) or 0
     target = f"{launched(kind, processes, local)}, {launch['device']}, {launch['precision']}"
     slow = accelerator.device.type == "cpu" and launch["precision"] == PRECISIONS["no"] and parameters > LARGE
-    if slow and cpu_has_bfloat16():
-        target += ", accelerate launch --mixed_precision bf16 is faster"
     if launch["compiler"] != "no":
         target += f", compiled with {launch['compiler']}"
     factors = (rows // (micro * processes), "row"), (micro, "micro-batch"), (processes, "process")
@@ -111,6 +109,8 @@ def report(accelerator, steps, start: int, launch: dict, model: str, parameters:
         length += f"; {start:,} are done"
     lines = [f"target     {target}", f"batch      {batch}", f"steps      {length}",
              f"model      {model}, {_millions(parameters)} parameters, attention: {launch['attention']}"]
+    if slow and cpu_has_bfloat16():
+        lines.append("advice     accelerate launch --mixed_precision bf16 is faster on this CPU")
     warnings = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
     warnings += precision_warnings(launch["precision"], accelerator.device)
     return "\n".join(lines + [f"warning    {text}" for text in warnings])

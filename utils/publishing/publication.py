@@ -9,6 +9,7 @@ from utils import xla
 from utils.display.metrics import finite
 from utils.display.progress import duration, summarize
 from utils.display.samples import ROWS
+from utils.flags import without_flag
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -111,7 +112,8 @@ class Publication:
         pipe = f"from transformers import pipeline; print(pipeline({tag}, {model})"
         generate = ["python", "-c", f"{pipe}({text}{self.task.options}))"]
         evaluate = [*command, "--eval_only", "true"]
-        evaluate += [] if settings["streaming"] else ["--max_eval_samples", "0"]
+        if not settings["streaming"]:
+            evaluate = [*without_flag(evaluate, "--max_eval_samples"), "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # else the model that this run began with would be evaluated
             evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
