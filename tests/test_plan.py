@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import train_clm
 from tests import forked
 from tests.runs import PROJECT
 from utils.display.plan import describe, estimate, sending, step_seconds
@@ -179,5 +180,9 @@ def test_the_command_plans_a_run_on_devices_that_are_not_here():
     assert [line[2:].split(" | ")[:3] for line in lines] == cells  # 3 does not divide 64 rows
     result = forked.run("utils.display.plan", [*options[:2], "--devices", "8", "64"])
     assert result.returncode == 2 and "--device_name cpu" in result.stderr
+    scripts_own = ["--model_type", train_clm.TrainArgs.model_type, "--block_size", "128"]
+    scripts_own += ["--config_overrides", f"{train_clm.SMALL},vocab_size=4096"]
+    result = forked.run("utils.display.plan", scripts_own)  # 1.3 M: docs/learning.md
+    assert result.returncode == 0 and re.search(r"parameters +1\.3 M", result.stdout), result.stderr
     result = forked.run("utils.display.plan", ["--model_type", "gtp2"])
     assert result.returncode == 2 and "gtp2" in result.stderr and "Traceback" not in result.stderr

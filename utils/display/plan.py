@@ -14,12 +14,11 @@ from itertools import product
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from utils.display.progress import readable
 from utils.display.throughput import flops_per_token, peak_flops
-from utils.learning.configuration import MODEL_CLASSES
+from utils.learning.configuration import MODEL_CLASSES, configure
 from utils.learning.fused_head import chunk_rows
 from utils.learning.model import use_one_kernel_gelu
 from utils.learning.muon import hidden_matrices
@@ -159,7 +158,7 @@ def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     for name, default, what in [
-        ("model_type", "gpt2", ""), ("config_overrides", "", "n_layer=4,n_embd=256,vocab_size=8192"),
+        ("model_type", "gpt2", ""), ("config_overrides", "", "as the scripts take it, and vocab_size=8192"),
         ("model_name_or_path", "", "instead: a folder with config.json or a Hub id"),
         ("kind", [*MODEL_CLASSES], ""), ("predicted", 1.0, "share of positions (masked LM)"),
         ("per_device_train_batch_size", 8, ""), ("gradient_accumulation_steps", 1, ""),
@@ -172,13 +171,10 @@ def main():
         parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=what)
     parser.add_argument("--devices", type=int, nargs="+", default=[1])
     args = parser.parse_args()
-    try:
-        build = AutoConfig.from_pretrained if args.model_name_or_path else AutoConfig.for_model
-        config = build(args.model_name_or_path or args.model_type)
-        if args.config_overrides:
-            config.update_from_string(args.config_overrides)
-    except (ValueError, OSError) as error:
-        parser.exit(2, f"{error}\n")
+    model = args.kind, args.model_type, args.config_overrides, args.model_name_or_path
+    config, problems = configure(*model, args.block_size, tokenizer=None)
+    if problems:
+        parser.exit(2, "\n".join(problems) + "\n")
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     cpu, rate = args.device_name == "cpu", (peak_flops(args.device_name) or 0) * args.mfu
     options = dict(kind=args.kind, predicted=args.predicted, bf16=args.precision == "bf16")
