@@ -1,7 +1,6 @@
 """What a training run will need, before it is started: memory per device, bytes that are sent, time.
 
-    python -m utils.display.plan --model_type gpt2 --block_size 1024 --per_device_train_batch_size 16 \
-        --devices 8 --device_name "NVIDIA H100" --mfu 0.4 --tokens 10e9
+    python -m utils.display.plan --per_device_train_batch_size 16 --devices 8 --device_name "NVIDIA H100"
 
 With several numbers of devices it prints a table of DDP and FSDP, AdamW and Muon; all have the rows per step
 of the first number. Formulas, their sources and what they leave out: docs/scaling.md.
@@ -156,9 +155,10 @@ def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    prog, layout = "python -m utils.display.plan", argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=layout, allow_abbrev=False)
     for name, default, what in [
-        ("model_type", "gpt2", ""), ("config_overrides", "", "as the scripts take it, and vocab_size=8192"),
+        ("model_type", "gpt2", ""), ("config_overrides", "", "as in the scripts, and vocab_size"),
         ("model_name_or_path", "", "instead: a folder with config.json or a Hub id"),
         ("kind", [*MODEL_CLASSES], ""), ("predicted", 1.0, "share of positions (masked LM)"),
         ("per_device_train_batch_size", 8, ""), ("gradient_accumulation_steps", 1, ""),
@@ -168,8 +168,9 @@ def main():
         ("mfu", 0.4, "share of the bf16 peak that computing uses"),
     ]:  # fmt: skip
         choices, first = (default, default[0]) if isinstance(default, list) else (None, default)
+        what = f"{what} (default: {first or 'none'})".strip()
         parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=what)
-    parser.add_argument("--devices", type=int, nargs="+", default=[1])
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="one or several (default: 1)")
     args = parser.parse_args()
     model = args.kind, args.model_type, args.config_overrides, args.model_name_or_path
     config, problems = configure(*model, args.block_size, tokenizer=None)
