@@ -84,7 +84,7 @@ class TrainArgs:
     # Model
     model_type: str = "qwen3"  # any causal model of transformers, from scratch
     config_overrides: str = SMALL  # configuration (?=: if the type has it); yours replace all of these
-    model_name_or_path: str | None = None  # continue from these weights instead of from scratch
+    model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
     attn_implementation: str = "auto"  # sdpa, eager, local, window: docs/masked.md
 
     # Optimization

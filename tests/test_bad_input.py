@@ -95,7 +95,7 @@ CLM | --optimizer_type sgd                             | 'sgd' is unknown, give 
 MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay_steps: 9999 and warm-up are more
 CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
 CLM | --model_type gpt2 --config_overrides n_layers=2 | 'n_layers': gpt2 has no such setting; near: n_layer
-CLM | --model_name_or_path ../old --tokenizer_name ../old | cannot go with model_name_or_path; add --config_overrides ""
+CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with model_name_or_path; leave it out
 CLM | --model_type gpt2 --config_overrides n_layer | not of the form name=value
 CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
 CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4':
@@ -109,7 +109,8 @@ MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
 CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5,n_embd=192': && divisible
 CLM | --model_type gpt2 --config_overrides n_positions=64 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
-CLM | --model_name_or_path ../no                        | set tokenizer_name too
+CLM | --model_name_or_path ../no                        | '../no': no folder with a config.json && tokenizer_name '../no'
+CLM | --model_name_or_path ../old --tokenizer_name none | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
 CLM | --checkpoint_url bucket/run                       | checkpoint_url: bucket/run is not the URL of a folder

@@ -50,6 +50,18 @@ def test_flags_win_over_the_preset_and_the_preset_over_defaults():
     assert (args.learning_rate, args.keywords, args.preset, args.push) == (3e-4, ["c"], "large", True)
 
 
+def test_weights_come_with_their_tokenizer_and_configuration():
+    def parsed(*words):
+        args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, [*words])
+        return args.tokenizer_name, args.config_overrides
+
+    default = None, train_clm.SMALL
+    assert parsed() == default == parsed("--model_name_or_path", "none")
+    assert parsed("--model_name_or_path", "runs/a", "--preset", "codeparrot") == ("runs/a", "")
+    given = parsed("--model_name_or_path=a", "--tokenizer_name", "b", "--config_overrides", "n_layer=2")
+    assert given == ("b", "n_layer=2")
+
+
 def test_none_switches_off():
     args = parse_args(Args, PRESETS, ["--keywords", "none", "--name", "none"])
     assert args.keywords == [] and args.name is None

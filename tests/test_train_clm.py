@@ -220,7 +220,7 @@ def test_what_a_run_leaves(one_process):
 
 
 def test_the_command_that_evaluates_a_run_begun_with_other_weights_evaluates_its_own(workspace, one_process):
-    other = {"model_name_or_path": one_process, "tokenizer_name": one_process, "config_overrides": ""}
+    other = {"model_name_or_path": one_process, "config_overrides": ""}  # and so its tokenizer
     folder = trained(workspace, "begun", **other, max_eval_samples=0)
     told = json.loads((folder / "summary.json").read_text())
     _, script, *words = shlex.split(told["next"]["evaluate"])

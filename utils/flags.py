@@ -74,15 +74,17 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
                other_data: dict[str, Any] | None = None) -> Any:
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
-    other_data: defaults where --dataset_name is not the preset's. `none` switches an optional setting off and
-    empties a list. A field's trailing comment is its help text. ValueError for unknown flags, with what takes
-    their place or has a similar name, and for wrong values."""
+    other_data: defaults where --dataset_name is not the preset's. --model_name_or_path comes with its own
+    configuration and tokenizer. `none` switches an optional setting off and empties a list. A field's
+    trailing comment is its help text. ValueError for unknown flags, with what takes their place or has a
+    similar name, and for wrong values."""
     if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
     parser = _Parser(args_class, allow_abbrev=False)
     parser.presets = presets
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", nargs="?")
+    first.add_argument("--model_name_or_path", nargs="?")
     first.add_argument("--dataset_name", nargs="*")
     given = first.parse_known_args(argv)[0]
     name = given.preset or parser.get_default("preset")
@@ -93,6 +95,8 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     parser.set_defaults(**presets[name])
     if given.dataset_name not in (None, as_list(parser.get_default("dataset_name"))):
         parser.set_defaults(**other_data or {})
+    if (weights := given.model_name_or_path or "none").lower() != "none":
+        parser.set_defaults(config_overrides="", tokenizer_name=weights)
     options = dict(return_remaining_strings=True, look_for_args_file=False)
     args, unknown = parser.parse_args_into_dataclasses(argv, **options)
     if unknown:

@@ -146,8 +146,7 @@ def changed_settings(saved: dict, args: Any, counts: dict | None = None) -> list
     folder, remedy = shlex.quote(args.output_dir), []
     if lines.keys() <= LENGTH_SETTINGS:
         remedy = ["The learning rate depends on that length; docs/learning.md has runs that may grow. For a "
-                  f"new run with its weights: --model_name_or_path {folder} --tokenizer_name {folder} "
-                  '--config_overrides "" --output_dir ANOTHER']
+                  f"new run with its weights: --model_name_or_path {folder} --output_dir ANOTHER"]
     return [first, *lines.values(), *remedy]
 
 

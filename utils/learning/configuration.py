@@ -40,8 +40,8 @@ def configure(kind, model_type, config_overrides, model_name_or_path, block_size
             names = ", ".join(missing)
             problems.append(f"tokenizer: a masked language model needs its {names} token, which it lacks")
     if model_name_or_path and config_overrides:
-        problems.append(f"config_overrides, {config_overrides!r}: cannot go with model_name_or_path; add "
-                        '--config_overrides ""')
+        problems.append(f"config_overrides, {config_overrides!r}: cannot go with model_name_or_path; leave "
+                        'it out, or set it to ""')
     if model_name_or_path:
         config, more = _of_weights(kind, model_name_or_path, block_size, tokenizer)
     else:

@@ -62,7 +62,8 @@ def describe_groups(optimizer):
     kind, lines = type(optimizer).__name__, []
     for group in optimizer.param_groups:
         name = "Muon" if kind == "MuonAdamW" and "momentum" in group else kind.removeprefix("Muon")
-        size = f"{len(group['params'])} tensors, {sum(p.numel() for p in group['params']):,} parameters"
+        tensors, parameters = len(group["params"]), sum(p.numel() for p in group["params"])
+        size = f"{tensors} tensor{'s' * (tensors != 1)}, {parameters:,} parameters"
         lines.append(f"optimizer  {name}, weight decay {group.get('weight_decay', 0):g}: {size}")
     return lines
 

@@ -114,8 +114,8 @@ class Publication:
         evaluate = [*command, "--eval_only", "true"]
         if not settings["streaming"]:
             evaluate = [*without_flag(evaluate, "--max_eval_samples"), "--max_eval_samples", "0"]
-        if settings["model_name_or_path"]:  # else the model that this run began with would be evaluated
-            evaluate += ["--model_name_or_path", folder, "--tokenizer_name", folder]
+        if settings["model_name_or_path"]:  # that is the model that this run began with
+            evaluate = [*without_flag(evaluate, "--model_name_or_path"), "--model_name_or_path", folder]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
         commands |= {"publish": upload_command(self.name, folder)}
         title = f"{settings['model_type']} on {self.dataset}"
