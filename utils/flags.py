@@ -142,11 +142,5 @@ def command_line(args: Any) -> list[str]:
     return words
 
 
-def without_flag(words: list[str], flag: str) -> list[str]:
-    """The words of a command without a flag of one value: "--flag value" or "--flag=value"."""
-    pairs = zip([""] + words, words, strict=False)
-    return [word for before, word in pairs if flag not in (before, word.partition("=")[0])]
-
-
 def as_list(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

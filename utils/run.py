@@ -114,6 +114,7 @@ class Run:
             if self.state["evaluation_due"]:  # a signal stopped it again; nothing is unsaved
                 raise SystemExit(exit_status(self.stop.answer))
         IN_LOOP.append(self)
+        self.report.throughput.begin()
         if self._over:
             self.save()
             self.finish()

@@ -9,7 +9,6 @@ from utils import xla
 from utils.display.metrics import finite
 from utils.display.progress import duration, summarize
 from utils.display.samples import ROWS
-from utils.flags import without_flag
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
@@ -113,9 +112,9 @@ class Publication:
         generate = ["python", "-c", f"{pipe}({text}{self.task.options}))"]
         evaluate = [*command, "--eval_only", "true"]
         if not settings["streaming"]:
-            evaluate = [*without_flag(evaluate, "--max_eval_samples"), "--max_eval_samples", "0"]
+            evaluate = [*_without_flag(evaluate, "--max_eval_samples"), "--max_eval_samples", "0"]
         if settings["model_name_or_path"]:  # that is the model that this run began with
-            evaluate = [*without_flag(evaluate, "--model_name_or_path"), "--model_name_or_path", folder]
+            evaluate = [*_without_flag(evaluate, "--model_name_or_path"), "--model_name_or_path", folder]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
         commands |= {"publish": upload_command(self.name, folder)}
         title = f"{settings['model_type']} on {self.dataset}"
@@ -125,3 +124,9 @@ class Publication:
 def own_mask(prompt: str, tokenizer) -> str:
     """The prompt with the tokenizer's own mask token."""
     return prompt.replace("[MASK]", tokenizer.mask_token or "[MASK]")
+
+
+def _without_flag(words: list[str], flag: str) -> list[str]:
+    """The words of a command without a flag of one value: "--flag value" or "--flag=value"."""
+    pairs = zip([""] + words, words, strict=False)
+    return [word for before, word in pairs if flag not in (before, word.partition("=")[0])]
