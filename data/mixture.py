@@ -24,7 +24,8 @@ CYCLE = 1000  # windows, after which every share, counted in millionths, is met 
 def share_problems(shares: Sequence[float], names: Sequence[str]) -> list[str]:
     """What is wrong with the shares of these data sets, one line each. A single data set needs none."""
     if len(shares) != len(names) and (shares or len(names) > 1):
-        return [f"mixture: {len(shares)} shares for {len(names)} data sets; give one each: --mixture 0.6 0.4"]
+        return [f"mixture: {len(shares)} shares for {len(names)} data sets; give one each: --mixture 0.6 0.4 "
+                "(a glob in quotes is one data set)"]
     wrong = [share for share in shares if share and not 1e-6 <= share <= 1]
     problems = [f"mixture: {share} is not a share; give 0, or 0.000001 to 1." for share in wrong]
     if shares and not problems and abs(sum(shares) - 1) > 1e-6 * len(shares):

@@ -72,6 +72,7 @@ CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.js
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder
 CLM | --dataset_name ../image.png                       | holds no file of the types
+CLM | --dataset_name ../folder.py                       | holds no file of the types && by a glob, such as 'src/**/*.py'
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
 CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one that holds text
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
@@ -158,7 +159,9 @@ def around(tmp_path_factory):
     folder = tmp_path_factory.mktemp("around")
     (folder / "corpus.jsonl").write_text('{"content": "import os"}\n' * 3)
     (folder / "empty.jsonl").write_text("")
-    (folder / "image.png").write_bytes(b"\x89PNG")
+    (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1")
+    (folder / "folder.py").mkdir()
+    (folder / "folder.py" / "a.md").write_text("# A title\n")
     (folder / "empty").mkdir()
     (folder / "unnamed").mkdir()
     (folder / "unnamed/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')

@@ -134,6 +134,20 @@ def test_other_types_are_counted_in_one_line(tmp_path, capsys):
         f"{tmp_path}: 2 files are read, others are not: .bin 1, .md 1, .pkl 2, .zip 1, without any 1\n")
 
 
+def test_source_code_is_selected_by_a_glob_and_each_file_is_a_document(tmp_path):
+    """Names such as train.py are no splits there. A folder is not read so, as it may hold anything."""
+    written = {"a.py": "a = 1\n", "train.py": "b = 2\n", "tests/test_c.py": "c = 3\n", "d/empty.py": ""}
+    for name, text in written.items():
+        (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "src" / name).write_text(text)
+    (tmp_path / "src" / "a.md").write_text("# A title\n")
+    corpus = load_corpus(Source(f"{tmp_path}/src/**/*.py"))
+    assert sorted(row["text"] for row in corpus) == sorted(written.values()) and [*corpus.splits] == ["train"]
+    assert [row["text"] for row in load_corpus(Source(f"{tmp_path}/src/a.md"))] == ["# A title\n"]
+    with pytest.raises(ValueError, match="holds no file of the types"):
+        load_corpus(Source(f"{tmp_path}/src"))
+
+
 def test_links_are_followed_once_and_one_to_nothing_is_named(tmp_path):
     inside, outside = tmp_path / "inside", tmp_path / "outside"
     (inside / "z").mkdir(parents=True)

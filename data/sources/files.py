@@ -7,7 +7,8 @@
     .txt        one document per file, or per article of WikiText. A file above 256 KiB is cut into documents
                 of about 64 KiB, at blank lines, or after 1 MiB where there are none.
 
-All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Files of other types are counted and left out.
+All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Files of other types in a folder are counted and
+left out; those that a name or glob with their suffix selects ("src/**/*.py") are read like .txt.
 
 If the name of any file, or of its folder, has the word "train", the words train / validation, valid, val, dev
 / test name splits, and every file must belong to exactly one; otherwise all files are "train". (The datasets
@@ -99,10 +100,14 @@ def split_files(name: str, suffixes=SUFFIXES, say: bool = False) -> dict[str, li
     if not paths:
         raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set, or an empty one; "
                          "check its spelling")
+    if suffixes == SUFFIXES and {*map(suffix, paths)} == {suffix(name)} - {"", *SUFFIXES}:
+        if b"\0" not in files.head(min(paths), 4096):  # else it is no text
+            return {"train": [*map(files.unstrip_protocol, sorted(paths))]}
     known = sorted(path for path in paths if suffix(path) in suffixes)
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
     if not known:
-        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(suffixes)}")
+        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(suffixes)}; to read "
+                         "others as plain text, select them by a glob, such as 'src/**/*.py'")
     if say and len(known) < len(paths) and os.environ.get("RANK", "0") == "0":
         other = Counter(suffix(path) or "without any" for path in set(paths) - set(known))
         counts = ", ".join(f"{kind} {count:,}" for kind, count in sorted(other.items()))
@@ -162,7 +167,8 @@ def _file_rows(urls: list[str]) -> Iterator[dict]:
     for url in urls:
         with fsspec.open(url, "rb") as file:
             try:
-                yield from dict(zip(SUFFIXES, readers, strict=True))[suffix(url)](_unpacked(url, file))
+                reader = dict(zip(SUFFIXES, readers, strict=True)).get(suffix(url), _txt_rows)
+                yield from reader(_unpacked(url, file))
             except Exception as error:  # the readers' libraries raise many kinds
                 known = getattr(error, "errno", None) or isinstance(error, MemoryError)
                 if known or diagnose(error).transient:
