@@ -27,8 +27,8 @@ class Steps:
             while self.rows_before(self.last + 1) <= wanted:
                 self.last += 1
         if rows is not None and rows < first:
-            raise ValueError(f"dataset_name: it gives {rows} rows of {args.block_size} tokens to train on, "
-                             f"and one step takes {first}. Take more text, or lower block_size, "
+            raise ValueError(f"dataset_name: too few rows of {args.block_size} tokens: it gives {rows}, and "
+                             f"one step takes {first}. Take more text, or lower block_size, "
                              "per_device_train_batch_size or gradient_accumulation_steps.")
         if self.last < 1:
             raise ValueError(f"num_train_epochs: {args.num_train_epochs:g} of {rows} rows are {wanted}, and "
