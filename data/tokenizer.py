@@ -47,6 +47,8 @@ USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}  # by a
 def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     """A tokenizer from the Hub or a folder. ValueError where it is missing or has no tokenizer.json."""
     name = str(name_or_path)
+    if os.path.isfile(name):
+        raise ValueError(f"tokenizer_name {name!r} is a file: name the folder that it is in")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file can raise anything

@@ -88,6 +88,7 @@ CLM | --dataset_name ../corpus.jsonl --streaming true --tokenizer_name ../words 
 MLM | --dataset_name ../corpus.jsonl --streaming true --next_sentence true | streaming: sentence pairs are prepared first
 # tokenizer
 CLM | --tokenizer_name ../no-words                      | no-words
+CLM | --tokenizer_name ../words/tokenizer.json          | is a file: name the folder that it is in
 CLM | --vocab_size 0                                    | vocab_size: must be greater than 0
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
 # model
