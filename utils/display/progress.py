@@ -1,4 +1,4 @@
-"""What the user sees of a run: a bar on a terminal, plain lines in a log file, few messages of libraries."""
+"""What the user sees of a run: lines of losses, on a terminal a bar below them, few messages of libraries."""
 
 import logging
 import os
@@ -33,11 +33,10 @@ def bar(iterable, description="", is_main_process=True):
 
 
 class Progress:
-    """On the main process: lines of evaluations; on a terminal a bar, elsewhere a line per log interval."""
+    """On the main process: a line per log interval and evaluation; on a terminal a bar below them."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process = total_steps, is_main_process
-        self.plain = not (on_terminal() and sys.stdout.isatty())  # a log file gets lines beside the bar
         options = dict(dynamic_ncols=True, bar_format=BAR_FORMAT, smoothing=0)
         hidden = not (is_main_process and on_terminal())
         self.bar = tqdm(total=total_steps, initial=step, disable=hidden, **options)
@@ -58,10 +57,9 @@ class Progress:
         texts["skipped"] = str(record.get("skipped_updates") or "")
         texts["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
         line = "  ".join(f"{name} {text}" for name, text in texts.items() if text)
-        if self.plain or texts["eval loss"]:
-            self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
-        if not texts["eval loss"]:
-            self.bar.set_description_str(line)
+        self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
+        if eta is not None:
+            self.bar.set_description_str(f"left {duration(eta)}")
 
     def write(self, text: str) -> None:
         """Print above the bar."""
