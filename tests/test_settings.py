@@ -62,6 +62,28 @@ def test_weights_come_with_their_tokenizer_and_configuration():
     assert given == ("b", "n_layer=2")
 
 
+def test_evaluating_a_run_takes_its_settings(tmp_path):
+    settings = asdict(train_clm.TrainArgs(dataset_name=["texts"], keywords=[], block_size=64, prompts=["a"]))
+    save_args(tmp_path, settings | {"not_known_any_more": 1}, {})
+
+    def parsed(*words):
+        words = ["--output_dir", str(tmp_path), *words]
+        known = dict(presets=train_clm.PRESETS, other_data=train_clm.OTHER_DATA)
+        args = parse_args(train_clm.TrainArgs, argv=words, **known)
+        return args.dataset_name, args.keywords, args.block_size, args.prompts
+
+    own, usual = (["texts"], [], 64, ["a"]), parsed()
+    assert usual[2] == 128 and usual[0] != own[0]
+    assert parsed("--eval_only", "false") == usual
+    assert parsed("--eval_only") == parsed("--eval_only=True", "--preset", "laptop") == own
+    other = parsed("--eval_only", "true", "--dataset_name", "other")
+    assert other == (["other"], [], 64, train_clm.OTHER_DATA["prompts"])
+    assert parsed("--eval_only", "true", "--model_name_or_path", "weights") == usual
+    assert parsed("--eval_only", "true", "--preset", "codeparrot")[0] != own[0]
+    (tmp_path / "args.json").write_text("[1]")
+    assert parsed("--eval_only", "true") == usual
+
+
 def test_none_switches_off():
     args = parse_args(Args, PRESETS, ["--keywords", "none", "--name", "none"])
     assert args.keywords == [] and args.name is None

@@ -4,10 +4,12 @@ import argparse
 import copy
 import difflib
 import inspect
-import os
+import json
 import re
 import shlex
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
@@ -35,6 +37,8 @@ ELSEWHERE = {
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
 }
+YES = ("true", "t", "yes", "y", "1")  # as transformers' parser reads them
+OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
 
@@ -75,9 +79,10 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
     other_data: defaults where --dataset_name is not the preset's. --model_name_or_path comes with its own
-    configuration and tokenizer. `none` switches an optional setting off and empties a list. A field's
-    trailing comment is its help text. ValueError for unknown flags, with what takes their place or has a
-    similar name, and for wrong values."""
+    configuration and tokenizer. Without it --eval_only evaluates the run in output_dir, whose settings are
+    the defaults then. `none` switches an optional setting off and empties a list. A field's trailing comment
+    is its help text. ValueError for unknown flags, with what takes their place or has a similar name, and
+    for wrong values."""
     if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
     parser = _Parser(args_class, allow_abbrev=False)
@@ -86,6 +91,8 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     first.add_argument("--preset", nargs="?")
     first.add_argument("--model_name_or_path", nargs="?")
     first.add_argument("--dataset_name", nargs="*")
+    first.add_argument("--output_dir", nargs="?")
+    first.add_argument("--eval_only", nargs="?", const="true", default="false")
     given = first.parse_known_args(argv)[0]
     name = given.preset or parser.get_default("preset")
     if name not in presets:
@@ -93,10 +100,16 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     if dashes := [word for word in argv if word.endswith("=--")]:  # argparse would drop the value
         parser.error(f"{', '.join(dashes)}: no value.")
     parser.set_defaults(**presets[name])
+    weights = (given.model_name_or_path or "none").lower() != "none"
+    if given.eval_only.lower() in YES and not weights:
+        run = run_settings(given.output_dir or parser.get_default("output_dir"))
+        if given.preset in (None, run.get("preset")):
+            same = (get_type_hints(args_class).keys() & run.keys()) - OF_A_START
+            parser.set_defaults(**{name: run[name] for name in same})
     if given.dataset_name not in (None, as_list(parser.get_default("dataset_name"))):
         parser.set_defaults(**other_data or {})
-    if (weights := given.model_name_or_path or "none").lower() != "none":
-        parser.set_defaults(config_overrides="", tokenizer_name=weights)
+    if weights:
+        parser.set_defaults(config_overrides="", tokenizer_name=given.model_name_or_path)
     options = dict(return_remaining_strings=True, look_for_args_file=False)
     args, unknown = parser.parse_args_into_dataclasses(argv, **options)
     if unknown:
@@ -130,16 +143,11 @@ def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]
     return lines
 
 
-def command_line(args: Any) -> list[str]:
-    """The command of this run: as typed, or made of the settings that a notebook or a program gave."""
-    script = inspect.getsourcefile(type(args))
-    if os.path.basename(sys.argv[0]) == os.path.basename(script):
-        return ["python", *sys.argv]
-    words, default = ["python", os.path.relpath(script)], type(args)()
-    for name, value in vars(args).items():
-        if value != getattr(default, name):
-            words += [f"--{name}", *(map(str, as_list(value) or ["none"]))]
-    return words
+def run_settings(output_dir: str) -> dict[str, Any]:
+    """The settings of the run in that folder, from its args.json; {} if there is none."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return dict(json.loads(Path(output_dir, "args.json").read_text())["settings"])
+    return {}
 
 
 def as_list(value: Any) -> Any:

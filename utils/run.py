@@ -18,7 +18,7 @@ from utils.display.metrics import finite
 from utils.display.report import Report
 from utils.display.throughput import flops_per_token
 from utils.entry import IN_LOOP, KEEP_ALIVE
-from utils.flags import as_list, command_line
+from utils.flags import as_list
 from utils.io.secrets import without_secrets
 from utils.learning.compiled import compilations
 from utils.learning.optim import describe_groups, name_optimizers, stable_steps
@@ -232,7 +232,6 @@ class Run:
             accelerator.print(f"Stopped {where} and saved; run it again to resume.")
             raise SystemExit(exit_status(signal))
         if accelerator.is_main_process:
-            command = command_line(self.args)
-            print(self.publication.summary(self.state, self.steps, self.data.tokenizer, command))
+            print(self.publication.summary(self.state, self.steps, self.data.tokenizer))
         if not arrived:
             raise SystemExit(1)

@@ -1,7 +1,9 @@
 """The model as others get it: saved for transformers with its card, the best one, milestones, pushes."""
 
+import inspect
 import json
 import math
+import os
 import shlex
 from pathlib import Path
 
@@ -31,6 +33,7 @@ class Publication:
         self.accelerator, self.task, self.publisher = accelerator, task, publisher
         self.settings, self.prompts, self.folder = settings, prompts, args.output_dir
         self.dataset, self.name = ", ".join(datasets), repo_name(args)
+        self.script = os.path.relpath(inspect.getsourcefile(type(args)))
         every = steps.every(args.save_steps)
         saves = [*range(every, steps.last, every), kept_step, steps.last]
         self.milestones = milestone_steps(args.milestones, steps.last, saves)
@@ -96,7 +99,7 @@ class Publication:
         shown = {k: v for k, v in results.items() if k.startswith(known) and "_stderr" not in k}
         self.publisher.push(step, shown)
 
-    def summary(self, state: dict, steps, tokenizer, command: list[str]) -> str:
+    def summary(self, state: dict, steps, tokenizer) -> str:
         """Results, and commands to try next: printed at the end and written to summary.json."""
         folder, settings, step, best = self.folder, self.settings, state["step"], state.get("best")
         results = {"steps": step, "tokens": steps.tokens_before(step), "time": duration(state["seconds"])}
@@ -110,11 +113,8 @@ class Publication:
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
         pipe = f"from transformers import pipeline; print(pipeline({tag}, {model})"
         generate = ["python", "-c", f"{pipe}({text}{self.task.options}))"]
-        evaluate = [*command, "--eval_only", "true"]
-        if not settings["streaming"]:
-            evaluate = [*_without_flag(evaluate, "--max_eval_samples"), "--max_eval_samples", "0"]
-        if settings["model_name_or_path"]:  # that is the model that this run began with
-            evaluate = [*_without_flag(evaluate, "--model_name_or_path"), "--model_name_or_path", folder]
+        evaluate = ["python", self.script, "--output_dir", folder, "--eval_only", "true"]
+        evaluate += [] if settings["streaming"] else ["--max_eval_samples", "0"]
         commands = {self.task.label: shlex.join(generate), "evaluate": shlex.join(evaluate)}
         commands |= {"publish": upload_command(self.name, folder)}
         title = f"{settings['model_type']} on {self.dataset}"
@@ -124,9 +124,3 @@ class Publication:
 def own_mask(prompt: str, tokenizer) -> str:
     """The prompt with the tokenizer's own mask token."""
     return prompt.replace("[MASK]", tokenizer.mask_token or "[MASK]")
-
-
-def _without_flag(words: list[str], flag: str) -> list[str]:
-    """The words of a command without a flag of one value: "--flag value" or "--flag=value"."""
-    pairs = zip([""] + words, words, strict=False)
-    return [word for before, word in pairs if flag not in (before, word.partition("=")[0])]
