@@ -124,7 +124,7 @@ class TrainArgs:
     seed: int = 42  # of weights, order, masks, dropout
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
     preflight: bool = True  # exercise every later stage once before the first step
-    eval_only: bool = False  # evaluate model_name_or_path, or the model in output_dir, and end
+    eval_only: bool = False  # of model_name_or_path, or of output_dir's run, with its settings
     show: int = 0  # print so many rows as the model is fed them, and end; 0: train
     report_to: str = "none"  # tensorboard, wandb, trackio
     log_level: str = "error"  # of the libraries
@@ -252,7 +252,7 @@ def main(args: TrainArgs | None = None) -> None:
     # pairs token_type_ids, attention_mask and next_sentence_label, too; and of each row [B] its position in
     # the stream, epoch, row (-1: padding of an evaluation) and source, the number of its data set.
     def update(micro_batches: list[dict]) -> None:
-        """One step: the gradient of all micro-batches and processes, and what it changes."""
+        """One optimizer step: forward and backward of every micro-batch, then the update."""
         processes = accelerator.num_processes
         # Rows differ in their number of predictions: sum it over the step and all processes first.
         labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
