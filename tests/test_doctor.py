@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,17 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
     done = forked.run(str(script), [], processes=2, env=env)
     assert done.returncode != 0 and "trains" not in done.stdout
     assert re.search(r"2 processes were started, but each sees 1.*ACCELERATE_USE_CPU=true", done.stderr)
+
+
+def test_a_yaml_file_of_one_process_refuses_a_number(tmp_path):
+    """accelerate ignores --num_processes beside it: the run would train with a part of the batch, unsaid."""
+    for flag in ["--num_processes=2"], ["--num_processes", "2"]:
+        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
+        command += ["--config_file", "accelerate_configs/cpu.yaml", *flag, "train_clm.py"]
+        done = subprocess.run([*command, "--output_dir", str(tmp_path)], env=environment(), text=True,
+                              capture_output=True)  # fmt: skip
+        assert done.returncode and not any(tmp_path.iterdir())
+        assert "num_processes: accelerate starts one process with this YAML file, not 2" in done.stderr
 
 
 def test_an_environment_that_would_divide_losses_twice_is_refused():

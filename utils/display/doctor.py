@@ -1,8 +1,10 @@
 """A few lines on what a run will do, before it starts, with warnings of what the user may not expect."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import torch
 from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
 
@@ -29,7 +31,7 @@ def check_devices() -> None:
 
 
 def check_launcher() -> None:
-    """ValueError if the launcher's precision or compiler cannot be used here."""
+    """ValueError if the launcher's precision, compiler or number of processes cannot be used here."""
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision not in PRECISIONS:
         raise ValueError(f"mixed_precision: {precision!r} from the launcher; give no, bf16 or fp16.")
@@ -40,6 +42,22 @@ def check_launcher() -> None:
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
     if compiler.upper() not in DynamoBackend.__members__:
         raise ValueError(f"dynamo_backend: {compiler!r} from the launcher; give no or inductor.")
+    if (asked := processes_asked()) > 1 and "WORLD_SIZE" not in os.environ and not is_xla():
+        raise ValueError(
+            f"num_processes: accelerate starts one process with this YAML file, not {asked}; launch with "
+            "accelerate_configs/multi_gpu.yaml, whose first lines show how to start several CPU processes."
+        )
+
+
+def processes_asked() -> int:
+    """--num_processes in the command of `accelerate launch`; 1 if there is none, or another parent."""
+    try:
+        command = psutil.Process().parent().cmdline()
+    except (psutil.Error, AttributeError):  # AttributeError: no parent
+        return 1
+    words = " ".join(command).replace("=", " ").split()
+    numbers = [number for flag, number in pairwise(words) if flag in ("--num_processes", "--num-processes")]
+    return int(numbers[-1]) if "launch" in words and numbers and numbers[-1].isdecimal() else 1
 
 
 def check_launch(accelerator) -> None:
