@@ -9,10 +9,11 @@ import pytest
 
 from tests.forked import free_port
 
-LONGEST = """test_edits test_hub test_readme test_train_clm test_hub_run test_train_mlm test_milestones
-    test_losses test_crash test_model_types test_plan test_fsdp test_saved_models test_preemption test_prepare
-    test_secrets test_bad_input test_tokenizer test_bucket test_corpus test_shards test_pairs
-    test_gradient_checkpointing test_preview test_streams""".split()
+LONGEST = """test_readme test_hub test_compiled test_mixture test_edits test_hub_run test_train_clm
+    test_presets test_clusters test_multi_node test_recipes test_saved_models test_careless_edits
+    test_train_mlm test_milestones test_bad_input test_rows test_model_folders test_preemption test_losses
+    test_parts test_fim test_streams test_tokenizer test_pairs test_corpus test_bucket test_prepare
+    test_notebook test_crash test_plan test_fsdp""".split()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the threads of all workers would wait for each other
 if "GPU" not in os.environ:  # several processes share this machine, and digits are compared with a CPU's

@@ -108,13 +108,12 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
 
 def test_a_yaml_file_of_one_process_refuses_a_number(tmp_path):
     """accelerate ignores --num_processes beside it: the run would train with a part of the batch, unsaid."""
-    for flag in ["--num_processes=2"], ["--num_processes", "2"]:
-        command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
-        command += ["--config_file", "accelerate_configs/cpu.yaml", *flag, "train_clm.py"]
-        done = subprocess.run([*command, "--output_dir", str(tmp_path)], env=environment(), text=True,
-                              capture_output=True)  # fmt: skip
-        assert done.returncode and not any(tmp_path.iterdir())
-        assert "num_processes: accelerate starts one process with this YAML file, not 2" in done.stderr
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
+    flags = ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes=2"]
+    command = [*launch, *flags, "train_clm.py", "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, env=environment(), text=True, capture_output=True)
+    assert done.returncode and not any(tmp_path.iterdir())
+    assert "num_processes: accelerate starts one process with this YAML file, not 2" in done.stderr
 
 
 def test_an_environment_that_would_divide_losses_twice_is_refused():

@@ -57,13 +57,18 @@ def test_no_bias_and_no_norm_decays_and_every_parameter_is_there_once(model_type
 def test_the_printed_groups_add_up():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1]))
     lines = describe_groups(build_optimizer(model, 1e-3, 0.1))
-    numbers = [int(line.split(", ")[2].split()[0].replace(",", "")) for line in lines]
+    numbers = [int(line.split(", ")[3].split()[0].replace(",", "")) for line in lines]
     assert sum(numbers) == model.num_parameters() and "weight decay 0.1: 10 tensors" in lines[0]
     [line] = describe_groups(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     assert line.startswith("optimizer  SGD, ")
-    muon = describe_groups(build_optimizer(model, 1e-3, 0.1, optimizer_type="muon"))
-    named = [line.split(",")[0].split()[1] for line in muon]
-    assert named == ["AdamW", "AdamW", "Muon"]
+    muon = build_optimizer(model, 1e-3, 0.1, optimizer_type="muon", muon_learning_rate=0.02)
+    build_schedule(muon, "cosine", 2, 8)  # now at a rate of 0
+    muon = describe_groups(muon)
+    named = [line.partition(": ")[0].split(maxsplit=1)[1] for line in muon]
+    assert named == [
+        "AdamW, learning rate 0.001, weight decay 0.1", "AdamW, learning rate 0.001, weight decay 0",
+        "Muon, learning rate 0.02, weight decay 0.1",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

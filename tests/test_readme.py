@@ -105,7 +105,9 @@ SMALL = {
     BENCHMARK + "scaling": TINY_SHAPE,
     "OMP_NUM_THREADS=1 " + BENCHMARK + "shares": "--processes 1 2 --layers 1 --width 64".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "growth": "--processes 2 --steps 4".split(),
-    BENCHMARK + "accelerator": ["--small", "--scripts", "clm"],
+    BENCHMARK + "accelerator": [
+        *"--small --scripts clm --dataset_name corpus.jsonl --parts same waits speed".split(),
+    ],
     BENCHMARK + "token_files": ["--megabytes", "2"],
     BENCHMARK + "mixture": "--batches 50 --rounds 1".split(),
     BENCHMARK + "model_types": ["--types", "bart"],
@@ -205,7 +207,7 @@ def test_every_command_is_run_here_or_has_its_reason():
 
 # What needs long; two processes are launched in test_accelerate_configs.py, too.
 SWEEP = ("masked_head", "masked_step", "attention", "packed_pairs", "preparation", "model_types", "scaling",
-         "push_cost")
+         "push_cost", "growth")
 
 
 def marks(start):

@@ -117,8 +117,10 @@ def wait_for(told, launchers, log):
         time.sleep(0.02)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kubeflow", "skypilot", "hf", "elastic"])
+@pytest.mark.parametrize("kind", [
+    pytest.param("kubeflow", marks=pytest.mark.slow), pytest.param("elastic", marks=pytest.mark.slow),
+    pytest.param("skypilot", marks=pytest.mark.sweep), pytest.param("hf", marks=pytest.mark.sweep),
+])  # fmt: skip
 def test_killed_it_goes_on_in_an_empty_folder(folder, kind):
     bucket, port = folder / f"bucket-{kind}", 29400 + os.getpid() % 1000
     to_bucket = {"checkpoint_url": f"file://{bucket}"}

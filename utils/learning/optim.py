@@ -58,13 +58,15 @@ def name_optimizers(settings: dict, optimizers: list) -> dict:
 
 
 def describe_groups(optimizer):
-    """A line per group: its algorithm, weight decay, tensors, parameters."""
+    """A line per group: its algorithm, peak learning rate, weight decay, tensors, parameters."""
     kind, lines = type(optimizer).__name__, []
     for group in optimizer.param_groups:
         name = "Muon" if kind == "MuonAdamW" and "momentum" in group else kind.removeprefix("Muon")
         tensors, parameters = len(group["params"]), sum(p.numel() for p in group["params"])
         size = f"{tensors} tensor{'s' * (tensors != 1)}, {parameters:,} parameters"
-        lines.append(f"optimizer  {name}, weight decay {group.get('weight_decay', 0):g}: {size}")
+        rate = float(group.get("initial_lr", group["lr"]))  # the first is what a schedule multiplies
+        decay = group.get("weight_decay", 0)
+        lines.append(f"optimizer  {name}, learning rate {rate:g}, weight decay {decay:g}: {size}")
     return lines
 
 
