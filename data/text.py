@@ -64,8 +64,10 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
 
 
 def _run(preparation: Preparation) -> None:
+    limit = f"; read only for the first {preparation.max_tokens:,} tokens" if preparation.max_tokens else ""
     for split, account in preparation.complete()["accounting"].items():
-        print(f"data       {split}: {Accounting(**account).line()}", flush=True)
+        why = limit if split in preparation.corpora else ""
+        print(f"data       {split}: {Accounting(**account).line()}{why}", flush=True)
 
 
 def _no_row(prepared: PreparedRows, split: str, corpus: Corpus, maker, block_size: int, fraction) -> str:
