@@ -396,7 +396,9 @@ datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
 
 @pytest.mark.parametrize("level", ["error", "info"])
 def test_libraries_are_silent_unless_asked(level):
-    result = python(NOISE, level, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    env.pop("HF_DATASETS_DISABLE_PROGRESS_BARS", None)  # of another test of this process
+    result = python(NOISE, level, env=env)
     assert result.returncode == 0 and "ours warns" in result.stderr
     assert "a file is open" not in result.stderr
     for noise in ("transformers warns", "datasets warns", "a library warns", "Map"):
