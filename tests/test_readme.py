@@ -106,7 +106,7 @@ SMALL = {
     "OMP_NUM_THREADS=1 " + BENCHMARK + "shares": "--processes 1 2 --layers 1 --width 64".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "growth": "--processes 2 --steps 4".split(),
     BENCHMARK + "accelerator": [
-        *"--small --scripts clm --dataset_name corpus.jsonl --parts same waits speed".split(),
+        *"--small --scripts clm --dataset_name corpus.jsonl --parts same speed".split(),
     ],
     BENCHMARK + "token_files": ["--megabytes", "2"],
     BENCHMARK + "mixture": "--batches 50 --rounds 1".split(),
