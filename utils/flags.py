@@ -114,8 +114,14 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     args, unknown = parser.parse_args_into_dataclasses(argv, **options)
     if unknown:
         parser.error("\n".join(_explained(unknown, parser)))
+    _apply_none(args)
+    return args
+
+
+def _apply_none(args: Any) -> None:
+    """`none` becomes None, or in a list no item. ValueError for blank texts."""
     blank = []
-    for name, kind in get_type_hints(args_class).items():  # the parser changes the types in fields()
+    for name, kind in get_type_hints(type(args)).items():  # the parser changes the types in fields()
         value = getattr(args, name)
         if isinstance(value, list) and [str(item).lower() for item in value] == ["none"]:
             setattr(args, name, [])
@@ -125,7 +131,6 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
             blank.append(name)
     if blank:
         raise ValueError(f"{', '.join(blank)}: holds a blank text, leave it out. `none` empties a list.")
-    return args
 
 
 def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]:
