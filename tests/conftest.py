@@ -6,6 +6,7 @@ import os
 import shutil
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from tests.forked import free_port
 
@@ -31,6 +32,18 @@ def pytest_collection_modifyitems(items):
         return LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_a_test_before():
+    """accelerate keeps its state per process and writes variables; which tests share a process is chance."""
+    shared = [os.environ, *(state._shared_state for state in (PartialState, AcceleratorState, GradientState))]
+    before = [dict(each) for each in shared]
+    yield
+    for each, values in zip(shared, before, strict=True):
+        if each != values:
+            each.clear()
+            each.update(values)
 
 
 @pytest.fixture(scope="session")

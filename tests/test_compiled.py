@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import TorchDynamoPlugin
 from safetensors.torch import load_file
 from torch import nn
@@ -150,7 +149,6 @@ class Layers(nn.Module):
 
 def test_what_is_compiled_late_is_a_warning_with_its_cause():
     torch._dynamo.reset()
-    AcceleratorState._reset_state(True)  # an earlier test's has no compiler
     plugin = TorchDynamoPlugin("aot_eager", dynamic=False, use_regional_compilation=True)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     model, log = Layers(), Compilations()

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -315,8 +314,6 @@ class ListTracker(GeneralTracker):
 
 
 def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     tracker = ListTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
     settings = {"seed": 1, "prompts": ["a"], "name": None}
@@ -396,9 +393,7 @@ datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
 
 @pytest.mark.parametrize("level", ["error", "info"])
 def test_libraries_are_silent_unless_asked(level):
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    env.pop("HF_DATASETS_DISABLE_PROGRESS_BARS", None)  # of another test of this process
-    result = python(NOISE, level, env=env)
+    result = python(NOISE, level, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0 and "ours warns" in result.stderr
     assert "a file is open" not in result.stderr
     for noise in ("transformers warns", "datasets warns", "a library warns", "Map"):
