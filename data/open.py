@@ -155,14 +155,14 @@ def _named_sources(recipe: Recipe, problems: list[str]) -> tuple[dict[str, Sourc
         name, _, own = word.partition("=")
         words[name if name in words else ""].append(own if name and name in words else word)
     train, streaming = {}, recipe.streaming or recipe.max_train_samples > 0
+    alike = dict(keep_duplicates=recipe.keep_duplicates, divide=not recipe.eval_dataset_name)
     for short, name, config, column in zip(shorts, recipe.dataset_name, *each.values(), strict=False):
         keywords = tuple(filter(None, words[short] or words[""]))
-        train[short] = Source(name, config, "train", column, keywords, streaming, recipe.keep_duplicates)
+        train[short] = Source(name, config, "train", column, keywords, streaming, **alike)
     column = each["text_column"][0] if len(recipe.text_column) == 1 else None
-    shared = dict(text_column=column, keywords=tuple(words[""]), streaming=recipe.streaming,
-                  keep_duplicates=recipe.keep_duplicates)
+    alike |= dict(text_column=column, keywords=tuple(words[""]), streaming=recipe.streaming)
     names = recipe.eval_dataset_name
-    return train, {s: Source(name, **shared) for s, name in zip(short_names(names), names, strict=True)}
+    return train, {s: Source(name, **alike) for s, name in zip(short_names(names), names, strict=True)}
 
 
 def _rows_of_run(recipe: Recipe) -> Sources | None:

@@ -210,6 +210,19 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     assert texts(load(tmp_path / "short.txt")) == [whole[: LONG_FILE]]
 
 
+@pytest.mark.parametrize("text, documents", [
+    ("one line", range(1, 2)), ("one\ntwo", range(2, 3)),
+    ("one\r\ntwo\r\n\r\n" * 999, range(25, 32)), ("ä ö\n" * 40_000, range(25, 32))])  # fmt: skip
+def test_a_small_text_file_that_is_alone_is_divided_if_some_is_to_be_held_out(tmp_path, text, documents):
+    path = tmp_path / "alone.txt"
+    path.write_bytes(text.encode())
+    pieces = [document["text"] for document in load_corpus(Source(str(path), divide=True))]
+    assert "".join(pieces) == text and len(pieces) in documents
+    assert [document["text"] for document in load_corpus(Source(str(path)))] == [text]
+    (tmp_path / "second.txt").write_text("another\n" * 99)
+    assert len([*load_corpus(Source(str(tmp_path), divide=True))]) == 2
+
+
 def test_splits_of_folders_and_saved_data_sets(tmp_path):
     parts = {"train": ROWS[:4], "validation": ROWS[4:]}
     datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(

@@ -26,7 +26,7 @@ from data.rows import PackedRows
 from data.sources.corpus import Source, load_corpus
 from data.text import prepare_rows, share_to_hold_out, trained_tokenizer
 from tests import forked
-from tests.runs import TINY, write_corpus
+from tests.runs import PROJECT, TINY, metrics, write_corpus
 from tests.shard_data import batch_of
 
 T = 32
@@ -351,6 +351,17 @@ def test_too_little_text_is_refused_and_leaves_nothing(corpus, tokenizer, tmp_pa
     with pytest.raises(ValueError, match="one document cannot be split"):
         prepare(load_corpus(Source(str(one))), tokenizer, tmp_path)
     assert not [*tmp_path.glob("rows-*/")]
+
+
+@pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
+def test_one_small_text_file_is_enough(script, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/mine.txt").write_text((PROJECT / "README.md").read_text())
+    flags = {name: value for name, value in TINY.items() if name != "keywords"}
+    flags |= {"dataset_name": tmp_path / "texts", "cache_dir": tmp_path / "cache"}
+    done = forked.run(script, flags | {"output_dir": tmp_path / "run"})
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run") if "loss/eval" in line] == [0, 3, 6]
 
 
 def test_the_trained_tokenizer_is_kept(corpus, tokenizer, folder):

@@ -38,6 +38,7 @@ class Source:
     keywords: tuple[str, ...] = ()  # documents must hold one of them; (): no condition
     streaming: bool = False  # read a Hub data set while it downloads
     keep_duplicates: bool = False  # documents with the text of an earlier one
+    divide: bool = False  # a text file that is the only one: into documents, so that some can be held out
 
     def __post_init__(self):
         match = WITH_SPLIT.fullmatch(self.dataset_name)

@@ -5,7 +5,8 @@
     .csv        one row per record; the first record names the columns
     .parquet    one row per row
     .txt        one document per file, or per article of WikiText. A file above 256 KiB is cut into documents
-                of about 64 KiB, at blank lines, or after 1 MiB where there are none.
+                of about 64 KiB, at blank lines, or after 1 MiB where there are none. With Source.divide a
+                file that is alone is cut into about 30 documents, if it is smaller.
 
 All but .parquet may be compressed (.gz, .bz2, .xz, .zst). Files of other types in a folder are counted and
 left out; those that a name or glob with their suffix selects ("src/**/*.py") are read like .txt.
@@ -44,6 +45,7 @@ TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified
 PACKED = {b"\x1f\x8b\x08": "gzip", b"BZh91AY": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 UNIT_BYTES = 1 << 26  # small files are read together up to this size
 LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes, for .txt files: see above
+DOCUMENTS = 30  # of a smaller one that is alone
 TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more "="
 
 
@@ -151,7 +153,9 @@ def splits(source) -> list[str]:
 
 def open_units(source) -> tuple[str, list[Callable]]:
     """(fingerprint, units) of one split: files of together UNIT_BYTES or more; the last may be smaller."""
-    urls, units, size = split_files(source.dataset_name, say=True)[source.split], [], UNIT_BYTES
+    by_split, units, size = split_files(source.dataset_name, say=True), [], UNIT_BYTES
+    urls = by_split[source.split]
+    divide = source.divide and len(by_split) == len(urls) == 1
     with explained(f"dataset_name {source.dataset_name!r}", "read"):  # a link may lead nowhere
         file_states = states(urls)
     for url, (_, length, *_) in zip(urls, file_states, strict=True):
@@ -159,15 +163,17 @@ def open_units(source) -> tuple[str, list[Callable]]:
             units, size = [*units, []], 0
         units[-1].append(url)
         size += int(length) if length.isdigit() and int(length) else UNIT_BYTES
-    return digest(file_states), [partial(_file_rows, unit) for unit in units]
+    fingerprint = digest(file_states, *["divide"] * divide)
+    return fingerprint, [partial(_file_rows, unit, divide) for unit in units]
 
 
-def _file_rows(urls: list[str]) -> Iterator[dict]:
-    readers = (_json_rows, _json_rows, _csv_rows, _txt_rows, _parquet_rows)
+def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
+    text_rows = partial(_txt_rows, divide=divide)
+    readers = (_json_rows, _json_rows, _csv_rows, text_rows, _parquet_rows)
     for url in urls:
         with fsspec.open(url, "rb") as file:
             try:
-                reader = dict(zip(SUFFIXES, readers, strict=True)).get(suffix(url), _txt_rows)
+                reader = dict(zip(SUFFIXES, readers, strict=True)).get(suffix(url), text_rows)
                 yield from reader(_unpacked(url, file))
             except Exception as error:  # the readers' libraries raise many kinds
                 known = getattr(error, "errno", None) or isinstance(error, MemoryError)
@@ -232,18 +238,20 @@ def table_rows(table) -> Iterable[dict]:
         return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _txt_rows(file) -> Iterator[dict]:
+def _txt_rows(file, divide: bool = False) -> Iterator[dict]:
     file = io.BufferedReader(file)
     first = file.peek(4096)[:4096].lstrip(b"\xef\xbb\xbf \r\n").split(b"\n")[0]
     if TITLE.match(first.decode("utf-8", "replace")):
         yield from articles(lambda: ({"text": decode(line)} for line in file))
         return
-    start = file.read(LONG_FILE + 1)
+    start, cut_after, longest = file.read(LONG_FILE + 1), CUT_AFTER, LONGEST - 4
+    if short := len(start) <= LONG_FILE:
+        cut_after = longest = len(start) // DOCUMENTS
     document, size = [], 0
-    for line in _bounded_lines(start, file) if len(start) > LONG_FILE else [start]:
+    for line in [start] if short and not divide else _bounded_lines(start, file):
         document.append(line)
         size += len(line)
-        if size >= CUT_AFTER and not line.strip() or size > LONGEST - 4:
+        if size >= cut_after and not line.strip() or size > longest:
             yield {"text": decode(b"".join(document))}
             document, size = [], 0
     if document:
@@ -252,7 +260,7 @@ def _txt_rows(file) -> Iterator[dict]:
 
 def _bounded_lines(start: bytes, file) -> Iterator[bytes]:
     """The lines of `start` and of the rest of the file. Lines above LONGEST are cut between characters."""
-    *lines, line = start.splitlines(keepends=True)
+    *lines, line = start.splitlines(keepends=True) or [b""]
     yield from lines
     while more := file.readline(max(1, LONGEST - len(line))):
         line, end = line + more, None

@@ -1,6 +1,7 @@
 """Samples of what a model can do, printed at each evaluation: completed prompts, filled masks."""
 
 import contextlib
+import re
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: b
             options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
             new = lm.generate(ids, **options)[0, ids.shape[1] :]
             text = tokenizer.decode(new, skip_special_tokens=True).rstrip()
+            text = re.sub(r"\n\s*\n", "\n\n", text)  # young models give many blank lines
             texts.append(f"{prompt.strip().splitlines()[-1]}\n{text}\n")
     return texts
 
