@@ -167,7 +167,7 @@ def in_validation(text: str, seed: int, fraction: float) -> bool:
 def show_progress(documents: Iterable, what: str) -> Iterator:
     """The same documents, counted on stderr: by a bar, or by lines where stderr is not a terminal."""
     shown = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
-             "mininterval": SECONDS_BETWEEN_LINES, "delay": SECONDS_BETWEEN_LINES}
+             "mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "delay": SECONDS_BETWEEN_LINES}
     if sys.stderr.isatty():
         shown = {"leave": False}
     yield from tqdm(documents, what, unit=" documents", **shown)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from data import encode, prepare
+from data import encode, filters, prepare
 from data.filters import in_validation
 from data.shards import open_shards, read_manifest
 from data.sources.corpus import Source, load_corpus
@@ -333,3 +333,19 @@ def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch,
     away = False
     assert run(source, tmp_path / "shards", tokenizer) == 0
     assert shard_bytes(tmp_path / "shards") == shard_bytes(tmp_path / "whole")
+
+
+def test_progress_where_documents_become_slow_has_a_line_at_each_interval(monkeypatch, capsys):
+    """tqdm guesses from the first documents how many come between two lines."""
+    monkeypatch.setattr(filters, "SECONDS_BETWEEN_LINES", 0.05)
+
+    def documents():
+        yield from range(100_000)
+        for number in range(8):
+            time.sleep(0.1)
+            yield number
+
+    assert len([*filters.show_progress(documents(), "preparing")]) == 100_008
+    lines = capsys.readouterr().err.split("\n")
+    counts = [line.split()[1] for line in lines if "preparing: " in line]
+    assert len(counts) >= 8 and counts[-1] == "100008", lines
