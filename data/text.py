@@ -66,7 +66,8 @@ def prepare_rows(corpus: Corpus, maker: TokenMaker, *, block_size: int, split: s
 def _run(preparation: Preparation) -> None:
     limit = f"; read only for the first {preparation.max_tokens:,} tokens" if preparation.max_tokens else ""
     for split, account in preparation.complete()["accounting"].items():
-        why = limit if split in preparation.corpora else ""
+        reached = split in preparation.corpora and account["tokens"] >= preparation.max_tokens
+        why = limit if reached else ""
         print(f"data       {split}: {Accounting(**account).line()}{why}", flush=True)
 
 
