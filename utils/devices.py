@@ -30,6 +30,31 @@ def local_processes() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def granted_cores() -> int:
+    """Cores that this process may use at a time: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, int(min(cores, cpu_quota())))
+
+
+def cpu_quota(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> float:
+    """Cores that the control groups of this process grant, and those around them; infinite without any."""
+    quotas = [math.inf]
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        base = root / "cpu" if controllers else root
+        if "cpu" not in controllers.split(",") and controllers:
+            continue
+        for group in [base / path.strip("/"), *(base / path.strip("/")).parents]:
+            with contextlib.suppress(OSError, ValueError):  # no such file, or the quota is "max"
+                if controllers:
+                    files = group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"
+                    quota, period = (int(file.read_text()) for file in files)
+                else:
+                    quota, period = map(int, (group / "cpu.max").read_text().split())
+                quotas += [quota / period] if quota > 0 else []  # -1: no limit
+    return min(quotas)
+
+
 def module_of(device: torch.device):
     """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, which is not a part of torch."""
     return None if device.type == "xla" else torch.get_device_module(device)

@@ -7,15 +7,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from utils.io.mistakes import user_mistakes
 from utils.io.secrets import without_secrets
-from utils.state.checkpoint import WRITER
-from utils.state.preemption import handle_stop_signals, restore_handlers
+from utils.state.stop_signals import WRITER, handle_stop_signals, restore_handlers
 
+PROJECT = Path(__file__).resolve().parent.parent
 WRITE_SECONDS = 600  # for the last checkpoint, which needs the other processes if it is sharded
-KEEP_ALIVE = []  # objects that one of several processes must not destroy before it exits: see entry_point
-IN_LOOP = []  # runs that have begun and have not reached their `finish`
 
 
 def entry_point(main: Callable) -> Callable:
@@ -27,11 +26,10 @@ def entry_point(main: Callable) -> Callable:
 
     @user_mistakes()
     def whole(*args, **settings):
-        IN_LOOP.clear()
-        main(*args, **settings)
-        if IN_LOOP:
-            raise RuntimeError("main returned from its loop, so nothing waited for saves and pushes: leave "
-                               "the loop with break, and call run.finish")
+        from utils.launch import claim_hardware  # not above: it imports torch, which takes seconds
+
+        claim_hardware()
+        return main(*args, **settings)
 
     @functools.wraps(main)
     def run(*args, **settings):
@@ -65,3 +63,9 @@ def entry_point(main: Callable) -> Callable:
 
 def _print_error(*error) -> None:
     print(without_secrets("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True)
+
+
+# A script imports this file first, as importing torch and transformers takes seconds. The TPU launcher
+# imports the script, and must pass a stop signal on.
+_main = getattr(sys.modules["__main__"], "__file__", None)
+handle_stop_signals(importing=not (_main and Path(_main).resolve().parent == PROJECT))

@@ -9,20 +9,8 @@ import os
 
 import torch
 from accelerate.utils import is_torch_xla_available as is_xla  # torch_xla is installed; USE_TORCH_XLA=0: no
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-
-def launcher_precision() -> str | None:
-    """For Accelerator(mixed_precision=...). None means the launcher's choice.
-
-    On a TPU accelerate's bf16 turns weights and optimizer state into bfloat16, and its launcher does not pass
-    the YAML's choice on. So accelerate gets "no", and `autocast_forward` uses autocast."""
-    if not is_xla():
-        return None
-    if not is_xla(check_is_tpu=True):
-        os.environ.setdefault("LOCAL_RANK", "0")  # on XLA's CPU accelerate takes -1: no process would print
-    return "no"
+from utils.patches import cast_attention_on_xla
 
 
 def xla_precision() -> str:
@@ -39,15 +27,8 @@ def xla_precision() -> str:
 def autocast_forward(model: torch.nn.Module) -> None:
     """On XLA, make `model` compute in `xla_precision`. Parameters and optimizer state stay float32."""
     if is_xla() and xla_precision() == "bf16":
-        AttentionInterface.register("sdpa", _sdpa_in_bf16)
+        cast_attention_on_xla()
         model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
-
-
-def _sdpa_in_bf16(module, query, key, value, *more, **options):
-    """Autocast casts the inputs of torch's attention on CUDA and CPU, on XLA it does not: behind norms of
-    queries and keys in float32 (Qwen3, OLMo 2, Gemma 3) they differ in type."""
-    inputs = (x.to(torch.bfloat16) for x in (query, key, value))
-    return sdpa_attention_forward(module, *inputs, *more, **options)
 
 
 def sync() -> None:

@@ -1,0 +1,50 @@
+"""The lines on slow first steps."""
+
+import threading
+
+import torch
+
+from tests import forked
+from tests.runs import TINY, write_corpus
+from utils.display import slow
+
+
+def test_a_step_is_compared_with_matrix_products():
+    assert "x what matrix products suggest: " in slow.why_slow(1e4, flops=1e9)
+    assert "matrix products" not in (slow.why_slow(1.0, flops=1e15) or "")
+    assert slow.why_slow(slow.NOTICED / 2, flops=1.0) is None
+
+
+def test_a_first_step_that_takes_long_is_told_until_it_ends(monkeypatch):
+    monkeypatch.setattr(slow, "FIRST", 0.01)
+    monkeypatch.setattr(slow, "AGAIN", 0.01)
+    said, twice = [], threading.Event()
+
+    def say(line):
+        said.append(line)
+        if len(said) == 2:
+            twice.set()
+
+    steps = slow.FirstSteps(1.0, torch.device("cpu"), say)
+    steps.begin()
+    assert twice.wait(600) and said[0].startswith("step       the first one has taken 0 s so far")
+    steps.end()
+    for thread in threading.enumerate():
+        if getattr(thread, "_target", None) == steps._wait:
+            thread.join()
+    count = len(said)
+    steps.begin()
+    steps.end()
+    assert len(said) == count
+
+
+def test_a_model_without_its_kernels_is_told_once(tmp_path):
+    flags = TINY | {
+        "dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache", "model_type": "mamba", "max_train_steps": 2,
+        "config_overrides": "hidden_size=32,num_hidden_layers=1,state_size=4",
+    }  # fmt: skip
+    done = forked.run("train_clm.py", flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("slow       transformers computes this model in plain PyTorch, as mamba") == 1
+    assert "falling back" not in done.stdout + done.stderr
