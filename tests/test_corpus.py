@@ -23,11 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from data.filters import Accounting, SeenHashes, clean_documents, in_validation, show_progress
-from data.shards import read_manifest
-from data.sources.corpus import Source, load_corpus, splits_of
-from data.sources.files import CUT_AFTER, LONG_FILE
-from data.sources.installed import DOCSTRING
+from data.documents.filters import Accounting, HoldOut, SeenHashes, clean_documents, show_progress
+from data.documents.installed import DOCSTRING
+from data.documents.source import Source, open_corpus, splits_of
+from data.documents.text import CUT_AFTER, LONG_FILE
+from data.tokens.shards import find_shards
 from tests.runs import PROJECT
 from utils.io.urls import Folder
 
@@ -36,7 +36,7 @@ ROWS = [{"text": text, "id": str(i)} for i, text in enumerate(TEXTS)]
 
 
 def load(name, **settings):
-    return load_corpus(Source(str(name), **settings))
+    return open_corpus(Source(str(name), **settings))
 
 
 def texts(corpus):
@@ -66,8 +66,8 @@ def test_installed_python_is_the_source_on_this_machine():
 
 def test_the_fingerprint_of_the_installation_is_the_same_in_another_process():
     command = (
-        "from data.sources.corpus import Source, load_corpus;"
-        "print(load_corpus(Source('installed-docs')).fingerprint)"
+        "from data.documents.source import Source, open_corpus;"
+        "print(open_corpus(Source('installed-docs')).fingerprint)"
     )
     other = subprocess.run([sys.executable, "-c", command], cwd=PROJECT, capture_output=True, text=True,
                            env=os.environ | {"PYTHONHASHSEED": "7"}, check=True)
@@ -79,8 +79,8 @@ def test_the_fingerprint_of_the_installation_knows_content_and_the_generators_co
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     script = """
 import importlib, os, pathlib, sys, sysconfig
-from data.sources import installed
-from data.sources.corpus import Source
+from data.documents import installed
+from data.documents.source import Source
 def fingerprint(name):
     installed._python_files.cache_clear()
     return installed.open_units(Source(name))[0]
@@ -152,34 +152,32 @@ def test_every_file_format_gives_the_same_documents(tmp_path):
     assert texts(load(folder)) == texts(load(tmp_path / "a.jsonl"))
 
 
-def test_odd_documents_are_counted_and_none_stops_the_run(tmp_path):
+def test_odd_documents_are_counted(tmp_path):
     long = "word and " * 5_600_000  # 50 MB on one line
     rows = [{"text": ""}, {"text": long}, {"text": "a\0b"}, {"text": None}, {"text": 7}, {"text": ["x"]},
             {"other": "x"}, {"text": "good"}, {"text": "good"}, {"text": " \n\t"}, {"text": "\ud800"}]
     path = write_lines(tmp_path / "odd.jsonl", [
         *(json.dumps(row).encode() for row in rows),
-        b'{"text": "\xff\xfe"}', b"{not json", b"[1, 2]", b"[" * 100_000, b"", b'"text"',
-        b'{"text": "last"}'])
+        b"", b'{"text": "last"}'])
     counts = Accounting()
-    kept = [document["text"] for document in clean_documents(load(path), counts)]
+    kept = [text for text, _, _ in clean_documents(load(path), counts)]
     assert kept == [long, "a\0b", "good", "last"]
-    assert (counts.read, counts.kept, counts.duplicate, counts.empty, counts.unreadable) == (18, 4, 1, 2, 11)
+    assert (counts.read, counts.kept, counts.duplicate, counts.empty, counts.unreadable) == (12, 4, 1, 2, 5)
     assert counts.bytes == len(long) + 3 + 4 + 4
 
 
 def test_bytes_that_are_not_utf8_are_counted_in_every_format(tmp_path):
     bad = [b"before", b"\xff\xfe\xfa", b"after"]
-    (tmp_path / "text.csv").write_bytes(b"text\n" + b"\n".join(bad) + b"\n")
     offsets = b"".join(i.to_bytes(4, "little") for i in (0, 6, 9, 14))
     values = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(b"".join(bad)))
     pa.parquet.write_table(pa.table({"text": values}), tmp_path / "text.parquet")
     (tmp_path / "many").mkdir()
     for i, data in enumerate(bad):
         (tmp_path / "many" / f"{i}.txt").write_bytes(data)
-    for name in ("text.csv", "text.parquet", "many"):
+    for name in ("text.parquet", "many"):
         counts = Accounting()
         corpus = load(tmp_path / name)
-        kept = [document["text"] for document in clean_documents(corpus, counts)]
+        kept = [text for text, _, _ in clean_documents(corpus, counts)]
         assert kept == ["before", "after"], name
         assert (counts.read, counts.unreadable) == (3, 1), name
 
@@ -207,7 +205,7 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
     assert "".join(pieces) == whole and len(whole) > LONG_FILE
     assert all(CUT_AFTER <= len(piece) < CUT_AFTER + 4096 and piece.endswith("\n\n") for piece in pieces[:-1])
     (tmp_path / "short.txt").write_text(whole[: LONG_FILE])
-    assert texts(load(tmp_path / "short.txt")) == [whole[: LONG_FILE]]
+    assert texts(load(tmp_path / "short.txt", divide=False)) == [whole[: LONG_FILE]]
 
 
 @pytest.mark.parametrize("text, documents", [
@@ -216,11 +214,11 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
 def test_a_small_text_file_that_is_alone_is_divided_if_some_is_to_be_held_out(tmp_path, text, documents):
     path = tmp_path / "alone.txt"
     path.write_bytes(text.encode())
-    pieces = [document["text"] for document in load_corpus(Source(str(path), divide=True))]
+    pieces = [document["text"] for document in open_corpus(Source(str(path)))]
     assert "".join(pieces) == text and len(pieces) in documents
-    assert [document["text"] for document in load_corpus(Source(str(path)))] == [text]
+    assert [document["text"] for document in open_corpus(Source(str(path), divide=False))] == [text]
     (tmp_path / "second.txt").write_text("another\n" * 99)
-    assert len([*load_corpus(Source(str(tmp_path), divide=True))]) == 2
+    assert len([*open_corpus(Source(str(tmp_path)))]) == 2
 
 
 def test_splits_of_folders_and_saved_data_sets(tmp_path):
@@ -257,6 +255,9 @@ def test_mistakes_are_named_with_their_remedy(tmp_path):
     with pytest.raises(ValueError, match="no column 'words'.*title, body"):
         load(path, text_column="words")
     assert texts(load(path, text_column="body")) == ["y"]
+    assert texts(load(write_lines(tmp_path / "content.jsonl", [b'{"content": "z"}']))) == ["z"]
+    rows = [b"{\"content\": null}", b"{\"content\": \"z\"}"]
+    assert texts(load(write_lines(tmp_path / "null.jsonl", rows))) == [None, "z"]
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match="holds no readable documents"):
         load(tmp_path / "empty.jsonl")
@@ -267,19 +268,19 @@ def test_mistakes_are_named_with_their_remedy(tmp_path):
     with pytest.raises(ValueError, match="no file of the types .jsonl"):
         load(tmp_path / "other")
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 not really")
-    with pytest.raises(ValueError, match="damaged.parquet is damaged"):
+    with pytest.raises(ValueError, match="damaged.parquet cannot be read"):
         load(tmp_path / "damaged.parquet")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(os.urandom(9999))[:5000])
-    with pytest.raises(ValueError, match="cut.jsonl.gz is damaged"):
+    with pytest.raises(ValueError, match="cut.jsonl.gz cannot be read"):
         load(tmp_path / "cut.jsonl.gz")
     for suffix, packed in (("xz", lzma.compress(os.urandom(9999))), ("bz2", bz2.compress(os.urandom(9999)))):
         for how, data in (("cut", packed[:5000]), ("flipped", packed[:4000] + b"damage" + packed[4006:]),
                           ("other", b"not compressed at all")):
             (tmp_path / f"{how}.jsonl.{suffix}").write_bytes(data)
-            with pytest.raises(ValueError, match=f"{how}.jsonl.{suffix} is damaged .*repair it"):
+            with pytest.raises(ValueError, match=f"{how}.jsonl.{suffix} cannot be read .*repair it"):
                 load(tmp_path / f"{how}.jsonl.{suffix}")
     for name in ("x" * 300, "y" * 300 + ".jsonl", "./" + "z" * 300):
-        assert read_manifest(name) is None
+        assert find_shards(name) is None
         with pytest.raises(ValueError, match="dataset_name"):
             load(name)
 
@@ -291,21 +292,20 @@ def folder_of(path, *names) -> str:
     return str(path)
 
 
-def test_a_file_of_no_split_or_of_two_is_named_and_refused(tmp_path):
+def test_a_file_of_two_splits_is_named_and_refused(tmp_path):
     clean = "train-1.jsonl", "train-2.jsonl", "dev.jsonl"
     assert len(texts(load(folder_of(tmp_path / "clean", *clean, "manifest.json", "card.md")))) == 2
-    for number, names in enumerate((["books.jsonl"], ["train_val.jsonl"], ["a.txt", "b.csv"])):
-        folder = folder_of(tmp_path / str(number), *clean, *names)
-        with pytest.raises(ValueError, match=f"{', '.join(names)}: in no split or in two.*rename, or"):
-            load(folder)
-    assert len(texts(load(f"{folder}/train*"))) == 2
+    folder = folder_of(tmp_path / "two", *clean, "train_val.jsonl")
+    with pytest.raises(ValueError, match="train_val.jsonl: of two splits, .*rename, or"):
+        load(folder)
+    assert len(texts(load(f"{folder}/train-*"))) == 2
 
 
 def test_text_shards_of_earlier_versions_are_the_parquet_files_in_a_folder(tmp_path):
     for split, rows in ("train", ROWS[:4]), ("validation", ROWS[4:]):
         pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{split}-00000.parquet")
     (tmp_path / "manifest.json").write_text('{"format": "text-1", "splits": {}}')
-    assert read_manifest(str(tmp_path)) is None and list(load(tmp_path)) == ROWS[:4]
+    assert find_shards(str(tmp_path)) is None and list(load(tmp_path)) == ROWS[:4]
     assert list(load(tmp_path, split="validation")) == ROWS[4:]
 
 
@@ -313,7 +313,7 @@ def test_a_name_with_brackets_is_a_name(tmp_path):
     for name in ("my[1].jsonl", "what?.jsonl", "all*.jsonl"):
         folder_of(tmp_path / f"in {name}", name, "my1.jsonl", "whats.jsonl", "allen.jsonl")
         path = tmp_path / f"in {name}" / name
-        assert texts(load(path)) == [name] and read_manifest(str(path)) is None
+        assert texts(load(path)) == [name] and find_shards(str(path)) is None
     folder = sorted(texts(load(tmp_path / "in my[1].jsonl")))
     assert folder == ["allen.jsonl", "my1.jsonl", "my[1].jsonl", "whats.jsonl"]
     assert texts(load(tmp_path / "in what?.jsonl" / "wha*.jsonl")) == ["what?.jsonl", "whats.jsonl"]
@@ -322,7 +322,7 @@ def test_a_name_with_brackets_is_a_name(tmp_path):
 def test_a_data_folder_with_a_state_json_and_a_damaged_saved_data_set(tmp_path):
     folder = folder_of(tmp_path / "folder", "a.jsonl")
     (tmp_path / "folder" / "state.json").write_text('{"text": "of another program"}')
-    assert texts(load(folder)) == ["a.jsonl", "of another program"]
+    assert texts(load(folder)) == ["a.jsonl"]
     datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
     next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"damage")
     with pytest.raises(ValueError, match="saved' cannot be loaded"):
@@ -347,7 +347,7 @@ def test_one_file_of_the_web_is_read_and_followed(tmp_path):
         (tmp_path / "a.jsonl").write_bytes(lines)
         (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
         for name in ("a.jsonl", "b.jsonl.gz", "a.jsonl?download=true", "b.jsonl.gz?download=true"):
-            assert read_manifest(f"{url}/{name}") is None
+            assert find_shards(f"{url}/{name}") is None
             assert texts(load(f"{url}/{name}")) == TEXTS
         first = load(f"{url}/a.jsonl").fingerprint
         (tmp_path / "a.jsonl").write_bytes(lines.replace(b"plain", b"PLAIN"))
@@ -370,8 +370,8 @@ def test_a_package_that_a_url_needs_is_named(url, line):
     with contextlib.suppress(ImportError):
         fsspec.core.url_to_fs(url)
         pytest.skip("the package is there")
-    for use in (load, read_manifest, Folder):
-        if use is not read_manifest or not url.endswith("jsonl"):
+    for use in (load, find_shards, Folder):
+        if use is not find_shards or not url.endswith("jsonl"):
             with pytest.raises(ValueError, match=line):
                 use(url)
 
@@ -384,7 +384,7 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     counts = Accounting()
     corpus = load(path, keywords=("pandas", "seaborn"))
     documents_kept = clean_documents(corpus, counts)
-    kept = [document["content"] for document in show_progress(documents_kept, "filtering")]
+    kept = [text for text, _, _ in show_progress(documents_kept, "filtering")]
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
     assert kept == expected and counts.filtered == 500 - len(expected)
     assert f"{counts.filtered:,} filtered" in counts.line()
@@ -402,20 +402,20 @@ def test_seen_hashes_is_a_set():
 
 def test_the_validation_split_is_a_function_of_content_and_seed():
     documents = [f"document {i}" for i in range(20_000)]
-    held_out = {text for text in documents if in_validation(text, 0, 0.05)}
+    held_out = {text for text in documents if HoldOut(0, 0.05)(text, 0)}
     assert abs(len(held_out) - 1000) < 4 * 31  # four standard deviations
-    other = {text for text in documents if in_validation(text, 1, 0.05)}
+    other = {text for text in documents if HoldOut(1, 0.05)(text, 0)}
     assert len(held_out & other) < 100
-    assert held_out < {text for text in documents if in_validation(text, 0, 0.1)}
-    assert not any(in_validation(text, 0, 0.0) for text in documents)
+    assert held_out < {text for text in documents if HoldOut(0, 0.1)(text, 0)}
+    assert not any(HoldOut(0, 0.0)(text, 0) for text in documents)
 
 
 def test_text_files_and_installed_sources_need_no_library_of_tables(tmp_path):
     """datasets and pyarrow are 85 MB and half a second, of each process of each run."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     code = (
-        "import sys, train_clm, train_mlm; from data.sources.corpus import Source, load_corpus;"
-        "list(load_corpus(Source(sys.argv[1]))); next(iter(load_corpus(Source('installed-docs'))));"
+        "import sys, data.load; from data.documents.source import Source, open_corpus;"
+        "list(open_corpus(Source(sys.argv[1]))); next(iter(open_corpus(Source('installed-docs'))));"
         "print({'datasets', 'pandas', 'pyarrow'} & sys.modules.keys())"
     )
     result = subprocess.run(

@@ -9,12 +9,13 @@ import random
 import subprocess
 import sys
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from data.filters import Accounting, clean_documents
-from data.sources.corpus import Source, load_corpus
+from data.documents.filters import Accounting, clean_documents
+from data.documents.source import Source, open_corpus
 from tests.runs import PROJECT
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
@@ -46,15 +47,38 @@ CASES = {
              ["one", "two", "three"], 0),
     "CRLF, WikiText": ({"a.txt": b" = A = \r\n \r\n x \r\n \r\n = B = \r\n \r\n y \r\n"},
                        [" = A = \r\n \r\n x \r\n \r\n", " = B = \r\n \r\n y \r\n"], 0),
-    "UTF-16": ({"a.jsonl": LINES, "b.jsonl": LINES.decode().encode("utf-16"), "c.txt": "x".encode("utf-16")},
-               ["one", "two"], 3),
-    "empty lines": ({"a.jsonl": b"\n" + LINES + b"\n\n"}, ["one", "two"], 3),
+    **{encoding: ({"a.jsonl": LINES.decode().encode(encoding), "b.csv": "text\nthree\n".encode(encoding),
+                   "c.txt": "é four".encode(encoding)}, ["one", "two", "three", "é four"], 0)
+       for encoding in ("utf-16", "utf-32")},
+    "UTF-16, big end first": ({"a.jsonl": b"\xfe\xff" + "{\"text\": \"日本\"}".encode("utf-16-be")},
+                              ["日本"], 0),
+    "Latin-1": ({"a.jsonl": LINES + "{\"text\": \"é\"}".encode("latin-1")},
+                "a.jsonl cannot be read .line 3: it is not UTF-8; convert it", 0),
+    "Latin-1, csv": ({"a.csv": "text\né\n".encode("latin-1")}, "a.csv cannot be read .it is not UTF-8", 0),
+    "Latin-1, text": ({"a.txt": b"one", "b.txt": "é".encode("latin-1")}, ["one"], 1),
+    "lone surrogates": ({"a.jsonl": LINES + b'{"text": "\\ud800"}\n'}, ["one", "two"], 1),
+    "null": ({"a.jsonl": LINES + b'{"text": null}\n'}, ["one", "two"], 1),
+    "a number of thousands of digits": ({"a.jsonl": b'{"text": "one", "n": %s}' % (b"9" * 5000)}, ["one"], 0),
+    "lists": ({"a.jsonl": LINES + b'["three"]\n'}, "a.jsonl cannot be read .line 3: no object", 0),
+    "nested 10,000 deep": ({"a.jsonl": LINES + b"[" * 100_000}, "a.jsonl cannot be read .line 3", 0),
+    "other columns of other types": ({"a.jsonl": b'{"text": "one", "m": 1}\n{"text": "two", "m": ["x"]}\n'},
+                                     ["one", "two"], 0),
+    "a text like a date": ({"a.jsonl": b'{"text": "2020-01-01T00:00:00"}'}, ["2020-01-01T00:00:00"], 0),
+    "texts that csv readers take for none": ({"a.csv": b"text\nNA\nnull\n007\n"}, ["NA", "null", "007"], 0),
+    "tsv": ({"a.tsv": b"id\ttext\n1\ta, b\n"}, ["a, b"], 0),
+    "ndjson": ({"a.ndjson": LINES, "b.jsonlines": b'{"text": "three"}'}, ["one", "two", "three"], 0),
+    "hidden": ({"a.txt": b"one", ".env.txt": b"x", ".git/b.txt": b"x", "__MACOSX/d.txt": b"x",
+                "._c.txt": b"x",
+                ".ipynb_checkpoints/a-checkpoint.txt": b"x"}, ["one"], 0),
+    "semicolons": ({"a.csv": b"id;text\n1;one\n"}, "separated by ';': save it with commas", 0),
+    "a .zip": ({"a.jsonl.zip": b"PK"}, "holds no file of the types", 0),
+    "one title": ({"a.txt": b"= Book =\n\nA line.", "b.txt": b"two"}, ["= Book =\n\nA line.", "two"], 0),
+    "empty lines": ({"a.jsonl": b"\n" + LINES + b"\n\n"}, ["one", "two"], 0),
     "empty files": ({"a.jsonl": LINES, "b.jsonl": b"", "c.txt": b"", "d.csv": b"",
                      "e.jsonl.gz": packed(".gz", b"")}, ["one", "two"], 0),
-    "half a last line": ({"a.jsonl": LINES + b'{"text": "thr'}, ["one", "two"], 1),
+    "half a last line": ({"a.jsonl": LINES + b'{"text": "thr'}, "cannot be read .line 3: Unterminated", 0),
     "no last line end": ({"a.jsonl": LINES[:-1]}, ["one", "two"], 0),
-    "a text that is binary": ({"a.jsonl": LINES, "b.txt": noise(1000), "c.jsonl": b"\0\xff" * 50},
-                              ["one", "two"], 2),
+    "a text that is binary": ({"a.jsonl": LINES, "b.txt": noise(1000)}, ["one", "two"], 1),
     "nested": ({"a/b/c/x.jsonl": LINES, "a/y.jsonl": b'{"text": "three"}'}, ["one", "two", "three"], 0),
     **{f"{ending} without saying so": ({"a.jsonl": packed(ending, LINES)}, ["one", "two"], 0)
        for ending in (".gz", ".bz2", ".xz", ".zst")},
@@ -63,13 +87,13 @@ CASES = {
     "zst of two parts": ({"a.jsonl.zst": packed(".zst", LINES[:16]) + packed(".zst", LINES[16:])},
                          ["one", "two"], 0),
     **{f"cut {ending}": ({f"a.jsonl{ending}": packed(ending, LINES + noise(9999))[:5000]},
-                         rf"a.jsonl\{ending} is damaged .*; repair it or", 0)
+                         rf"a.jsonl\{ending} cannot be read .*; repair it or", 0)
        for ending in (".gz", ".bz2", ".xz", ".zst")},
     "found late": ({"a.jsonl": LINES * 200, "b.jsonl.zst": packed(".zst", noise(9999))[:5000]},
-                   "b.jsonl.zst is damaged .*; repair it or take it out", 0),
-    "cut parquet": ({"a.parquet": parquet()[:-20]}, "a.parquet is damaged", 0),
-    "parquet, a piece gone": ({"a.parquet": parquet()[:9000] + parquet()[9100:]}, "a.parquet is damaged", 0),
-    "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet is damaged", 0),
+                   "b.jsonl.zst cannot be read .*; repair it or take it out", 0),
+    "cut parquet": ({"a.parquet": parquet()[:-20]}, "a.parquet cannot be read", 0),
+    "parquet, a piece gone": ({"a.parquet": parquet()[:9000] + parquet()[9100:]}, "a.parquet cannot be", 0),
+    "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet cannot be read", 0),
 }  # fmt: skip
 
 
@@ -82,10 +106,10 @@ def test_it_is_read_or_named_and_counted(case, tmp_path):
     counts = Accounting()
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=rf"\A[^\n]*{expected}[^\n]*\Z"):
-            list(clean_documents(load_corpus(Source(str(tmp_path))), counts))
+            list(clean_documents(open_corpus(Source(str(tmp_path))), counts))
         return
-    corpus = load_corpus(Source(str(tmp_path)))
-    assert [document["text"] for document in clean_documents(corpus, counts)] == expected
+    corpus = open_corpus(Source(str(tmp_path)))
+    assert [text for text, _, _ in clean_documents(corpus, counts)] == expected
     assert counts.unreadable == unreadable
     assert counts.read == len(expected) + unreadable + counts.empty + counts.duplicate
 
@@ -95,10 +119,10 @@ def test_a_stray_quote_in_a_csv_is_told_and_no_document_swallows_others(tmp_path
     for number, stray in enumerate(('100,"line 100', '100,"line 100" and more, "with" it')):
         path = tmp_path / f"{number}.csv"
         path.write_text("\n".join(["id,text", *rows[:100], stray, *rows[101:]]) + "\n")
-        with pytest.raises(ValueError, match=rf"{number}.csv is damaged"):
-            list(load_corpus(Source(str(path))))
+        with pytest.raises(ValueError, match=rf"{number}.csv cannot be read"):
+            list(open_corpus(Source(str(path))))
     (tmp_path / "good.csv").write_text('id,text\n1,"a ""quoted"" word, and\na line"\n')
-    assert [row["text"] for row in load_corpus(Source(str(tmp_path / "good.csv")))] == [
+    assert [row["text"] for row in open_corpus(Source(str(tmp_path / "good.csv")))] == [
         'a "quoted" word, and\na line']
 
 
@@ -107,21 +131,43 @@ def test_folders_named_after_splits_are_splits_and_one_folder_alone_says_nothing
         (tmp_path / "texts" / split).mkdir(parents=True)
         (tmp_path / "texts" / split / "0.jsonl").write_text(json.dumps({"text": split}))
     for split in ("train", "validation", "test"):
-        assert [row["text"] for row in load_corpus(Source(f"{tmp_path}/texts", split=split))] == [split]
-    assert [row["text"] for row in load_corpus(Source(f"{tmp_path}/texts/test"))] == ["test"]
+        assert [row["text"] for row in open_corpus(Source(f"{tmp_path}/texts", split=split))] == [split]
+    assert [row["text"] for row in open_corpus(Source(f"{tmp_path}/texts/test"))] == ["test"]
+
+
+LAYOUTS = [
+    ("train.jsonl", "test.jsonl", "validation.jsonl"), ("training.jsonl", "testing.jsonl", "other.jsonl"),
+    ("train/a.jsonl", "test/a.jsonl", "dev/a.jsonl"), ("train/part0/x.jsonl", "test/part0/x.jsonl"),
+    ("my-train-file.jsonl", "my_val_1.jsonl", "latest.jsonl"), ("a.jsonl", "sub/b.jsonl"),
+    ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"),
+    ("train/a.jsonl", "x/test.jsonl", "eval.jsonl"), ("contrasting.jsonl", "untrained.jsonl"),
+]
+
+
+@pytest.mark.parametrize("names", LAYOUTS)
+def test_splits_are_those_of_load_dataset(names, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    theirs = datasets.load_dataset(str(tmp_path), streaming=True)
+    theirs = {str(split): sorted(row["text"] for row in rows) for split, rows in theirs.items()}
+    for name in (tmp_path, f"{tmp_path}/**/*.jsonl"):
+        ours = {split: sorted(row["text"] for row in open_corpus(Source(str(name), split=split)))
+                for split in open_corpus(Source(str(name))).splits}
+        assert ours == theirs
 
 
 def test_files_of_different_columns_are_told(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"content": "one"}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "two", "id": 1}) + "\n")
     with pytest.raises(ValueError, match="document 2 has no column 'content', but text, id: name files that"):
-        list(clean_documents(load_corpus(Source(str(tmp_path))), Accounting()))
+        list(clean_documents(open_corpus(Source(str(tmp_path))), Accounting()))
 
 
 @pytest.mark.parametrize("text", ["word and\n" * 500_000, "word " * 900_000, "日本語" * 500_000])
 def test_a_text_without_blank_lines_becomes_documents_of_a_megabyte_and_nothing_is_lost(tmp_path, text):
     (tmp_path / "a.txt").write_text(text)
-    found = [row["text"] for row in load_corpus(Source(str(tmp_path / "a.txt")))]
+    found = [row["text"] for row in open_corpus(Source(str(tmp_path / "a.txt")))]
     assert "".join(found) == text and len(found) > 3
     assert max(len(piece.encode()) for piece in found) <= 1 << 21
 
@@ -129,9 +175,9 @@ def test_a_text_without_blank_lines_becomes_documents_of_a_megabyte_and_nothing_
 def test_other_types_are_counted_in_one_line(tmp_path, capsys):
     for name in ("a.jsonl", "b.jsonl", "b.jsonl.zip", "card.md", "train.bin", "x.pkl", "y.pkl", "LICENSE"):
         (tmp_path / name).write_bytes(LINES)
-    load_corpus(Source(str(tmp_path)))
+    open_corpus(Source(str(tmp_path)))
     assert capsys.readouterr().out == (
-        f"{tmp_path}: 2 files are read, others are not: .bin 1, .md 1, .pkl 2, .zip 1, without any 1\n")
+        f"data       {tmp_path}, files: train 2; 6 not read (also .bin .md .pkl .zip no ending)\n")
 
 
 def test_source_code_is_selected_by_a_glob_and_each_file_is_a_document(tmp_path):
@@ -141,11 +187,11 @@ def test_source_code_is_selected_by_a_glob_and_each_file_is_a_document(tmp_path)
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / name).write_text(text)
     (tmp_path / "src" / "a.md").write_text("# A title\n")
-    corpus = load_corpus(Source(f"{tmp_path}/src/**/*.py"))
+    corpus = open_corpus(Source(f"{tmp_path}/src/**/*.py"))
     assert sorted(row["text"] for row in corpus) == sorted(written.values()) and [*corpus.splits] == ["train"]
-    assert [row["text"] for row in load_corpus(Source(f"{tmp_path}/src/a.md"))] == ["# A title\n"]
+    assert [row["text"] for row in open_corpus(Source(f"{tmp_path}/src/a.md"))] == ["# A title\n"]
     with pytest.raises(ValueError, match="holds no file of the types"):
-        load_corpus(Source(f"{tmp_path}/src"))
+        open_corpus(Source(f"{tmp_path}/src"))
 
 
 def test_links_are_followed_once_and_one_to_nothing_is_named(tmp_path):
@@ -160,21 +206,23 @@ def test_links_are_followed_once_and_one_to_nothing_is_named(tmp_path):
     (inside / "z" / "loop").symlink_to("..")
     (outside / "loop").symlink_to("../inside/linked")
     (inside / "file.jsonl").symlink_to("z/a.jsonl")
-    found = [document["text"] for document in load_corpus(Source(str(inside)))]
+    found = [document["text"] for document in open_corpus(Source(str(inside)))]
     assert found == ["one", "two", "three", "one"], "by name: file, linked, z"
     (inside / "nothing.jsonl").symlink_to("nowhere.jsonl")
     with pytest.raises(ValueError, match="^[^\n]*inside' cannot be read: .*nothing.jsonl[^\n]*$"):
-        load_corpus(Source(str(inside)))
+        open_corpus(Source(str(inside)))
 
 
 READ = """
 import re, sys
-from data.filters import Accounting, clean_documents
-from data.sources.corpus import Source, load_corpus
+import datasets
+
+from data.documents.filters import Accounting, clean_documents
+from data.documents.source import Source, open_corpus
 def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 2**10
 before = peak()
 counts = Accounting()
-for document in clean_documents(load_corpus(Source(sys.argv[1])), counts): pass
+for document in clean_documents(open_corpus(Source(sys.argv[1])), counts): pass
 print(counts.kept, counts.unreadable, peak() - before)
 """
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from data.masking import MaskTokens, special_ids
+from data.batches.masking import MaskTokens, special_ids
 
 SPECIAL = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>",
            "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}

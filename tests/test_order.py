@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 
-from data.mixture import MixedOrder, MixedRows, Mixture
-from data.order import epochs_and_rows, evaluation_order, evaluation_rows, permuted
-from data.rows import PackedRows
+from data.batches.order import epochs_and_rows, evaluation_order, evaluation_rows, permuted
+from data.batches.rows import PackedRows
 
 
 def order(n: int, seed: int, start: int, stop: int) -> list[tuple]:
     """(position, epoch, row) of these positions."""
     rows = PackedRows([np.zeros(n, np.uint16)], 1)
-    return [key[:3] for key in MixedOrder(MixedRows(Mixture((1.0,), seed), {"": rows}), start, stop)]
+    return [key[:3] for key in rows.keys(start, stop, seed)]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 4097])

@@ -1,40 +1,42 @@
-"""data.prepare: every token accounted for, the same shards after any interruption, every kind of document
-survived.
-"""
+"""data.prepare: the same bytes whatever happens, with any number of workers; and the tokenizers it uses."""
 
-import contextlib
-import itertools
+import json
 import os
 import random
-import re
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
-from data import encode, filters, prepare
-from data.filters import in_validation
-from data.shards import open_shards, read_manifest
-from data.sources.corpus import Source, load_corpus
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data import prepare
+from data.documents.source import Source, open_corpus
+from data.tokens.encode import Encoder, tokenize_documents
+from data.tokens.shards import Shards
+from data.tokens.tokenizer import load_tokenizer
 from tests import forked
-from tests.shard_data import (
-    command,
-    files_of,
-    make_texts,
-    manifest_of,
-    run,
-    save_tokenizer,
-    shard_bytes,
-    tokens_of,
-    write_jsonl,
-)
-from utils.io import retry, urls
+from tests.data_runs import files_of, load, make_texts, manifest_of, save_tokenizer, tokens_of, write_jsonl
+from tests.runs import PATIENCE, PROJECT, environment
 
-PROJECT = Path(__file__).resolve().parent.parent
-KILLS = int(os.environ.get("KILLS", "2"))  # moments at which the preparation is killed
+KILLS = int(os.environ.get("KILLS", "30"))  # moments at which the preparation is killed
+
+
+def command(source, folder, tokenizer, **settings) -> list[str]:
+    """Arguments for small shards, of about 9 kB of text."""
+    usual = {"dataset_name": source, "output_dir": folder, "shard_mb": 0.004096, "validation_fraction": 0.05}
+    return [
+        str(word)
+        for name, value in (usual | {"tokenizer_name": tokenizer} | settings).items()
+        for word in (f"--{name}", *(value if isinstance(value, list) else [value]))
+    ]
+
+
+def run(*arguments, **settings) -> int:
+    return prepare.main(command(*arguments, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -42,310 +44,223 @@ def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-ODD = [  # what a JSON line can hold, and the column of the account that must count it
-    ("read", "kept as it is"), ("empty", ""), ("empty", " \n\t"), ("unreadable", None), ("unreadable", 17),
-    ("unreadable", ["a", "list"]), ("duplicate", "kept as it is"), ("kept", "NUL \0 bytes \0\0 inside"),
-    ("unreadable", "a lone surrogate \ud800"), ("kept", "<|endoftext|> written out is text"),
-    ("kept", "the end"),
-]
-
-
-def test_every_document_and_every_token_is_accounted_for(tmp_path, tokenizer):
-    long_line = ("all on one line " * 200 + "x" * 5000) * 40  # more than one batch of the tokenizer
-    odd = [text for _, text in ODD]
-    texts = odd + make_texts(150) + [long_line] + make_texts(30)  # the last 30 are duplicates
-    source = Path(write_jsonl(tmp_path / "odd.jsonl", texts))
-    damaged = b'{"text": "not UTF-8: \xff\xfe"}\n{"text": "cut off\n{"other": 1}\n'
-    source.write_bytes(source.read_bytes() + damaged)
-    assert run(str(source), tmp_path / "shards", tokenizer) == 0
-    accounts = manifest_of(tmp_path / "shards")["accounting"]
-    train, held = accounts["train"], accounts["validation"]
-    assert train["read"] == len(texts) + 3
-    assert train["unreadable"] == sum(kind == "unreadable" for kind, _ in ODD) + 3
-    assert (train["empty"], train["duplicate"]) == (2, 31)
-    assert train["read"] == sum(train[name] for name in (
-        "unreadable", "empty", "filtered", "duplicate", "validation", "kept"))
-
-    # An independent count: one document at a time through transformers' own tokenizer, in one Python list.
-    reference = {"train": [], "validation": []}
-    size = {"train": 0, "validation": 0}
-    hub_tokenizer, seen = load_tokenizer(tokenizer), set()
-    for text in texts:
-        if isinstance(text, str) and text.strip() and text not in seen and "\ud800" not in text:
-            seen.add(text)
-            split = "validation" if in_validation(text, 0, 0.05) else "train"
-            ids = hub_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            reference[split] += [*ids, hub_tokenizer.eos_token_id]
-            size[split] += len(text.encode())
-    for split, account in accounts.items():
-        assert account["tokens"] == len(reference[split])
-        assert account["bytes"] == size[split]
-        assert tokens_of(tmp_path / "shards", split).tolist() == reference[split]
-    assert held["kept"] == train["validation"] > 0
-
-
-@pytest.mark.parametrize("flag", [None, "keep_duplicates"])
-def test_interrupted_at_any_write_the_shards_are_the_same_and_nothing_is_tokenized_twice(
-        tmp_path, tokenizer, monkeypatch, flag):
-    """Of a source with three splits, documents in several of them."""
-    texts, source = make_texts(160), tmp_path / "source"
-    source.mkdir()
-    splits = {"test": texts[110:130], "valid": texts[125:150], "train": texts[:115] + texts[100:]}
-    for name, found in splits.items():
-        write_jsonl(source / f"{name}.jsonl", found)
-    settings = {"shard_mb": 0.002} | ({flag: []} if flag else {})
-    assert run(str(source), tmp_path / "whole", tokenizer, **settings) == 0
-    writes, write, encoded, batches = [], urls.Folder.write, [], encode._batches
-
-    class Killed(BaseException):
-        pass
-
-    def write_or_die(folder, name, data, retries=None):
-        writes.append(name)
-        if len(writes) == 4:  # each run but the last ends at its fourth write
-            writes.clear()
-            raise Killed
-        write(folder, name, data, retries)
-
-    def counted(documents):
-        for batch in batches(documents):
-            encoded.append(sum(ends for *_, ends, _ in batch))
-            yield batch
-
-    monkeypatch.setattr(urls.Folder, "write", write_or_die)
-    monkeypatch.setattr(encode, "_batches", counted)
-    status, runs = None, 0
-    while status is None:
-        runs += 1
-        chunks = len([*(tmp_path / "parts" / "progress").glob("*-*-*.npz")])
-        if chunks == len(manifest_of(tmp_path / "whole")["chunks"]):
-            monkeypatch.setattr(urls.Folder, "write", write)
-        with contextlib.suppress(Killed):
-            status = run(str(source), tmp_path / "parts", tokenizer, **settings)
-    assert runs > 9 and status == 0
-    assert shard_bytes(tmp_path / "parts") == shard_bytes(tmp_path / "whole")
-    whole, parts = manifest_of(tmp_path / "whole"), manifest_of(tmp_path / "parts")
-    kept = sum(account["kept"] for account in whole["accounting"].values())
-    longest = max(line["accounts"][line["chunk"][0]]["read"] for line in whole["chunks"])
-    assert kept <= sum(encoded) <= kept + runs * longest, "a chunk that was cut off, once more"
-    train = whole["accounting"]["train"]
-    assert train["duplicate"] == 10
-    assert train["kept"] + train["evaluated"] == (175 if flag == "keep_duplicates" else 165)
-    for manifest in (whole, parts):
-        for account in [*manifest["accounting"].values(),
-                        *(account for line in manifest["chunks"] for account in line["accounts"].values())]:
-            del account["seconds"]
-    assert parts == whole
-    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("whole", "parts")]
-    assert names[0] == names[1]
-
-
-@pytest.mark.parametrize("how", ["deleted", "cut off", "changed"])
-def test_any_file_that_is_lost_or_damaged_is_made_again_to_the_same_bytes(tmp_path, how):
-    texts, source = make_texts(120), tmp_path / "source"
-    source.mkdir()
-    for name, found in {"test": texts[:20], "train": texts[10:] + texts[:60]}.items():
-        write_jsonl(source / f"{name}.jsonl", found)
-    folder, settings = tmp_path / "shards", {"shard_mb": 0.01, "validation_fraction": 0.2, "fim_rate": 0.5}
-    tokenizer = train_tokenizer(texts, "bpe", 400, "gpt2", fim=True)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert run(str(source), folder, tmp_path / "tokenizer", **settings) == 0
-    before = files_of(folder)
-    assert {*manifest_of(folder)["splits"]} == {"train", "validation", "fim", "test"} and len(before) > 11
-    config = (folder / "tokenizer/tokenizer_config.json").read_bytes()
-    single = [[name] for name in [*before, *["tokenizer/tokenizer_config.json"] * (how == "deleted")]]
-    for names in [*single, random.Random(0).sample([*before], 4)]:
-        modified = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
-        for name in names:
-            data = bytearray((folder / name).read_bytes())
-            data[-1] ^= 1
-            (folder / name).write_bytes(data if how == "changed" else data[:-2])
-            if how == "deleted":
-                (folder / name).unlink()
-        assert run(str(source), folder, tmp_path / "tokenizer", **settings) == 0
-        assert files_of(folder) == before and not (folder / "progress").exists()
-        assert (folder / "tokenizer/tokenizer_config.json").read_bytes() == config
-        newer = [path for path, at in modified.items() if path.stat().st_mtime_ns > at]
-        again = {str(path.relative_to(folder)) for path in newer}
-        assert "manifest.json" in names or again <= {*names}, "whole files were written again"
-
-
-def test_a_preparation_that_mends_and_is_killed_goes_on(tmp_path, tokenizer, monkeypatch):
-    """And mends what was damaged in between, too."""
-    source, folder = write_jsonl(tmp_path / "texts.jsonl", make_texts(120)), tmp_path / "shards"
-    write = urls.Folder.write
-    assert run(source, folder, tokenizer) == 0
-    before, writes = shard_bytes(folder), itertools.count()
-
-    class Killed(BaseException):
-        pass
-
-    def write_or_die(*arguments):
-        if next(writes) == 5:
-            raise Killed
-        write(*arguments)
-
-    monkeypatch.setattr(urls.Folder, "write", write_or_die)
-    (folder / "train-00000-00001.npy").unlink()
-    with pytest.raises(Killed):
-        run(source, folder, tokenizer)
-    (folder / "train-00000-00000.npy").unlink()
-    (folder / "validation-00000.npy").unlink()
-    assert run(source, folder, tokenizer) == 0
-    assert shard_bytes(folder) == before
-
-
-def test_a_damaged_file_of_a_source_that_changed_is_told(tmp_path, tokenizer, capsys, monkeypatch):
-    """And what is whole stays as it is."""
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(50))
-    assert run(source, tmp_path / "shards", tokenizer) == 0
-    (tmp_path / "shards/train-00000-00001.npy").unlink()
-    before = shard_bytes(tmp_path / "shards")
-    others = [{"text": text} for text in make_texts(50, 1)]
-    for found in (others, others[:1]):
-        corpus = replace(load_corpus(Source(source)), readers=[lambda found=found: iter(found)])
-        monkeypatch.setattr(prepare, "load_corpus", lambda *_, corpus=corpus, **__: corpus)
-        assert run(source, tmp_path / "shards", tokenizer) == 2
-        assert "cannot be made again, because the source has other documents now" in capsys.readouterr().err
-        assert shard_bytes(tmp_path / "shards").items() >= before.items()
-
-
-def test_killed_at_random_moments_the_same_command_ends_with_the_same_shards(tmp_path, tokenizer):
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(4000))
-    arguments = command(source, tmp_path / "killed", tokenizer, shard_mb=0.1)
-    assert prepare.main(command(source, tmp_path / "whole", tokenizer, shard_mb=0.1)) == 0
-    shards = len(shard_bytes(tmp_path / "whole"))
-    rng, log = random.Random(time.time_ns()), tmp_path / "log"
-    moments = []
+def test_killed_at_random_moments_the_same_command_ends_with_the_same_bytes(tmp_path, tokenizer):
+    source, rng = write_jsonl(tmp_path / "texts.jsonl", make_texts(4000)), random.Random(time.time_ns())
+    assert run(source, tmp_path / "whole", tokenizer, shard_mb=0.05) == 0
+    words, log = command(source, tmp_path / "killed", tokenizer, shard_mb=0.05), tmp_path / "log"
+    shards, codes = len(files_of(tmp_path / "whole")) - 6, []
     for i in range(KILLS):
-        # The moment: so many shards are there, and a few milliseconds more: anywhere in the work.
-        target = round(shards * (i + rng.random()) / KILLS * 0.95)
-        process = forked.start(PROJECT, "data.prepare", arguments, log)
-        while process.is_alive() and len(shard_bytes(tmp_path / "killed")) < target:
+        target = round(shards * (i + rng.random()) / KILLS * 0.95)  # so many are there, and a few ms more
+        process = forked.start(PROJECT, "data.prepare", words, log)
+        while process.is_alive() and len(list((tmp_path / "killed").glob("*.npy"))) < target:
             time.sleep(0.005)
         time.sleep(rng.random() * 0.05)
         process.kill()
         process.join()
-        moments.append((target, process.exitcode))
-    forked.finish([forked.start(PROJECT, "data.prepare", arguments, log)], log)
-    assert any(code == -signal.SIGKILL for _, code in moments), moments
-    assert shard_bytes(tmp_path / "killed") == shard_bytes(tmp_path / "whole"), moments
-    killed, whole = (read_manifest(str(tmp_path / name)) for name in ("killed", "whole"))
-    assert killed["splits"] == whole["splits"]
-    assert not list((tmp_path / "killed").rglob("*.tmp")) and not (tmp_path / "killed" / "progress").exists()
-    print(f"killed when so many of {shards} shards were there: {moments}")
+        codes.append(process.exitcode)
+    forked.finish([forked.start(PROJECT, "data.prepare", words, log)], log)
+    assert codes.count(-signal.SIGKILL) > KILLS // 2, codes
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-def test_documents_without_a_keyword_are_counted_and_left_out(tmp_path, tokenizer):
-    texts = [*make_texts(100), None, "needle in a haystack", "needle again"] * 2
-    source, made = write_jsonl(tmp_path / "texts.jsonl", texts), tmp_path / "shards"
-    settings = {"keywords": ["needle", "absent"], "validation_fraction": 0}
-    assert run(source, made, tokenizer, **settings) == 0
-    account = manifest_of(made)["accounting"]["train"]
-    expected = {"read": 206, "filtered": 200, "unreadable": 2, "duplicate": 2, "kept": 2}
-    assert {name: account[name] for name in expected} == expected
-    text = load_tokenizer(tokenizer).decode(tokens_of(made, "train"))
-    assert text.startswith("needle in a haystack<|endoftext|>needle aga")
+def test_any_number_of_workers_makes_the_same_bytes(tmp_path, tokenizer):
+    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(2000))
+    for workers in (1, 2, 3, 8):
+        done = forked.run(
+            "data.prepare",
+            command(source, tmp_path / str(workers), tokenizer),
+            env=environment(RAYON_NUM_THREADS=str(workers), TOKENIZERS_PARALLELISM="true"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert files_of(tmp_path / str(workers)) == files_of(tmp_path / "1")
 
 
-def test_all_splits_of_a_source_become_shards_and_what_is_evaluated_on_is_not_trained_on(
-        tmp_path, tokenizer, capsys):
-    texts, made = make_texts(150), tmp_path / "shards"
-    splits = {"train": texts[:100], "validation": texts[90:120], "test": texts[115:]}
+def test_training_on_shards_is_training_on_the_text(tmp_path, tokenizer):
+    """All of its splits; what is evaluated on is not trained on; whatever the size of the shards."""
+    texts = make_texts(150)
     (tmp_path / "source").mkdir()
-    for name, found in splits.items():
-        write_jsonl(tmp_path / "source" / f"my-{name}.jsonl", found)
-    assert run(str(tmp_path / "source"), made, tokenizer) == 0
-    expected = {"train": texts[:90], "validation": texts[90:115], "test": texts[115:]}
-    manifest = manifest_of(made)
-    accounts = manifest["accounting"]
-    assert {name: account["read"] for name, account in accounts.items()} == {
-        "train": 100, "validation": 30, "test": 35}
-    assert (accounts["train"]["evaluated"], accounts["validation"]["duplicate"]) == (10, 5)
-    assert "10 evaluated" in capsys.readouterr().out
-    own = load_tokenizer(tokenizer)
-    for name, found in expected.items():
-        ids = [own(text, add_special_tokens=False)["input_ids"] + [own.eos_token_id] for text in found]
-        ids = sum(ids, [])
-        assert tokens_of(made, name).tolist() == ids
-        assert manifest["splits"][name]["tokens"] == len(ids)
-    one = tmp_path / "one"
-    assert run(str(tmp_path / "source"), one, tokenizer, split="test", validation_fraction=0) == 0
-    assert tokens_of(one, "train").tolist() == tokens_of(made, "test").tolist()
-    assert len(open_shards(str(made), tmp_path / "cache").rows("test", 32)) == len(ids) // 32
+    for name, some in (("train", texts[:100]), ("valid", texts[90:120]), ("test", texts[115:])):
+        write_jsonl(tmp_path / "source" / f"{name}.jsonl", some)
+    found = []
+    for name, size in (("a", 0.004), ("b", 1)):
+        assert run(tmp_path / "source", tmp_path / name, tokenizer, shard_mb=size) == 0
+        assert manifest_of(tmp_path / name)["accounting"]["train"]["evaluated"] == 10
+        assert manifest_of(tmp_path / name)["accounting"]["validation"]["read"] == 30
+        found.append(
+            [tokens_of(tmp_path / name, split).tolist() for split in ("train", "validation", "test")]
+        )
+        _, rows, evals = load(tmp_path, tmp_path / name)  # with its tokenizer
+        ids = rows.columns(np.arange(len(rows)), np.zeros(len(rows)))["input_ids"].ravel().tolist()
+        assert ids == found[-1][0][: len(ids)] and len(ids) > len(found[-1][0]) - 16
+        assert len(evals[""]) == len(found[-1][1]) // 16 and 0 < evals[""].bytes_per_token < 9
+    assert found[0] == found[1]
 
 
-def test_a_finished_preparation_is_left_alone_and_other_settings_are_refused(tmp_path, tokenizer, capsys):
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(50))
-    assert run(source, tmp_path / "shards", tokenizer) == 0
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")}
-    assert run(source, tmp_path / "shards", tokenizer) == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")} == before
-    assert "nothing to do" in capsys.readouterr().out
-    assert run(source, tmp_path / "shards", tokenizer, shard_mb=64, seed=3) == 2
-    error = capsys.readouterr().err
-    assert "shard_mb 0.004096, now 64" in error and "seed 0, now 3" in error and "Traceback" not in error
-    write_jsonl(tmp_path / "texts.jsonl", make_texts(51))
-    assert run(source, tmp_path / "shards", tokenizer) == 2
-    assert "content" in capsys.readouterr().err
+def test_a_damaged_shard_is_told_and_the_folder_made_again_whole(tmp_path, tokenizer, capsys):
+    source, folder = write_jsonl(tmp_path / "a.jsonl", make_texts(100)), tmp_path / "shards"
+    assert run(source, folder, tokenizer) == 0
+    whole, path = files_of(folder), sorted(folder.glob("train-*.npy"))[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{path} is damaged \(by its checksum\). Copy it again, or delete"):
+        load(tmp_path, folder)
+    assert run(source, folder, tokenizer) == 0
+    assert f"{path} is damaged" in capsys.readouterr().out and files_of(folder) == whole
+    assert run(source, folder, tokenizer) == 0 and "nothing to do" in capsys.readouterr().out
+    assert run(source, folder, tokenizer, seed=3) == 2 and "other settings" in capsys.readouterr().err
+    write_jsonl(tmp_path / "a.jsonl", make_texts(101))
+    assert run(source, folder, tokenizer) == 2
 
 
-@pytest.mark.parametrize("settings, message", [
-    ({"tokenizer_name": "", "shard_mb": 0, "validation_fraction": 1},
-     r"(?s)shard_mb: .*is 0\.0.*tokenizer_name: none.*validation_fraction: .*is 1\.0"),
-    ({"tokenizer_name": "/nowhere"}, "tokenizer_name '/nowhere' cannot be loaded"),
-    ({"dataset_name": "/nowhere.jsonl"}, "no such file"),
-    ({"output_dir": "/proc/nowhere"}, "/proc/nowhere cannot be written"),
-    ({"output_dir": str(PROJECT)}, "is not empty and holds no shards"),
-    ({"keywords": ["absent"]}, "gives nothing to train on"),
-])
-def test_a_users_mistake_is_one_message_and_status_2(tmp_path, tokenizer, capsys, settings, message):
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(5))
-    assert run(source, tmp_path / "shards", tokenizer, **settings) == 2
-    error = capsys.readouterr().err
-    assert re.search(message, error), error
-    assert error.count("error:") == 1 and "Traceback" not in error
+@pytest.mark.parametrize("name", ["/etc/hostname", "../a.npy", "train-../a.npy", 7])
+def test_a_manifest_that_names_files_elsewhere_is_refused(name, tmp_path, tokenizer):
+    folder = tmp_path / "shards"
+    assert run(write_jsonl(tmp_path / "a.jsonl", make_texts(100)), folder, tokenizer) == 0
+    manifest = manifest_of(folder)
+    manifest["splits"]["train"]["files"][0]["file"] = name
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="is no name of a file in this folder"):
+        load(tmp_path, folder)
 
 
-def test_two_runs_at_once_are_refused(tmp_path, tokenizer, capsys):
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(9))
-    with prepare.only_run(urls.Folder(tmp_path / "shards"), "lock", 0):
-        assert run(source, tmp_path / "shards", tokenizer) == 2
-    assert "another run is preparing" in capsys.readouterr().err
-    assert run(source, tmp_path / "shards", tokenizer) == 0
+def test_remote_shards_are_copied_once_and_checked(tmp_path, tokenizer):
+    """From a memory file system; a damaged one is named."""
+    import fsspec
+
+    folder, memory = tmp_path / "shards", fsspec.filesystem("memory")
+    assert run(write_jsonl(tmp_path / "a.jsonl", make_texts(100)), folder, tokenizer) == 0
+    memory.put(str(folder), "/bucket/tokens", recursive=True)
+    local, remote = (load(tmp_path, name)[1] for name in (folder, "memory://bucket/tokens"))
+    assert remote.fingerprint == local.fingerprint
+    saved = memory.cat("/bucket/tokens/train-00000-00001.npy")
+    memory.pipe("/bucket/tokens/train-00000-00001.npy", b"damage")
+    assert load(tmp_path, "memory://bucket/tokens")[1].fingerprint == local.fingerprint  # the copy
+    whole = memory.cat("/bucket/tokens/train-00000-00000.npy")
+    (path,) = (path for path in tmp_path.glob("cache/shards-*/train-00000-00000.npy"))
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    memory.pipe("/bucket/tokens/train-00000-00001.npy", saved)
+    assert load(tmp_path, "memory://bucket/tokens")[1].fingerprint == local.fingerprint
+    assert path.read_bytes() == whole
+    memory.pipe("/bucket/tokens/train-00000-00001.npy", b"damage")
+    with pytest.raises(ValueError, match="train-00000-00001.npy is missing or damaged"):
+        load(tmp_path / "other", "memory://bucket/tokens")
+    memory.rm("/bucket", recursive=True)
 
 
-def test_a_source_that_stays_away_ends_the_run(tmp_path, tokenizer, monkeypatch, capsys):
-    source = write_jsonl(tmp_path / "texts.jsonl", make_texts(300))
-    assert run(source, tmp_path / "whole", tokenizer) == 0
-    corpus, away = load_corpus(Source(source)), True
-
-    def rows():
-        for i, document in enumerate(corpus):
-            if away and i == 280:
-                raise TimeoutError("no answer")
-            yield document
-
-    monkeypatch.setattr(prepare, "load_corpus", lambda *_, **__: replace(corpus, readers=[rows]))
-    monkeypatch.setattr(retry.time, "sleep", lambda seconds: None)
-    assert run(source, tmp_path / "shards", tokenizer) == 1
-    assert "item 280, failed 8 times" in capsys.readouterr().err
-    away = False
-    assert run(source, tmp_path / "shards", tokenizer) == 0
-    assert shard_bytes(tmp_path / "shards") == shard_bytes(tmp_path / "whole")
+def test_mistakes_are_one_message_and_status_2(tmp_path, tokenizer, capsys):
+    source = write_jsonl(tmp_path / "a.jsonl", make_texts(9))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.md").write_text("mine")
+    for settings, message in (
+        ({"shard_mb": 0}, "shard_mb"),
+        ({"output_dir": tmp_path / "full"}, "is not empty"),
+        ({"dataset_name": tmp_path / "gone.txt"}, "no such file"),
+        ({"keywords": ["absent"]}, "gives nothing to train on"),
+    ):
+        assert run(source, tmp_path / "out", tokenizer, **settings) == 2
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error
+    assert (tmp_path / "full" / "notes.md").read_text() == "mine"
 
 
-def test_progress_where_documents_become_slow_has_a_line_at_each_interval(monkeypatch, capsys):
-    """tqdm guesses from the first documents how many come between two lines."""
-    monkeypatch.setattr(filters, "SECONDS_BETWEEN_LINES", 0.05)
+# ---- Tokenizers
 
-    def documents():
-        yield from range(100_000)
-        for number in range(8):
-            time.sleep(0.1)
-            yield number
 
-    assert len([*filters.show_progress(documents(), "preparing")]) == 100_008
-    lines = capsys.readouterr().err.split("\n")
-    counts = [line.split()[1] for line in lines if "preparing: " in line]
-    assert len(counts) >= 8 and counts[-1] == "100008", lines
+def ids_of(tokenizer, text: str) -> list[int]:
+    return next(ids for ids, _ in tokenize_documents([(text, 0)], Encoder.of(tokenizer))).tolist()
+
+
+@pytest.mark.parametrize(("algorithm", "model_type"), [
+    ("unigram", "roberta"), ("unigram", "gpt2"), ("bpe", "gpt2"), ("bpe", "roberta"), ("wordpiece", "bert"),
+])  # fmt: skip
+def test_special_tokens_that_are_spelled_out_stay_text(algorithm, model_type, tmp_path):
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, algorithm=algorithm, model_type=model_type))
+    text = "a word " + " ".join(tokenizer.all_special_tokens) + " and more"
+    ids = ids_of(tokenizer, text)
+    special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    assert not special & {*ids[:-1]} and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id)
+
+
+def test_documents_begin_as_the_tokenizer_begins_them(tmp_path):
+    """As Llama's does, with <s>; the pipeline will."""
+    folder = save_tokenizer(tmp_path / "plain")
+    backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    backend.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.save(f"{folder}/tokenizer.json")
+    tokenizer = load_tokenizer(folder)
+    assert ids_of(tokenizer, "a word") == tokenizer("a word")["input_ids"] + [0]
+    _, rows, _ = load(tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(30)), tokenizer_name=folder)
+    stream = rows.columns(np.arange(len(rows)), np.zeros(len(rows)))["input_ids"].ravel()
+    assert stream[0] == 0 and (stream == 0).sum() > 40  # two for each document
+
+
+def test_a_tokenizer_that_does_not_know_the_text_is_refused_or_told(tmp_path, capsys):
+    folder, english = (
+        save_tokenizer(tmp_path / "words", algorithm="wordpiece", model_type="bert"),
+        make_texts(60),
+    )
+    greek = [" ".join(chr(0x3B1 + ord(c) - 97) for c in text if c.islower()) for text in english]
+    with pytest.raises(
+        ValueError, match="does not know the text of .*% of its tokens of this text are unknown"
+    ):
+        load(tmp_path, write_jsonl(tmp_path / "greek.jsonl", greek), tokenizer_name=folder)
+    mixed = write_jsonl(
+        tmp_path / "mixed.jsonl", [a + " " + b[:99] for a, b in zip(english, greek, strict=True)]
+    )
+    _, _, evals = load(tmp_path, mixed, tokenizer_name=folder)
+    assert "tokens of this text are unknown" in capsys.readouterr().out
+    assert np.isnan(evals[""].bytes_per_token)
+    load(tmp_path, write_jsonl(tmp_path / "english.jsonl", english), tokenizer_name=folder)
+    assert "unknown" not in capsys.readouterr().out
+
+
+def test_a_folder_with_weights_and_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
+    for setting in ("tokenizer_name", "model_name_or_path"):
+        with pytest.raises(ValueError, match="this folder has no tokenizer"):
+            load(tmp_path, name, **{setting: str(tmp_path / "model")})
+
+
+def test_the_column_that_is_no_text_is_named(tmp_path):
+    for name, row, message in (
+        ("list", {"text": ["a"]}, "column text: list"),
+        ("number", {"text": 7}, "column text: int"),
+        ("null", {"content": None, "title": "x"}, "none of 90 documents is text"),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 90)
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, tmp_path / f"{name}.jsonl")
+    rows = "".join(json.dumps({"content": None, "text": text}) + "\n" for text in make_texts(40))
+    (tmp_path / "other.jsonl").write_text(rows)
+    assert open_corpus(Source(str(tmp_path / "other.jsonl"))).text_column == "text"
+
+
+def test_a_text_of_one_long_word_trains_a_tokenizer_at_once_and_ctrl_c_ends_it(tmp_path):
+    rng = random.Random(0)
+    (tmp_path / "dna.txt").write_text("".join(rng.choices("ACGT", k=1_000_000)))
+    words = ["--dataset_name", tmp_path / "dna.txt", "--vocab_size", 600, "--output_dir", tmp_path / "out"]
+    done = forked.run("data.tokens.tokenizer", words)
+    assert done.returncode == 0 and len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 600
+    code = (
+        "import signal, sys, threading; from data.tokens import tokenizer\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it\n"
+        "tokenizer.LONG_WORD = tokenizer.re.compile('(?!)')\n"
+        "threading.Timer(2, lambda: print('training', flush=True)).start()\n"
+        "tokenizer.train_tokenizer([open(sys.argv[1]).read()], 'bpe', 600, 'gpt2')\n"
+    )
+    process, log = forked.start_code(code, [tmp_path / "dna.txt"], tmp_path)
+    forked.wait_for(process, log, "training")
+    os.kill(process.pid, signal.SIGINT)
+    process.join(PATIENCE)
+    assert process.exitcode not in (None, 0) and "KeyboardInterrupt" in Path(log).read_text()
+
+
+def test_the_format_is_checked_at_each_read(tmp_path):
+    with pytest.raises(ValueError, match="holds no token shards"):
+        Shards(tmp_path)

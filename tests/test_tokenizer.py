@@ -9,20 +9,19 @@ import subprocess
 import sys
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
 
-from data.encode import split_text
-from data.sources.corpus import Source, load_corpus
-from data.tokenizer import (
+from data.documents.source import Source, open_corpus
+from data.tokens.encode import split_text
+from data.tokens.tokenizer import (
     LIKE_ROBERTA,
-    keytoken_ids,
     load_tokenizer,
     sample_texts,
     train_tokenizer,
 )
 from tests import forked
 from tests.runs import PROJECT
-from utils.learning.configuration import positions_after_pad
 
 USUAL = [("bpe", "gpt2"), ("unigram", "roberta"), ("wordpiece", "bert")]
 FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
@@ -30,7 +29,7 @@ FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
 
 @pytest.fixture(scope="module")
 def english():
-    return [document["text"] for document in itertools.islice(load_corpus(Source("installed-docs")), 150)]
+    return [document["text"] for document in itertools.islice(open_corpus(Source("installed-docs")), 150)]
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +105,9 @@ def test_unigram_cuts_at_the_ends_of_lines_and_loses_nothing(trained, english):
 def test_training_gives_the_same_ids_in_every_process(capsys):
     """The library orders equal scores as a hash map does, which starts elsewhere in each process: in this one
     and in another."""
-    code = ("import itertools, hashlib; from data.tokenizer import train_tokenizer\n"
-            "from data.sources.corpus import Source, load_corpus\n"
-            "texts = [row['text'] for row in itertools.islice(load_corpus(Source('installed-docs')), 60)]\n"
+    code = ("import itertools, hashlib; from data.tokens.tokenizer import train_tokenizer\n"
+            "from data.documents.source import Source, open_corpus\n"
+            "texts = [row['text'] for row in itertools.islice(open_corpus(Source('installed-docs')), 60)]\n"
             "for kind in (('unigram', 'roberta'), ('wordpiece', 'bert')):\n"
             "    made = train_tokenizer(texts, kind[0], 800, kind[1]).backend_tokenizer.to_str()\n"
             "    print(kind, hashlib.md5(made.encode()).hexdigest())")
@@ -160,33 +159,26 @@ def test_the_sample_is_fair_bounded_and_independent_of_the_order():
     assert sample_texts(["y" * 999], 10) == ["y" * 999]  # never nothing
 
 
-def test_keytokens_are_found_with_and_without_a_leading_space(trained):
-    tokenizer = trained["bpe", "gpt2"]
-    words = ["the", "return", "zzqx", "t"]
-    vocabulary = tokenizer.get_vocab()
-    expected = [vocabulary[form] for word in words for form in (word, "Ġ" + word) if form in vocabulary]
-    forms = [form for word in words for form in (word, " " + word)]
-    missing = [form for form in forms if form.replace(" ", "Ġ") not in vocabulary]
-    assert keytoken_ids(tokenizer, words) == (expected, missing)
-    assert "zzqx" in missing and vocabulary["Ġthe"] in expected
-    ids, missing = keytoken_ids(trained["wordpiece", "bert"], ["the", "\u4e9c"])  # [UNK] is no key token
-    assert len(ids) == 1 and missing == ["\u4e9c", " \u4e9c"]
-
-
 def test_roberta_like_special_tokens_go_to_the_models_that_number_positions_after_the_pad_id():
-    """Models are asked whether they do; the tokenizer's table, which knows no models, says the same."""
-    for model_type in LIKE_ROBERTA:
-        assert positions_after_pad("masked", AutoConfig.for_model(model_type), {}), model_type
-    assert not positions_after_pad("masked", AutoConfig.for_model("bert"), {})
+    """transformers' models are asked whether they do: their position embeddings then have a padding_idx."""
+
+    def after_pad(model_type):
+        config = AutoConfig.for_model(model_type, pad_token_id=0, vocab_size=8)
+        with torch.device("meta"):
+            modules = AutoModelForMaskedLM.from_config(config).named_modules()
+        found = (module for name, module in modules if name.endswith("position_embeddings"))
+        return any(getattr(module, "padding_idx", None) is not None for module in found)
+
+    assert all(map(after_pad, LIKE_ROBERTA)) and not after_pad("bert")
 
 
 def command_line(*arguments):
-    return forked.run("data.tokenizer", list(arguments))
+    return forked.run("data.tokens.tokenizer", list(arguments))
 
 
 def test_the_command_trains_on_a_bounded_sample_and_names_mistakes(english, tmp_path):
     source = tmp_path / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english) + "not json\n")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english) + '{"text": null}\n')
     done = command_line("--algorithm", "unigram", "--vocab_size", 600, "--dataset_name", source,
                         "--max_bytes", 50_000, "--output_dir", tmp_path / "out")
     assert done.returncode == 0, done.stderr
@@ -204,7 +196,8 @@ def test_a_full_disk_is_one_message(english, tmp_path):
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english[:20]))
     words = ["--dataset_name", source, "--vocab_size", 600, "--output_dir", tmp_path / "out"]
-    line = shlex.join([sys.executable, "-m", "data.tokenizer", *map(str, words)])  # files end at 1 KiB there
+    # Files end at 1 KiB there.
+    line = shlex.join([sys.executable, "-m", "data.tokens.tokenizer", *map(str, words)])
     line = ["bash", "-c", f"ulimit -f 1; exec {line}"]
     done = subprocess.run(line, cwd=PROJECT, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr

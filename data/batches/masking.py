@@ -1,0 +1,101 @@
+"""Masked-LM batches: decides which tokens of a row are hidden and what replaces them.
+
+15 % of a row's ordinary tokens are predicted; of these, 80 % become the mask token, 10 % a random token, and
+10 % stay (BERT, section 3.1). All draws for a row come from one counter-based generator keyed by (seed,
+epoch, row), so masks change with every epoch, but not with processes, workers, batch size or a resume.
+
+B rows, T tokens per row, K prediction slots per row.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+
+def special_ids(tokenizer) -> list[int]:
+    added = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+    return sorted({*added, *tokenizer.all_special_ids})
+
+
+class MaskTokens:
+    """collate_fn for batches of PackedRows and PairRows: input_ids [B, T]; position, epoch, row [B]; ...
+
+    Returns them masked, with `slots` int64 [B, K] (the positions to predict) and `slot_labels` int64 [B, K]
+    (the hidden tokens; -100 in empty slots). K, the most predictions that a row can have, is the same for all
+    batches. Rows numbered -1 are not masked.
+
+    PackedRows become `<s> row </s>`, two tokens longer, as a fill-mask pipeline presents a sentence. Rows of
+    tokenizer.model_max_length tokens bring their special tokens.
+
+    mlm_probability: the share of tokens to predict, or a function of the rows' positions in training (int64
+    [B] -> float [B]; evaluation counts its own rows from 0). For a function, `most` is its largest value; it
+    decides K. ValueError: the tokenizer has no mask token, or a share is not between 0 and 1."""
+
+    def __init__(self, tokenizer, mlm_probability: float | Callable[[np.ndarray], np.ndarray] = 0.15,
+                 seed: int = 0, most: float | None = None):
+        names = ("mask_token", "cls_token", "sep_token", "pad_token")
+        if missing := [name for name in names if getattr(tokenizer, name) is None]:
+            raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}, which "
+                             "masked LM needs; choose a BERT or RoBERTa tokenizer, or give none to train one")
+        self.mlm_probability, self.seed = mlm_probability, seed % 2**63
+        self.most = most if callable(mlm_probability) else mlm_probability
+        if self.most is None or not 0 < self.most < 1:
+            raise ValueError(f"mlm_probability {self.most}: must lie between 0 and 1, usually 0.15")
+        self.longest, self.mask_id = tokenizer.model_max_length, tokenizer.mask_token_id
+        self.ends = tokenizer.cls_token_id, tokenizer.sep_token_id
+        special = special_ids(tokenizer)
+        known = np.unique([*tokenizer.get_vocab().values(), *special])  # sorted; ids may have gaps
+        self.is_special = np.isin(np.arange(known[-1] + 1), special)
+        self.replacements = np.setdiff1d(known, special)  # random tokens are drawn from these
+
+    def __call__(self, batch: dict) -> dict:
+        columns = {name: column.numpy() for name, column in batch.items()}
+        ids, rows, real = columns["input_ids"], columns["row"], columns.get("attention_mask")
+        eligible = (rows >= 0)[:, None] & ~self.is_special[ids]  # [B, T]
+        if real is not None:
+            eligible &= real > 0
+        rates = self.rates(columns["position"])
+        ids, slots, labels = self.mask(ids, eligible, rows, columns["epoch"], rates)
+        if real is None and ids.shape[1] != self.longest:
+            ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), self.ends))
+            slots = slots + 1
+        masked = {"input_ids": ids, "slots": slots, "slot_labels": labels}
+        return batch | {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in masked.items()}
+
+    def rates(self, positions: np.ndarray) -> np.ndarray:
+        """positions [B] -> the share of each row's tokens to predict, float64 [B]."""
+        if not callable(self.mlm_probability):
+            return np.full(len(positions), self.mlm_probability)
+        rates = np.asarray(self.mlm_probability(np.maximum(positions, 0)), np.float64)
+        if not (0 <= rates.min() and rates.max() <= self.most):
+            raise ValueError(f"mlm_probability: {rates.min()} to {rates.max()} from position "
+                             f"{positions.min()} on, must lie between 0 and most, {self.most}")
+        return np.broadcast_to(rates, positions.shape)
+
+    def order(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray:
+        """ids [B, T], draws float64 [B, T] in [0, 1) -> the draws by which tokens are chosen, lowest first. A
+        subclass may make draws equal: their tokens are then chosen together, first to last."""
+        return draws
+
+    def mask(self, ids, eligible, rows, epochs, rates):
+        """ids, eligible [B, T]; rows, epochs, rates [B] -> masked ids [B, T], slots, slot labels [B, K]."""
+        B, T = ids.shape
+        K = math.ceil(self.most * T - 1e-9)
+        draws = np.empty((B, 3 * T + 1))
+        for draw, row, epoch in zip(draws, rows.tolist(), epochs.tolist(), strict=True):
+            generator = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, max(row, 0)])
+            np.random.Generator(generator).random(out=draw)
+        which, how, what = draws[:, 1:].reshape(B, 3, T).transpose(1, 0, 2)  # [B, T] each
+        # Rounded up or down at random, so that the share is right for short rows, too.
+        counts = np.floor(rates * eligible.sum(1) + draws[:, 0]).astype(int)
+        first = np.where(eligible, self.order(ids, which), 2.0)  # eligible positions come first
+        slots = np.argsort(first, axis=1, kind="stable")[:, :K]
+        used = np.arange(K) < counts[:, None]
+        originals, how, what = (np.take_along_axis(x, slots, axis=1) for x in (ids, how, what))
+        random_ids = self.replacements[(what * len(self.replacements)).astype(int)]
+        hidden = np.where(how < 0.8, self.mask_id, np.where(how < 0.9, random_ids, originals))
+        masked = ids.copy()
+        np.put_along_axis(masked, slots, np.where(used, hidden, originals), axis=1)
+        return masked, np.where(used, slots, 0), np.where(used, originals, -100)

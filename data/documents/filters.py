@@ -1,0 +1,227 @@
+"""Decides which documents are trained on (keywords, exact duplicates, hold-out), and counts all."""
+
+import hashlib
+import itertools
+import sys
+from array import array
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+
+from tqdm import tqdm
+
+from data.documents.names import digest
+from data.documents.source import Corpus
+
+SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
+FEW = 2000  # documents: a source with fewer may hold out more than its fraction
+NAMED = 3  # unreadable documents
+
+
+@dataclass
+class Accounting:
+    """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
+    kept."""
+
+    read: int = 0  # documents
+    unreadable: int = 0  # not text: None, not a string, not UTF-8
+    empty: int = 0  # nothing but white space
+    filtered: int = 0  # without any of the keywords
+    duplicate: int = 0  # same text as an earlier document
+    evaluated: int = 0  # same text as a document of the evaluation data
+    validation: int = 0  # held out of this split: counted in the validation split's own account
+    kept: int = 0
+    bytes: int = 0  # UTF-8, of the kept documents
+    tokens: int = 0  # with one EOS per document
+    tokens_dropped: int = 0  # cut off from sentence pairs
+    seconds: float = 0.0
+    unreadable_names: list[str] = field(default_factory=list)  # of the first NAMED
+
+    def hold_out(self, account: "Accounting", size: int) -> None:
+        """Moves a kept document of `size` bytes to the validation split's account."""
+        self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
+        account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
+
+    def __add__(self, other: "Accounting") -> "Accounting":
+        sums = {name: n + getattr(other, name) for name, n in asdict(self).items()}
+        sums |= {"seconds": round(sums["seconds"], 3), "unreadable_names": sums["unreadable_names"][:NAMED]}
+        return Accounting(**sums)
+
+    def line(self) -> str:
+        """What is not 0, in one line."""
+        words = [f"{self.kept:,} of {self.read:,} documents"]
+        left_out = "unreadable", "empty", "filtered", "duplicate", "evaluated", "validation"
+        words += [f"{value:,} {name}" for name in left_out if (value := getattr(self, name))]
+        words += [f"{self.tokens:,} tokens"] if self.tokens else []
+        words += [f"{self.tokens_dropped:,} of them dropped"] if self.tokens_dropped else []
+        words += [f"{self.tokens / self.seconds:,.0f} tokens/s"] if self.tokens and self.seconds else []
+        return ", ".join(words)
+
+
+class SeenHashes:
+    """A set of 64-bit numbers in sorted arrays, by their first 16 bits. One of ten million takes 12
+    bytes, in a Python set about 80.
+
+    At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
+
+    def __init__(self):
+        self.sorted = defaultdict(partial(array, "Q"))
+
+    def add(self, number: int) -> bool:
+        """Returns False where it was there already."""
+        if number in self:
+            return False
+        insort(self.sorted[number >> 48], number)
+        return True
+
+    def __contains__(self, number: int) -> bool:
+        numbers = self.sorted.get(number >> 48, ())
+        place = bisect_left(numbers, number)
+        return place < len(numbers) and numbers[place] == number
+
+
+def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
+    """(text, its hash, UTF-8 bytes) of the rows that are text and hold a keyword, where there are keywords.
+    All rows are counted. ValueError where the text column is missing."""
+    keywords, column = corpus.keywords, corpus.text_column
+    for document in rows:
+        counts.read += 1
+        text = document.get(column)
+        if column not in document and {"content", "text"} & document.keys():
+            raise ValueError(f"{corpus.name}: document {counts.read:,} has no column {column!r}, but "
+                             f"{', '.join(document)}: name files that have the same column, by a glob")
+        try:
+            data = text.encode()
+        except (AttributeError, UnicodeEncodeError):  # no string; lone surrogates, as JSON can escape them
+            counts.unreadable += 1
+            where = document.get("file") or text is not None and f"document {counts.read:,}"
+            if where and len(counts.unreadable_names) < NAMED:
+                counts.unreadable_names.append(f"{where} ({_described(text, column)})")
+            continue
+        if not text or text.isspace():
+            counts.empty += 1
+        elif keywords and not any(keyword in text for keyword in keywords):
+            counts.filtered += 1
+        else:
+            hashed = hashlib.blake2b(data, digest_size=8).digest()
+            yield text, int.from_bytes(hashed, "little"), len(data)
+
+
+def _described(value, column: str) -> str:
+    """What a column holds instead of text."""
+    if isinstance(value, str):
+        return "lone surrogates, which are no text"
+    if value is None:
+        return f"column {column}: null, or not UTF-8"
+    kind = str(value) if type(value).__module__.startswith("pyarrow") else type(value).__name__
+    return f"column {column}: {kind}"
+
+
+def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated) -> bool:
+    """Whether to train on a document with this hash and size: not if it is evaluated on, nor if it was seen
+    before. Counts it and adds it to `seen`."""
+    if number in evaluated:
+        counts.evaluated += 1
+    elif not seen.add(number):
+        counts.duplicate += 1
+    else:
+        counts.kept += 1
+        counts.bytes += size
+        return True
+    return False
+
+
+def clean_documents(corpus: Corpus, counts: Accounting, seen: SeenHashes | None = None) -> Iterator[tuple]:
+    """(text, its hash, bytes) of each document to train on, in order. seen: hashes of earlier documents."""
+    seen = SeenHashes() if seen is None else seen
+    for text, number, size in readable(corpus.documents(), corpus, counts):
+        if is_wanted(number, size, counts, seen, ()):
+            yield text, number, size
+
+
+class Chunk:
+    """The documents of one chunk: (text, its hash, bytes) each. Where it ends depends on its own text alone,
+    before duplicates are left out."""
+
+    def __init__(self, documents: Iterator[dict], corpus: Corpus, max_bytes: int):
+        self.documents, self.corpus, self.max_bytes = documents, corpus, max_bytes
+        self.counts, self.hashes, self.size, self.last = Accounting(), array("Q"), 0, False
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        documents = readable(self.documents, self.corpus, self.counts)
+        while self.size < self.max_bytes and not self.last:
+            if document := next(documents, None):
+                self.hashes.append(document[1])
+                self.size += document[2]
+                yield document
+            self.last = document is None
+
+
+# ---- Hold-out
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """Which documents are for validation, in all data sets of a run: those whose content draws a place below
+    `fraction`, and `more`, by their hashes. Fixed before the first row is made."""
+
+    seed: int
+    fraction: float
+    more: frozenset[int] = frozenset()
+
+    def __call__(self, text: str, number: int) -> bool:
+        return number in self.more or drawn_place(text, self.seed) < self.fraction
+
+    @property
+    def settings(self) -> list:
+        return [self.seed, self.fraction, sorted(self.more)]
+
+    def corpus(self, corpus: Corpus) -> Corpus:
+        """The documents of a corpus that are held out."""
+
+        def rows():
+            for text, number, _ in clean_documents(corpus, Accounting()):
+                if self(text, number):
+                    yield {corpus.text_column: text}
+
+        fingerprint = digest(corpus.fingerprint, corpus.keywords, self.settings)
+        return replace(corpus, readers=[rows], fingerprint=fingerprint)
+
+
+def drawn_place(text: str, seed: int) -> float:
+    """A number from 0 to 1, a function of (text, seed) alone."""
+    drawn = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+    return int.from_bytes(drawn, "little") / 2**64
+
+
+def few_to_hold_out(corpus: Corpus, seed: int, fraction: float, wanted: int, least: int,
+                    unread: float = float("inf")) -> list[int]:
+    """The hashes of the documents to hold out where `fraction` does not give `wanted` characters in `least`
+    documents: those of the lowest places that do, at most half. unread: characters that will be read."""
+    drawn, held_out = [], []  # (place, size, hash) of each document; sizes of those that `fraction` takes
+    for text, number, _ in clean_documents(corpus, Accounting()):
+        drawn.append((drawn_place(text, seed), len(text), number))
+        held_out += [size for place, size, _ in drawn[-1:] if place < fraction]
+        if sum(held_out) >= wanted and len(held_out) >= least or len(drawn) == FEW:
+            return []
+        if (unread := unread - len(text)) <= 0 and len(drawn) > 1:
+            break
+    drawn.sort()
+    sizes = itertools.accumulate(size for _, size, _ in drawn)
+    n = min(max(least, 1 + sum(size < wanted for size in sizes)), len(drawn) // 2)
+    if n > len(held_out):
+        print(f"data       validation_fraction {fraction:g} of the {len(drawn)} documents of {corpus.name} "
+              "fills "
+              f"no row; {n} held out instead", flush=True)
+    return [number for _, _, number in drawn[:n]]
+
+
+def show_progress(documents: Iterable, what: str) -> Iterator:
+    """The same documents, counted on stderr: by a bar, or by lines where stderr is not a terminal."""
+    shown = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
+             "mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "delay": SECONDS_BETWEEN_LINES}
+    if sys.stderr.isatty():
+        shown = {"leave": False}
+    yield from tqdm(documents, what, unit=" documents", **shown)

@@ -1,0 +1,82 @@
+"""Sources that the datasets library reads: Hub data sets, streamed or not, save_to_disk folders, and folders
+whose card (README.md) says which files are which configuration and split."""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetsError
+from huggingface_hub import metadata_load
+
+from data.documents.files import UNIT_BYTES, table_rows
+from data.documents.names import digest, is_saved
+from utils.io.secrets import without_secrets
+
+
+def has_card(source) -> bool:
+    """Whether the name is a folder with such a card. ValueError where it names files outside the folder."""
+    card = Path(os.path.expanduser(source.dataset_name), "README.md")
+    with suppress(OSError, ValueError):
+        configs = (metadata_load(card) or {}).get("configs") if card.is_file() else None
+        if not configs:
+            return False
+    for path in re.findall(r'"((?:[^"\\]|\\.)*)"', json.dumps([c.get("data_files") for c in configs])):
+        if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
+            raise ValueError(f"dataset_name {source.dataset_name!r}: its README.md names {path!r}, which is "
+                             "outside the folder; take that line out")
+    return True
+
+
+def splits(source) -> list[str]:
+    name, config = source.dataset_name, source.dataset_config_name
+    with _hub_errors(source):
+        if not is_saved(name):
+            return datasets.get_dataset_split_names(name, config)
+        saved = Path(name, "dataset_dict.json")
+        return json.loads(saved.read_text())["splits"] if saved.exists() else ["train"]
+
+
+def open_units(source) -> tuple[str, list[partial]]:
+    """(fingerprint, units) of one split. A streamed one has the fingerprint of its list of files."""
+    name, config, split = source.dataset_name, source.dataset_config_name, source.split
+    with _hub_errors(source):
+        if is_saved(name):
+            dataset = datasets.load_from_disk(name)
+            dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
+        else:
+            dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
+        if isinstance(dataset, datasets.Dataset):
+            units = min(len(dataset), dataset.data.nbytes // UNIT_BYTES + 1)
+            fingerprint = dataset._fingerprint
+        else:
+            builder, units = datasets.load_dataset_builder(name, config), dataset.num_shards
+            fingerprint = digest(split, builder.hash, builder.config.data_files)
+    return fingerprint, [partial(_rows, dataset, unit, units) for unit in range(units)]
+
+
+def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
+    """The rows of one of `units` units, each a contiguous part."""
+    dataset = dataset.shard(units, unit, contiguous=True)
+    if isinstance(dataset, datasets.Dataset):
+        tables = dataset.with_format("arrow").iter(batch_size=256)
+        dataset = itertools.chain.from_iterable(map(table_rows, tables))
+    yield from dataset
+
+
+@contextmanager
+def _hub_errors(source):
+    """Turns what the Hub's client raises into a ValueError with the remedies."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
+        name, config = without_secrets(source.dataset_name), source.dataset_config_name
+        config = f", dataset_config_name {config!r}," if config else ""
+        raise ValueError(f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
+                         "check spelling and network; `hf auth login` if private; installed-python needs "
+                         "neither.") from error

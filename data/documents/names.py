@@ -1,0 +1,134 @@
+"""What a name of files stands for: a file, folder, glob or URL; its files, and which split each is of.
+
+Hidden files and folders (.x, __x) are left out. Splits are those of `load_dataset`: words of SPLIT_WORDS in
+the names of folders, or where no folder has one, of files.
+"""
+
+import glob
+import hashlib
+import os
+import re
+from collections import Counter, deque
+
+import fsspec
+
+from utils.io.secrets import without_secrets
+from utils.io.urls import explained, open_url
+
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
+SUFFIXES = (*JSON_LINES, ".csv", ".tsv", ".txt", ".parquet")
+SPLIT_WORDS = {"train": "train|training", "validation": "validation|valid|dev|val",
+               "test": "test|testing|eval|evaluation"}  # as in datasets.data_files
+METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+# Entries that change with a file's content, in the file systems local, S3, GCS, Azure, http, hf.
+TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified", "updated", "blob_id")
+
+def is_files(name: str) -> bool:
+    """Whether the name is a file, a folder, a glob or a URL, and nothing that the datasets library wrote."""
+    path_like = "://" in name or glob.has_magic(name) or name[-1:] == "/" or name.startswith(("/", "~", "."))
+    return not is_saved(name) and (path_like or os.path.exists(name) or suffix(name) in SUFFIXES)
+
+
+def is_saved(name: str) -> bool:
+    """Whether the name is a folder that save_to_disk of the datasets library has written."""
+    name = os.path.expanduser(name)
+    alone = all(os.path.exists(f"{name}/{file}.json") for file in ("dataset_info", "state"))
+    return alone or os.path.exists(f"{name}/dataset_dict.json")
+
+
+def suffix(path: str) -> str:
+    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", bare(path).lower()))[1]
+
+
+def bare(path: str) -> str:
+    """The path without the query of a web address."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+
+
+def list_files(name: str) -> tuple[fsspec.AbstractFileSystem, str, list[str]]:
+    """(file system, the folder that the name begins with, the files there) of a file, folder, glob or URL."""
+    with explained(f"dataset_name {name!r}", "listed"):
+        files, path = open_url(os.path.expanduser(name))
+        if suffix(path) in SUFFIXES and files.isfile(path):  # first, as over http isdir reads the whole file
+            return files, os.path.dirname(path), [path]
+        if glob.has_magic(path) and not files.exists(path):  # my[1].jsonl may be a file's name
+            found = files.glob(path, detail=True)
+            fixed = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+            return files, fixed, [one for one, about in found.items() if about["type"] != "directory"]
+        if not files.isdir(path):
+            return files, os.path.dirname(path), [path] * files.exists(path)
+        local = isinstance(files, fsspec.get_filesystem_class("file"))
+        return files, path.rstrip("/"), _follow_links(path) if local else files.find(path)
+
+
+def _follow_links(path: str) -> list[str]:
+    """The files below a folder, each folder once: links may form a circle. Linked folders come last."""
+    paths, seen, folders = [], set(), deque([path])
+    while folders:
+        if (real := os.path.realpath(folder := folders.popleft())) not in seen:
+            seen.add(real)
+            for entry in os.scandir(folder):
+                later = folders.append if entry.is_symlink() else folders.appendleft
+                (later if entry.is_dir() else paths.append)(entry.path)
+    return paths
+
+
+def split_files(name: str, say: bool = False) -> dict[str, list[str]]:
+    """{split: sorted URLs}, by the rules above. say: print what became which split, and what is left out."""
+    files, base, paths = list_files(name)
+    if not paths:
+        raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set, or an empty one; "
+                         "check its spelling")
+    inside = {path: path.removeprefix(base).lstrip("/") for path in paths}
+    visible = [path for path in paths if not re.search(r"(^|/)(\.|__[^/]*/)", inside[path])]
+    if {*map(suffix, visible)} == {suffix(name)} - {"", *SUFFIXES}:
+        if b"\0" not in files.head(min(visible), 4096):  # else it is no text
+            return {"train": [*map(files.unstrip_protocol, sorted(visible))]}
+    known = sorted(path for path in visible if suffix(path) in SUFFIXES)
+    known = [path for path in known if os.path.basename(path) not in METADATA] or known
+    if not known:
+        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(SUFFIXES)}; to read "
+                         "others as plain text, select them by a glob, such as 'src/**/*.py'")
+    splits = splits_by_words(name, known, inside)
+    if say:
+        _say(name, splits, {suffix(path) or "no ending" for path in visible if path not in {*known}},
+             len(paths) - sum(map(len, splits.values())))
+    return {split: [*map(files.unstrip_protocol, paths)] for split, paths in splits.items() if paths}
+
+
+def splits_by_words(name: str, paths: list[str], inside: dict[str, str]) -> dict[str, list[str]]:
+    """{split: paths}. Files of none are left out where there is a split train; else all files are train."""
+
+    def named(part: str) -> set[str]:
+        return {split for split, words in SPLIT_WORDS.items()
+                if re.search(rf"(^|[-._ 0-9/])({words})([-._ 0-9/]|$)", part)}
+
+    found = {path: named(os.path.dirname(inside[path])) for path in paths}
+    if not any(found.values()):
+        found = {path: named(os.path.basename(path)) for path in paths}
+    splits = {split: [path for path in paths if split in found[path]] for split in SPLIT_WORDS}
+    if len(paths) == 1 or not splits["train"]:
+        return {"train": paths}
+    if unclear := [inside[path] for path in paths if len(found[path]) > 1]:
+        more = f" and {len(unclear) - 9} more" if len(unclear) > 9 else ""
+        raise ValueError(f"dataset_name {name!r}: {', '.join(unclear[:9])}{more}: of two splits, by "
+                         "the words in the path; rename, or select the wanted files by a glob")
+    return splits
+
+
+def _say(name: str, splits: dict, other: set[str], left_out: int) -> None:
+    counts = Counter({split: len(paths) for split, paths in splits.items() if paths})
+    if left_out or len(counts) > 1:
+        line = ", ".join(f"{split} {count:,}" for split, count in counts.items())
+        rest = f"; {left_out:,} not read" + (f" (also {' '.join(sorted(other)[:9])})" if other else "")
+        print(f"data       {without_secrets(name)}, files: {line}{rest if left_out else ''}", flush=True)
+
+
+def states(urls: list[str]) -> list[tuple]:
+    """(URL, size, tags...) of each file, which change when the file does."""
+    infos = [(url, files.info(path)) for url in urls for files, path in [fsspec.core.url_to_fs(url)]]
+    return [(without_secrets(url), *(str(info.get(key)) for key in ("size", *TAGS))) for url, info in infos]
+
+
+def digest(*parts) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,203 @@
+"""Where text comes from: the Python on this machine, the Hub, local or remote files, a save_to_disk folder.
+
+    corpus = open_corpus(Source("installed-python"))  # or "user/name", "texts/*.jsonl", "s3://bucket/texts"
+    for document in corpus.documents():
+        document[corpus.text_column]                  # str, or something else where it is no text
+
+installed.py, files.py and library.py do the reading. A name may end in ":" and a split in the spelling of the
+datasets library: "user/name:train[:1%]", "texts/:train[:1000]+test[10:20]".
+"""
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from data.documents import files, installed
+from data.documents.names import digest, is_files, is_saved
+from data.documents.text import TITLE, articles
+from utils.io.retry import retried
+from utils.io.secrets import without_secrets
+from utils.io.urls import explained
+
+PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
+WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
+EVALUATED = ("validation", "test", "train")  # the first of these splits that an evaluation set has is used
+Unit = Callable[[], Iterable[dict]]  # gives the rows of a part of the source, usually a file
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to read and how. A split at the end of the name replaces the default, train."""
+
+    dataset_name: str  # installed-python, installed-docs, a file, folder, glob or URL, a Hub id
+    dataset_config_name: str | None = None
+    split: str = "train"
+    text_column: str | None = None  # None: content or text
+    keywords: tuple[str, ...] = ()  # documents must hold one of them; (): no condition
+    streaming: bool = False  # read a Hub data set while it downloads
+    divide: bool = True  # a text file that is alone: into documents, so that some can be held out
+
+    def __post_init__(self):
+        match = WITH_SPLIT.fullmatch(self.dataset_name)
+        if match and not os.path.exists(self.dataset_name):
+            object.__setattr__(self, "dataset_name", match[1])
+            object.__setattr__(self, "split", match[2] if self.split == "train" else self.split)
+        object.__setattr__(self, "dataset_name", os.path.expanduser(self.dataset_name))
+
+
+@dataclass
+class Corpus:
+    """A re-iterable stream of documents in a fixed order."""
+
+    source: Source
+    text_column: str
+    fingerprint: str  # changes when the documents may have changed; part of cache keys
+    readers: list[Unit]  # in order
+    splits: Collection[str] = ("train",)  # that the source has
+
+    @property
+    def name(self) -> str:
+        return without_secrets(self.source.dataset_name)
+
+    @property
+    def keywords(self) -> list[str]:
+        return sorted(set(self.source.keywords))
+
+    def documents(self, unit: int | None = None) -> Iterator[dict]:
+        """The columns of each document, of all units or one. A source that fails for a while is reopened."""
+        readers = self.readers if unit is None else [self.readers[unit]]
+        return retried(partial(_rows, readers), f"reading {self.name}")
+
+    __iter__ = documents
+
+
+def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterator[dict]:
+    return itertools.islice(itertools.chain.from_iterable(unit() for unit in units), start, stop)
+
+
+def open_corpus(source: Source) -> Corpus:
+    """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
+    name, split = source.dataset_name, source.split
+    if missing := {*_names(split)} - {*(splits := splits_of(source))}:
+        raise ValueError(f"dataset_name {without_secrets(name)!r} has no split {sorted(missing)[0]!r}, but "
+                         f"{', '.join(splits)}; name one of them: {without_secrets(name)}:{[*splits][0]}")
+    fingerprint, units = _open(source)
+    column, wikitext = _text_column(source, units)
+    if wikitext:
+        units = [partial(articles, partial(_rows, units))]
+    fingerprint = digest(fingerprint, column, sorted(set(source.keywords)))
+    return Corpus(source, column, fingerprint, units, splits)
+
+
+def _text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
+    """(the column of the text, whether its rows are the lines of WikiText), by the first rows."""
+    name, given = without_secrets(source.dataset_name), source.text_column
+    wanted, columns = [given] if given else ["content", "text"], {}  # columns: name -> whether it holds text
+    lines = True
+    with explained(f"dataset_name {name!r}", "read", (OSError,)):
+        for row in _rows(units, 0, 100):
+            for column, value in row.items():
+                holds = isinstance(value, str)
+                columns[column] = columns.get(column, False) or holds
+                if column == "text" and holds and value.strip():
+                    lines = bool(TITLE.match(value))
+            blank = len(row) == 1 and not str(row.get("text", row)).strip()
+            if any(columns.get(column) for column in wanted) and not blank:
+                break
+    columns.pop("file", None) if given != "file" else None
+    if not columns:
+        raise ValueError(f"dataset_name {name!r} holds no readable documents: it is empty or no row valid")
+    there = [column for column in wanted if column in columns]
+    if not there and "input_ids" in columns:
+        raise ValueError(f"dataset_name {name} holds token ids: run `python -m data.convert {name} tokens/ "
+                         "--tokenizer_name ...` once, and name tokens/ here.")
+    if not there:
+        has = f"no column {given!r}" if given else "neither a column content nor text"
+        message = f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}"
+        if len(columns) == 1 and (sign := re.search("[;\t|]", next(iter(columns)))):
+            message += f". Columns seem to be separated by {sign[0]!r}: save it with commas"
+        raise ValueError(message)
+    column = next((column for column in there if columns[column]), there[0])
+    if others := [other for other in there if other != column and columns[other]]:
+        print(f"data       {name}: the column {column} is read, not {others[0]}; --text_column takes another",
+              flush=True)
+    return column, [*columns] == ["text"] and columns["text"] and lines
+
+
+def splits_of(source: Source) -> Collection[str]:
+    """The names of its splits. ValueError where the source is not found."""
+    return _reader(source).splits(source)
+
+
+def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
+    """The source of an evaluation set: its configuration is that of a training source of the same data set;
+    its split, unless named, is the first of EVALUATED that exists."""
+    configs = (other.dataset_config_name for other in trained if other.dataset_name == source.dataset_name)
+    source = replace(source, dataset_config_name=next(configs, source.dataset_config_name))
+    if source.split != "train":
+        return source
+    splits = splits_of(source)
+    return replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
+
+
+def _reader(source: Source):
+    """The module that reads this kind of source. It has splits(source) -> names, and open_units(source) ->
+    (fingerprint, units)."""
+    if source.dataset_name in installed.INSTALLED:
+        return installed
+    named_files = is_files(source.dataset_name)
+    if named_files and not os.path.isfile(f"{source.dataset_name}/README.md"):
+        return files
+    from data.documents import library  # not at the top: datasets takes 85 MB and half a second
+
+    return files if named_files and not library.has_card(source) else library
+
+
+def _open(source: Source) -> tuple[str, list[Unit]]:
+    """(fingerprint, units). Parts of splits are cut out here, except from downloaded Hub data sets, which do
+    it themselves. For percentages and places from the end all rows are read first, to count them."""
+    reader, split, names = _reader(source), source.split, _names(source.split)
+    hub = reader not in (files, installed) and not is_saved(source.dataset_name)
+    if [split] == names or hub and not source.streaming:
+        return reader.open_units(source)
+    from datasets import ReadInstruction
+
+    opened = {name: reader.open_units(replace(source, split=name)) for name in names}
+    sizes = dict.fromkeys(names, sys.maxsize)
+    if re.search("[%-]", split):
+        sizes = {name: sum(1 for _ in _rows(units)) for name, (_, units) in opened.items()}
+    parts = []
+    for part in ReadInstruction.from_spec(split).to_absolute(sizes):
+        _, units = opened[part.splitname]
+        parts.append(partial(_rows, units, part.from_, max(part.from_, part.to)))
+    return digest(split, [fingerprint for fingerprint, _ in opened.values()]), [partial(_rows, parts)]
+
+
+def _names(split: str) -> list[str]:
+    """The splits in a spelling such as "train[:1%]+test"."""
+    return re.sub(r"\[.*?\]", "", split).split("+")
+
+
+def add_source_flags(add: Callable) -> None:
+    """The flags of source_of. add: add_argument of the tool's parser."""
+    add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
+    add("--dataset_config_name")
+    add("--split", default="train", help="default: train")
+    add("--text_column", help="default: content or text, whichever the source has")
+    add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
+
+
+def source_of(args, streaming: bool) -> Source:
+    names = "dataset_name", "dataset_config_name", "split", "text_column"
+    given = {name: getattr(args, name) for name in names}
+    return Source(**given, keywords=tuple(args.keywords), streaming=streaming)
+
+
+def check_numbers(args, **least: float) -> list[str]:
+    """One line for each of these arguments that is below its least value, 2**63 or more, or no number."""
+    return [f"{name}: must be {low:g} or greater, and less than 2**63, is {value}."
+            for name, low in least.items() if not low <= (value := getattr(args, name)) < 2**63]

@@ -1,0 +1,122 @@
+"""From the settings of a run to its rows and their batches.
+
+    tokenizer, rows, eval_rows = load_rows(args, accelerator, problems)
+    batches = accelerator.prepare(train_loader(rows, args, first, last))      # rows of [B, T]
+    eval_batches = accelerator.prepare(eval_loader(eval_rows[""], args))
+
+B rows per micro-batch, T tokens per row (block_size). A batch has the columns of its rows, input_ids int64
+[B, T] among them, and of each row [B] its position in the stream, epoch, row and source, the number of its
+data set.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from accelerate import PartialState
+from torch.utils.data import DataLoader
+
+from data.batches.order import evaluation_order, evaluation_rows
+from data.batches.rows import Order, PackedRows
+from data.open import RunData, record
+from data.tokens.sets import rows_of
+from data.tokens.tokenizer import load_tokenizer
+from utils.io.files import write_json
+
+
+def load_rows(args, accelerator, problems: list[str], algorithm: str = "bpe", n_special: int = 0) -> tuple:
+    """(tokenizer, rows, {name: rows to evaluate on}); a single evaluation set is named "".
+
+    The first process of each machine prepares them, the others wait. problems: lines that are told together
+    with those found here. algorithm: of a tokenizer to be trained. n_special: tokens that masking puts around
+    a row. ValueError with one line for each problem, before any work, or where a split has no row.
+
+    rows: len(rows), rows.fingerprint, rows.columns(row, epoch), rows.epochs(position); of those to evaluate
+    on also bytes_per_token, nan where it is unknown. With eval_only the rows may be those to evaluate on."""
+    run = RunData(args, list(problems), algorithm, n_special)
+    made = once_per_machine(accelerator, run.make)
+    tokenizer = load_tokenizer(made["tokenizer"])
+    tokenizer.model_max_length = args.block_size  # saved with it
+    train = {name: rows_of(part) for name, part in made["train"].items()}
+    evals = {name: rows_of(part) for name, part in made["evals"].items()}
+    if len(train) > 1:
+        from data.batches.mixture import Mixed
+
+        rows = Mixed(args.mixture, args.seed, train)
+    else:
+        rows = next(iter(train.values()))
+    accelerator.dataloader_config.non_blocking = _pinned()
+    if not args.eval_only and accelerator.is_local_main_process:
+        path = record(args, rows.fingerprint)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, made)
+    return tokenizer, rows, evals
+
+
+def train_loader(rows, args, first: int = 0, last: int | None = None, collate=None) -> DataLoader:
+    """Batches of the positions first to last - 1 of the endless order, last: None for one pass over the rows.
+    Prepared, batch i goes to process i % processes."""
+    order = Order(rows, first, first + len(rows) if last is None else last, args.seed)
+    return _loader(rows, args.per_device_train_batch_size, order, collate)
+
+
+def eval_loader(rows: PackedRows, args, collate=None) -> DataLoader:
+    """Batches of all rows, or of max_eval_samples that the seed draws, filled up with row -1 to whole batches
+    on all processes."""
+    drawn = evaluation_rows(len(rows), args.max_eval_samples, args.seed)
+    batch_size = args.per_device_eval_batch_size
+    order = evaluation_order(drawn, batch_size * PartialState().num_processes)
+    return _loader(rows, batch_size, order, collate)
+
+
+def _loader(rows, batch_size: int, order, collate) -> DataLoader:
+    collate = collate or (lambda batch: batch)
+    return DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=_pinned())
+
+
+def _pinned() -> bool:
+    """From pinned memory a GPU copies batches while it computes. From other memory each copy would make the
+    host wait until the GPU has done all its work."""
+    return PartialState().device.type not in ("cpu", "mps", "xla")
+
+
+def once_per_machine(accelerator, work: Callable[[], dict]) -> dict:
+    """work(), by the first process of each machine; the others get its result, plain values, or its
+    ValueError. Not by a collective, which NCCL ends after 10 minutes. Without process groups (XLA) all do it,
+    in turn."""
+    if accelerator.num_processes == 1 or not dist.is_initialized():
+        return work()
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"rows, calls of {dist.get_rank()}", 1)  # alike on all processes
+    key = f"rows {number} of the machine of {dist.get_rank() - accelerator.local_process_index}"
+    if accelerator.is_local_main_process:
+        told = {"ended": "the first process of this machine could not prepare the rows"}
+        try:
+            told = {"done": work()}
+        except ValueError as error:
+            told = {"mistake": str(error)}
+            raise
+        finally:
+            store.set(key, json.dumps(told))
+            deadline = time.monotonic() + 10 * ("done" not in told)  # the store may end with this process
+            while time.monotonic() < deadline and store.add(f"{key}, read", 0) < _others():
+                time.sleep(0.05)
+    else:
+        while not store.check([key]):
+            time.sleep(0.1)
+        told = json.loads(store.get(key))
+        store.add(f"{key}, read", 1)
+    if "done" not in told:
+        raise (ValueError(told["mistake"]) if "mistake" in told else ConnectionError(told["ended"]))
+    arrived = store.add("rows", 1)  # a multiple of num_processes once all have arrived
+    while store.add("rows", 0) < arrived + -arrived % accelerator.num_processes:
+        time.sleep(0.1)
+    accelerator.wait_for_everyone()  # the store ends with process 0, which must not leave early
+    return told["done"]
+
+
+def _others() -> int:
+    """Processes of this machine beside the first one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1

@@ -1,1 +1,0 @@
-"""Where text comes from, and files at any URL."""

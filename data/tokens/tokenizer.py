@@ -1,0 +1,298 @@
+"""Load a tokenizer, or train one: byte-level BPE, Unigram or WordPiece.
+
+    python -m data.tokens.tokenizer --output_dir my-tokenizer                # BPE on the installed Python
+    python -m data.tokens.tokenizer --algorithm unigram --vocab_size 25000 \\
+        --dataset_name Salesforce/wikitext --dataset_config_name wikitext-103-raw-v1 \\
+        --output_dir my-tokenizer                                            # the Keras TPU example's
+"""
+
+import argparse
+import hashlib
+import heapq
+import itertools
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from data.documents.filters import Accounting, clean_documents, show_progress
+from data.documents.source import add_source_flags, check_numbers, open_corpus, source_of
+from data.tokens.cache import build_once
+from data.tokens.encode import split_text
+from utils.io.mistakes import user_mistakes
+from utils.io.urls import explained
+
+TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
+FORMAT = 5  # part of every trained tokenizer's cache key: raise it when training gives another one
+LONGEST_WORD = 400  # characters, in training
+LONG_WORD = re.compile(rf"(?<!\w)\w{{{LONGEST_WORD},}}")
+LETTER = re.compile(r"(?<=[^\s!-/:-@\[-`{-~])[^\s!-/:-@\[-`{-~]")  # of a BERT word, any but its first
+
+# Special tokens by model family, in the order of the ids that the families' configurations give them. RoBERTa
+# counts its positions from the pad id (1): with another id a token would silently be taken for padding.
+ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>",
+           "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
+BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
+        "mask_token": "[MASK]"}
+CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}  # GPT-2's
+LIKE_ROBERTA = ("camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
+                "xlm-roberta", "xlm-roberta-xl")
+FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT), **dict.fromkeys(LIKE_ROBERTA, ROBERTA)}
+USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}  # by algorithm
+
+
+def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
+    """A tokenizer from the Hub or a folder. ValueError where it is missing, has no tokenizer.json, or turns
+    text into nothing."""
+    name = os.path.expanduser(str(name_or_path))
+    if os.path.isfile(name):
+        raise ValueError(f"tokenizer_name {name!r} is a file: name the folder that it is in")
+    if os.path.isdir(name) and not any("token" in file or "vocab" in file or file.endswith(".model")
+                                       for file in os.listdir(name)):  # transformers would invent one
+        raise ValueError(f"tokenizer_name {name!r}: this folder has no tokenizer, such as a tokenizer.json. "
+                         "Copy the one there that the weights were trained with, or name it: "
+                         "--tokenizer_name")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # a damaged file can raise anything
+        raise ValueError(f"tokenizer_name {name!r} cannot be loaded: {str(error).strip()}\n  Remedies: check "
+                         "spelling, network and login.") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"tokenizer_name {name!r} has no tokenizer.json; choose one that has")
+    if not tokenizer.get_vocab() or not tokenizer("the 1 a", add_special_tokens=False)["input_ids"]:
+        raise ValueError(f"tokenizer_name {name!r} turns text into nothing: its vocabulary is missing")
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str,
+                    progress=False) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on texts, with the special tokens of the model's family.
+
+    bpe: GPT-2's, byte-level, round-trips any text. unigram: as in transformers' Keras TPU example, with its
+    mask token [MASK]; words do not contain line ends. wordpiece: BERT's, cased. Prints a
+    warning if the size reached is not vocab_size. ValueError: settings or text do not allow it."""
+    if algorithm not in USUAL_MODEL:
+        raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_MODEL)}")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type {model_type!r}: unknown to transformers")
+    special = _special_tokens(algorithm, model_type)
+    names = {str(token): token for token in special.values()}
+    smallest = len(names) + (256 if algorithm == "bpe" else 1)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
+    common = {"vocab_size": vocab_size, "special_tokens": [*names.values()], "show_progress": progress}
+    train = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}[algorithm]
+    try:
+        backend = train(texts, special["unk_token"], common)
+    except Exception as error:  # the library raises bare Exceptions, e.g. where Unigram finds too few pieces
+        too_small = "not large enough" in str(error)  # for all characters of the text
+        remedy = "raise vocab_size" if too_small else "lower vocab_size or take more text"
+        raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
+                         f"{remedy}") from error
+    if "cls_token" in special:
+        first, last = special["cls_token"], special["sep_token"]
+        second = "$B:1 [SEP]:1" if last == "[SEP]" else f"{last} $B {last}"
+        backend.post_processor = TemplateProcessing(
+            single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
+            special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)])
+    special["clean_up_tokenization_spaces"] = False  # decode() would drop spaces that the text had
+    special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines pass to the model
+    if hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size") and "[CLS]" in names:
+        special["model_input_names"].insert(1, "token_type_ids")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    if len(tokenizer) != vocab_size:
+        print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "
+              f"{len(tokenizer):,}; models are built for the number reached", file=sys.stderr, flush=True)
+    return tokenizer
+
+
+def _special_tokens(algorithm: str, model_type: str) -> dict:
+    """The special tokens of the model's family, by their roles."""
+    special = dict(FAMILIES.get(model_type, CAUSAL))
+    if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
+        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
+    if algorithm == "unigram" and "mask_token" in special:
+        special["mask_token"] = "[MASK]"  # as in the prompts of that example, though for a RoBERTa
+    if algorithm != "wordpiece" and "mask_token" in special:
+        # Words begin with their space, so the mask of a whole word takes the space before it, too.
+        special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
+    return special
+
+
+def _train(backend: Tokenizer, texts: Iterable[str], trainer) -> None:
+    """In a thread that nothing waits for at the end, or Ctrl-C would have to wait for the training."""
+    failed = []
+
+    def train() -> None:
+        try:
+            backend.train_from_iterator(_words(texts), trainer=trainer)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if failed:
+        raise failed[0]
+
+
+def _words(texts: Iterable[str]) -> Iterator[str]:
+    """Pieces of the texts. Long words are cut: the trainers' time grows with the square of their length."""
+    for piece in (piece for text in texts for piece in split_text(text)):
+        start = 0
+        for word in LONG_WORD.finditer(piece):
+            for place in range(word.start(), word.end(), LONGEST_WORD):
+                yield piece[start:place]
+                start = place
+        yield piece[start:]
+
+
+def _bpe(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    backend, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    _train(backend, texts, trainers.BpeTrainer(initial_alphabet=alphabet, **common))
+    return backend
+
+
+def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    """Orders the pieces by score, then by text, to be the same in every process.
+
+    The library orders equal scores as a hash map happens to, and so it scores the characters that it adds at
+    the end (the lowest score, and 0.0001 more for each). Scores also differ by 1e-10 between processes."""
+    backend = Tokenizer(models.Unigram())
+    backend.normalizer = normalizers.Sequence([normalizers.Replace(quote, '"') for quote in ("``", "''")])
+    lines, words = Regex(r"[\r\n]+"), pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(lines, "isolated"), words])
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    texts = itertools.chain(["\n\n\n"], texts)  # pieces must occur twice, as "\n\n" then does
+    _train(backend, texts, trainers.UnigramTrainer(unk_token=unknown, **common))
+    trained, n_special = json.loads(backend.to_str())["model"], len(common["special_tokens"])
+    special, pieces = trained["vocab"][:n_special], trained["vocab"][n_special:]
+    lowest, scores = min(score for _, score in pieces), {}
+    for piece, score in pieces:
+        steps = (score - lowest) / 1e-4
+        added = len(piece) == 1 and steps < len(pieces) and abs(steps - round(steps)) < 1e-4
+        scores[piece] = round(lowest if added else score, 4)
+    ordered = sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+    vocabulary = [*map(tuple, special), *ordered]
+    backend.model = models.Unigram(vocabulary, trained["unk_id"], trained["byte_fallback"])
+    return backend
+
+
+def _wordpiece(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    """The library numbers the letters inside words in the order of a hash map, and these numbers decide
+    between equal counts. To fix their order, training gets them as special tokens."""
+    backend = Tokenizer(models.WordPiece(unk_token=unknown))
+    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    texts, normal, special = list(texts), backend.normalizer.normalize_str, common["special_tokens"]
+    letters = sorted({letter for text in texts for letter in LETTER.findall(normal(text))})
+    common = common | {"special_tokens": [*special, *(f"##{letter}" for letter in letters)]}
+    _train(backend, texts, trainers.WordPieceTrainer(**common))
+    trained, names = json.loads(backend.to_str()), {str(token) for token in special}
+    trained["added_tokens"] = [token for token in trained["added_tokens"] if token["content"] in names]
+    return Tokenizer.from_str(json.dumps(trained))
+
+
+def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
+    """A fair sample of at most max_bytes from a stream of any length. Each text draws a number from (text,
+    seed); the texts with the smallest numbers stay."""
+    sample, size = [], 0  # a heap, largest number first
+    for text in texts:
+        data = text.encode("utf-8", "replace")
+        draw = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
+        heapq.heappush(sample, (-int.from_bytes(draw, "big"), len(data), text))
+        size += len(data)
+        while len(sample) > 1 and size > max_bytes:
+            size -= heapq.heappop(sample)[1]
+    return [text for _, _, text in sorted(sample, reverse=True)]
+
+
+def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple[list[str], Accounting]:
+    """`sample_texts` of a corpus, or of its first read_bytes, and the counts of what was read. ValueError
+    where there is no text."""
+    counts = Accounting()
+    documents = (text for text, _, _ in clean_documents(corpus, counts))
+    if read_bytes:
+        documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
+    documents = show_progress(documents, f"reading {corpus.name} for the tokenizer")
+    texts = sample_texts(documents, max_bytes, seed)
+    if not texts:
+        raise ValueError(no_text(corpus, counts))
+    return texts, counts
+
+
+def no_text(corpus, counts: Accounting) -> str:
+    """The message where a corpus has no document to train on."""
+    message = f"dataset_name {corpus.name}: none of {counts.read:,} documents is text"
+    if counts.unreadable:
+        message += f": {'; '.join(counts.unreadable_names)}. Give --text_column another one"
+    if counts.filtered:
+        words = " ".join(corpus.keywords)
+        message = (f"keywords {words}: none of the {counts.read:,} documents of {corpus.name} contains any "
+                   "of them; give others, or --keywords none to keep everything")
+    return message
+
+
+def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, algorithm: str, model_type: str,
+                      cache_dir="cache", read_bytes: int = 0) -> str:
+    """The folder of a tokenizer trained on a sample of each corpus, its share of the bytes; in the cache."""
+    used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
+    content = [[corpus.fingerprint, corpus.keywords, share] for corpus, share in used]
+    settings = [FORMAT, content, vocab_size, algorithm, model_type, TRAINING_BYTES, read_bytes]
+
+    def build(folder) -> None:
+        texts = []
+        for corpus, share in used:
+            texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
+        tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type)
+        with explained(f"cache_dir: {cache_dir}", "written", Exception):  # tokenizers raises bare Exceptions
+            tokenizer.save_pretrained(folder)
+
+    return str(build_once(cache_dir, "tokenizer", settings, build))
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser("python -m data.tokens.tokenizer", description=__doc__,
+                                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--output_dir", required=True, help="folder for AutoTokenizer.from_pretrained")
+    add("--algorithm", default="bpe", choices=list(USUAL_MODEL))
+    add("--vocab_size", type=int, default=32_000, help="number of tokens, with special ones")
+    add("--model_type", help="decides the special tokens (default: gpt2, roberta or bert, by algorithm)")
+    add_source_flags(add)
+    add("--streaming", action="store_true", help="read a Hub data set while it downloads")
+    add("--max_bytes", type=int, default=TRAINING_BYTES, help="bytes of text to train on, a fair sample")
+    add("--seed", type=int, default=0, help="chooses the sample")
+    args = parser.parse_args(arguments)
+
+    if problems := check_numbers(args, vocab_size=1, max_bytes=1, seed=0):
+        raise ValueError("\n".join(problems))
+    with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
+        os.listdir(args.output_dir)  # fails now, not after training, if it is a file
+    corpus = open_corpus(source_of(args, args.streaming))
+    texts, counts = sampled(corpus, args.max_bytes, args.seed)
+    size = sum(len(text.encode()) for text in texts)
+    print(f"{corpus.name}: {counts.line()}; training on {len(texts):,} with {size:,} bytes", flush=True)
+    model_type, terminal = args.model_type or USUAL_MODEL[args.algorithm], sys.stderr.isatty()
+    tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal)
+    with explained(f"output_dir {args.output_dir}", "written", Exception):  # as tokenizers raises
+        tokenizer.save_pretrained(args.output_dir)
+    print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}. To publish them: "
+          f"hf upload user/name {args.output_dir}")
+
+
+if __name__ == "__main__":
+    with user_mistakes():
+        main()

@@ -1,0 +1,83 @@
+"""Small corpora, tokenizers and settings for the tests of data/."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from accelerate import Accelerator
+
+from data.load import load_rows
+from data.tokens.tokenizer import train_tokenizer
+
+SETTINGS = dict(
+    dataset_name=[], mixture=[], dataset_config_name=[], eval_dataset_name=[], text_column=[], keywords=[],
+    validation_fraction=0.1, tokenizer_name=None, vocab_size=400, block_size=16, max_train_samples=0,
+    streaming=False, model_type="gpt2", model_name_or_path=None, seed=42, eval_only=False,
+    per_device_train_batch_size=4, per_device_eval_batch_size=4, max_eval_samples=0,
+)  # fmt: skip
+
+
+def settings(folder, *names, **changes) -> SimpleNamespace:
+    """Those that a script would hand over. folder: for the cache and output_dir."""
+    own = dict(
+        dataset_name=[str(name) for name in names], cache_dir=f"{folder}/cache", output_dir=f"{folder}/run"
+    )
+    return SimpleNamespace(**{**SETTINGS, **own, **changes})
+
+
+def load(folder, *names, algorithm="bpe", n_special=0, problems=(), **changes) -> tuple:
+    """(tokenizer, rows, {name: rows to evaluate on}) as a script gets them."""
+    args = settings(folder, *names, **changes)
+    return load_rows(args, Accelerator(cpu=True), list(problems), algorithm, n_special)
+
+
+def make_texts(n: int, seed: int = 0, words: int = 120) -> list[str]:
+    """n different texts of 1 to 2 x `words` made-up words."""
+    rng = random.Random(seed)
+    vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 8))) for _ in range(400)]
+    return [f"{i} " + " ".join(rng.choices(vocabulary, k=rng.randint(1, 2 * words))) for i in range(n)]
+
+
+def write_jsonl(path: Path, texts: list) -> str:
+    rows = (json.dumps({"id": i, "text": text, "source": f"s{i % 7}"}) + "\n" for i, text in enumerate(texts))
+    path.write_text("".join(rows))
+    return str(path)
+
+
+def save_tokenizer(path: Path, seed: int = 0, algorithm: str = "bpe", model_type: str = "gpt2") -> str:
+    train_tokenizer(make_texts(50, seed), algorithm, 400, model_type).save_pretrained(path)
+    return str(path)
+
+
+def all_ids(rows) -> np.ndarray:
+    """The token ids of all rows, [n, T]."""
+    return rows.columns(np.arange(len(rows)), np.zeros(len(rows), int))["input_ids"]
+
+
+def all_columns(rows) -> dict[str, list]:
+    columns = rows.columns(np.arange(len(rows)), np.zeros(len(rows), int))
+    return {name: np.asarray(values).astype(int).tolist() for name, values in columns.items()}
+
+
+def files_of(folder) -> dict[str, bytes]:
+    """All that lies there; of the manifest without the seconds, of the tokenizer without what transformers
+    notes of the environment."""
+    folder = Path(folder)
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del found["tokenizer/tokenizer_config.json"]
+    manifest = json.loads(found.pop("manifest.json"))
+    for account in manifest["accounting"].values():
+        account.pop("seconds", None)
+    return found | {"manifest.json": manifest}
+
+
+def manifest_of(folder) -> dict:
+    return json.loads((Path(folder) / "manifest.json").read_text())
+
+
+def tokens_of(folder, split: str) -> np.ndarray:
+    """All of a split, as the manifest orders its files; read without the project's code."""
+    files = manifest_of(folder)["splits"].get(split, {"files": []})["files"]
+    return np.concatenate([np.empty(0, int), *(np.load(Path(folder, file["file"])) for file in files)])

@@ -1,0 +1,265 @@
+"""data.convert: the ids of other projects' files, as they were put in, or what is wrong in a line.
+
+tests/tfrecords was written by TensorFlow 2.21, in the way of transformers' prepare_tfrecord_shards.py:
+
+    with tf.io.TFRecordWriter(f"{split}/dataset-{shard}-{records}.tfrecord") as out:
+        lists = {"input_ids": record(n), "attention_mask": [1] * 32}
+        lists = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=x)) for name, x in lists.items()}
+        out.write(tf.train.Example(features=tf.train.Features(feature=lists)).SerializeToString())
+"""
+
+import gzip
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+
+from data import convert
+from data.tokens.importers.tfrecord import example
+from tests.data_runs import all_ids, load, make_texts, save_tokenizer, tokens_of, write_jsonl
+from tests.runs import PROJECT
+
+RECORDS = PROJECT / "tests" / "tfrecords"
+T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
+
+
+def record(n: int) -> list[int]:
+    """The numbers of record n of tests/tfrecords, which goes on from file to file."""
+    return [(n * 31 + t * t) % 300 for t in range(T)]
+
+
+def ids(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, KNOWN, n)
+
+
+def nanogpt(path, tokens, kind="<u2") -> str:
+    """As its data/*/prepare.py."""
+    np.array(tokens, dtype=kind).tofile(path)
+    return str(path)
+
+
+def llmc(path, tokens, magic=20240520, version=1, told=None, letter="H") -> str:
+    """By its format's description alone: a header of 256 int32, then the tokens."""
+    header = struct.pack("<256i", magic, version, len(tokens) if told is None else told, *[0] * 253)
+    Path(path).write_bytes(header + struct.pack(f"<{len(tokens)}{letter}", *map(int, tokens)))
+    return str(path)
+
+
+def datatrove(path, documents: list, eos=None, told=None) -> str:
+    """By its format's description: ids of all documents, where each ends, and three lines."""
+    flat = [[*document, *([] if eos is None else [eos])] for document in documents]
+    np.concatenate(flat).astype("<u2").tofile(path)
+    np.cumsum([len(document) for document in flat]).astype("<u8").tofile(f"{path}.index")
+    count = sum(map(len, flat)) if told is None else told
+    Path(f"{path}.metadata").write_text(f"gpt2|2\n{count}\n{count} T")
+    return str(path)
+
+
+def varint(n: int) -> bytes:
+    return (bytes([n & 127 | 128]) + varint(n >> 7)) if n > 127 else bytes([n])
+
+
+def field(number: int, data: bytes) -> bytes:
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def feature(name: bytes, kind: int, values: bytes) -> bytes:
+    return field(1, field(1, name) + field(2, field(kind, values)))
+
+
+def tfrecord(path, examples: list[bytes]) -> str:
+    def checked(data: bytes) -> bytes:
+        crc = crc32c(data)
+        return data + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32)
+
+    data = [field(1, b"".join(features)) for features in examples]
+    Path(path).write_bytes(b"".join(checked(struct.pack("<Q", len(one))) + checked(one) for one in data))
+    return str(path)
+
+
+INT, FLOAT, MASK = 3, 2, b"attention_mask"
+IDS = feature(b"input_ids", INT, field(1, bytes([7, 8, 9, 4])))
+UNPACKED = feature(b"input_ids", INT, b"".join(b"\x08" + varint(n) for n in (7, 8, 300, 4)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def converted(source, out, tokenizer, *words) -> Path:
+    assert convert.main([str(source), str(out), "--tokenizer_name", tokenizer, *words]) == 0
+    return out
+
+
+def refused(source, out, tokenizer, capsys, *words) -> str:
+    assert convert.main([str(source), str(out), "--tokenizer_name", tokenizer, *words]) == 2
+    assert not (Path(out) / "manifest.json").exists()
+    return capsys.readouterr().err
+
+
+def test_ids_are_those_that_were_put_in(tmp_path, tokenizer):
+    (tmp_path / "in").mkdir()
+    nanogpt(tmp_path / "in" / "train.bin", ids(3000))
+    nanogpt(tmp_path / "in" / "val.bin", ids(700, 1))
+    out = converted(tmp_path / "in", tmp_path / "out", tokenizer, "--shard_mb", "0.001")
+    assert tokens_of(out, "train").tolist() == ids(3000).tolist() and len(list(out.glob("train-*"))) == 6
+    assert tokens_of(out, "validation").tolist() == ids(700, 1).tolist()
+    fineweb = tmp_path / "fineweb"
+    fineweb.mkdir()
+    for number, size in enumerate((1000, 20, 500)):
+        llmc(fineweb / f"fineweb_train_{number:06}.bin", ids(size, number))
+    llmc(fineweb / "fineweb_val_000000.bin", ids(300, 9))
+    out = converted(fineweb, tmp_path / "two", tokenizer)
+    assert tokens_of(out, "train").tolist() == [*ids(1000), *ids(20, 1), *ids(500, 2)]
+    llama = llmc(tmp_path / "llama.bin", ids(900), 20240801, 7, letter="I")
+    assert tokens_of(converted(llama, tmp_path / "three", tokenizer), "train").tolist() == ids(900).tolist()
+    for kind, name in (("<u4", "uint32"), ("<i8", "int64"), ("<i4", "int32")):
+        path = nanogpt(tmp_path / f"{name}.bin", ids(500), kind)
+        out = converted(path, tmp_path / name, tokenizer, "--dtype", name)
+        assert tokens_of(out, "train").tolist() == ids(500).tolist()
+
+
+def test_records_that_tensorflow_wrote_are_rows(tmp_path, tokenizer):
+    out = converted(RECORDS, tmp_path / "out", tokenizer, "--shard_mb", "0.0001")
+    splits = {"train": range(40), "validation": range(40, 48), "test": range(48, 49)}
+    for split, numbers in splits.items():
+        assert tokens_of(out, split).reshape(-1, T).tolist() == [record(n) for n in numbers]
+    _, rows, evals = load(tmp_path, out, block_size=T)
+    assert all_ids(rows).tolist() == [record(n) for n in range(40)] and np.isnan(evals[""].bytes_per_token)
+    with pytest.raises(ValueError, match="have 32 tokens: set --block_size 32"):
+        load(tmp_path, out, block_size=16)
+
+
+def test_documents_of_datatrove_get_their_end(tmp_path, tokenizer):
+    documents = [ids(size, size) % (KNOWN - 1) + 1 for size in (30, 7, 100)]
+    whole = [token for document in documents for token in [*document, 0]]
+    for name, eos in (("with", 0), ("without", None)):
+        (tmp_path / name).mkdir()
+        datatrove(tmp_path / name / "00000_a.ds", documents[:2], eos)
+        datatrove(tmp_path / name / "00001_a.ds", documents[2:], eos)
+        out = converted(tmp_path / name, tmp_path / f"{name} out", tokenizer)
+        assert tokens_of(out, "train").tolist() == whole
+
+
+@pytest.mark.parametrize(("write", "message"), [
+    (lambda p: llmc(p / "a.bin", ids(100), told=101), "header says 101 tokens"),
+    (lambda p: llmc(p / "a.bin", ids(100), version=2), "version 2 of magic 20240520"),
+    (lambda p: llmc(p / "a.bin", ids(100), magic=77), "a header with magic 77"),
+    (lambda p: nanogpt(p / "a.bin", [*ids(500), 400]), "the id 400"),
+    (lambda p: nanogpt(p / "a.bin", ids(500), "<u4"), "look like uint32: give --dtype uint32"),
+    (lambda p: nanogpt(p / "a.bin", ids(500), "<i8"), "look like int64: give --dtype int64"),
+    (lambda p: (p / "a.bin").write_bytes(b"odd") and p / "a.bin", "truncated: 3 bytes"),
+    (lambda p: (p / "a.bin").write_text("a text " * 99) and p / "a.bin", "text, an array or a compressed "
+                                                                         "file"),
+    (lambda p: (p / "a.bin").write_bytes(gzip.compress(os.urandom(999))) and p / "a.bin", "compressed file"),
+    (lambda p: tfrecord(p / "a.tfrecord", [[IDS], [feature(b"input_ids", INT, field(1, bytes([1])))]]),
+     "record 2: 1 tokens, but the first one has 4"),
+    (lambda p: tfrecord(p / "a.tfrecord", [[IDS, feature(MASK, INT, field(1, bytes([1, 1, 1, 0])))]]),
+     "padding: attention_mask is not all ones"),
+    (lambda p: tfrecord(p / "a.tfrecord", [[IDS, feature(MASK, FLOAT, field(1, struct.pack(
+        "<4f", 1, 1, 0, 0)))]]), "padding: attention_mask is not all ones"),
+    (lambda p: tfrecord(p / "a.tfrecord", [[feature(b"input_ids", FLOAT, field(1, struct.pack("<f", 1.0)))]]),
+     "no int64 list input_ids"),
+    (lambda p: tfrecord(p / "a.tfrecord", [[feature(b"text", 1, field(1, b"words"))]]), "but text"),
+    (lambda p: (p / "a.tfrecord").write_bytes(next(RECORDS.rglob("*.tfrecord")).read_bytes()[:99])
+     and p / "a.tfrecord", "truncated"),
+    (lambda p: datatrove(p / "a.ds", [ids(10)], told=11), "its metadata says 11"),
+    (lambda p: p / "gone.bin", "no file that ends in .bin"),
+])  # fmt: skip
+def test_each_broken_file_is_a_line(write, message, tmp_path, tokenizer, capsys):
+    error = refused(write(tmp_path), tmp_path / "out", tokenizer, capsys)
+    assert message in error and "Traceback" not in error and error.count("\n") == 1
+
+
+def test_every_feature_of_an_example_is_read():
+    floats = feature(b"f", FLOAT, field(1, struct.pack("<2f", 0.5, 2))) + feature(b"b", 1, field(1, b"x"))
+    single = feature(b"one", FLOAT, varint(1 << 3 | 5) + struct.pack("<f", 0.25))
+    found = example(field(1, IDS.replace(b"input_ids", b"other_ids") + UNPACKED + floats + single))
+    assert found["input_ids"].tolist() == [7, 8, 300, 4] and found["other_ids"].tolist() == [7, 8, 9, 4]
+    assert (
+        found["f"].tolist() == [0.5, 2] and found["b"].tolist() == [b"x"] and found["one"].tolist() == [0.25]
+    )
+
+
+def test_all_formats_of_the_same_ids_give_the_same_rows(tmp_path, tokenizer):
+    known, rows, evals = load(
+        tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(50)), tokenizer_name=tokenizer
+    )
+    flat = all_ids(rows).ravel()
+    (tmp_path / "in").mkdir()
+    sources = [nanogpt(tmp_path / "in" / "a.bin", flat), llmc(tmp_path / "in" / "b.bin", flat),
+               datatrove(tmp_path / "in" / "c.ds", [flat])]  # fmt: skip
+    (tmp_path / "in" / "c.ds.index").unlink()  # as one document it would get an EOS
+    for number, source in enumerate(sources):
+        out = converted(source, tmp_path / f"out {number}", tokenizer)
+        other = write_jsonl(tmp_path / "b.jsonl", make_texts(9, seed=3))
+        own, found, _ = load(tmp_path, out, eval_dataset_name=[other])
+        assert (all_ids(found) == all_ids(rows)).all()
+        assert own.backend_tokenizer.to_str() == known.backend_tokenizer.to_str()
+
+
+def test_training_names_the_command(tmp_path, tokenizer):
+    path = nanogpt(tmp_path / "train.bin", ids(500))
+    for name in (path, tmp_path, f"{tmp_path}/*.bin"):
+        with pytest.raises(ValueError, match=r"holds token ids \(of nanoGPT.*run `python -m data.convert "):
+            load(tmp_path, name, tokenizer_name=tokenizer)
+
+
+def test_a_folder_in_use_and_a_wrong_tokenizer_are_refused(tmp_path, tokenizer, capsys):
+    path, other = nanogpt(tmp_path / "train.bin", ids(500)), save_tokenizer(tmp_path / "other", seed=3)
+    out = converted(path, tmp_path / "out", tokenizer)
+    assert convert.main([path, str(out), "--tokenizer_name", tokenizer]) == 2
+    assert "is not empty: name a new folder" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="not the tokenizer that made"):
+        load(tmp_path, out, tokenizer_name=other, eval_dataset_name=[path])
+    with pytest.raises(ValueError, match="set eval_dataset_name"):
+        load(tmp_path, out)
+    with pytest.raises(ValueError, match="is what is trained on: name other data to evaluate on"):
+        load(tmp_path, out, eval_dataset_name=[str(out)])
+
+
+def test_no_pickle_is_opened(tmp_path, tokenizer):
+    class Harm:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "harm",)
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "meta.pkl").write_bytes(pickle.dumps(Harm()))
+    nanogpt(tmp_path / "in" / "train.bin", ids(500))
+    converted(tmp_path / "in", tmp_path / "out", tokenizer)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.slow
+def test_datatrove_itself_gives_the_same_rows_whatever_the_number_of_tasks(tmp_path, tokenizer):
+    """Where it is installed: its local executor, then converted, then trained on."""
+    pytest.importorskip("datatrove")
+    for part in range(4):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / "in" / f"{part}.jsonl", make_texts(20, seed=part))
+    found = set()
+    for tasks in (1, 2, 4):
+        code = (
+            "import sys\nfrom datatrove.executor import LocalPipelineExecutor as Run\nfrom "
+            "datatrove.pipeline.readers import JsonlReader\nfrom datatrove.pipeline.tokens import "
+            "DocumentTokenizer\nsource, out, tokenizer, tasks = sys.argv[1:]\nRun([JsonlReader(source), "
+            "DocumentTokenizer(out, tokenizer_name_or_path=tokenizer + '/tokenizer.json', "
+            "eos_token='<|endoftext|>', shuffle_documents=False)], tasks=int(tasks), workers=1, "
+            "logging_dir=out + '.logs').run()\n"
+        )
+        out = tmp_path / f"ds{tasks}"
+        subprocess.run([sys.executable, "-c", code, tmp_path / "in", out, tokenizer, str(tasks)], check=True,
+                       capture_output=True, text=True, env=os.environ)  # fmt: skip
+        other = write_jsonl(tmp_path / "b.jsonl", make_texts(9, seed=9))
+        shards = converted(out, tmp_path / f"out{tasks}", tokenizer)
+        rows = load(tmp_path, shards, eval_dataset_name=[other], validation_fraction=0.1)[1]
+        documents = bytes(tokens_of(shards, "train").astype("<u2")).split(b"\0\0")
+        found.add((len(rows), tuple(sorted(documents))))
+    assert len(found) == 1 and found.pop()[0] > 100

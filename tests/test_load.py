@@ -1,0 +1,362 @@
+"""load_rows: from settings to rows, checked against packers of the tests' own."""
+
+import csv
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from data.load import eval_loader, train_loader
+from data.open import RunData
+from tests import forked
+from tests.data_runs import all_ids, files_of, load, make_texts, save_tokenizer, settings, write_jsonl
+from tests.runs import PROJECT, environment
+
+PIECES = [
+    "word ",
+    "  ",
+    "\n",
+    "\r\n",
+    "été ",
+    "日本 ",
+    "🎉",
+    "\0",
+    "<|endoftext|>",
+    "x = 1\n",
+    "\t",
+    "é",
+    "9 ",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def random_corpus(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
+    """A corpus in one of several formats, and the documents to train or evaluate on, in order."""
+    documents = ["".join(rng.choices(PIECES, k=rng.randint(0, 60))) for _ in range(rng.randint(12, 60))]
+    documents = [f"{rng.randrange(10**6)} {text}" if text.strip() else text for text in documents]
+    documents += rng.choices(documents, k=5)
+    rng.shuffle(documents)
+    kind = rng.choice(["jsonl", "jsonl", "csv", "tsv", "parquet", "utf-16", "folder"])
+    if kind in ("csv", "tsv"):
+        with open(folder / f"a.{kind}", "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, delimiter="," if kind == "csv" else "\t")
+            writer.writerows([["text"], *([text] for text in documents)])
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        odd = [None] * len(documents)
+        pyarrow.parquet.write_table(pyarrow.table({"text": documents, "odd": odd}), folder / "a.parquet")
+    elif kind == "folder":
+        for number, text in enumerate(documents):
+            (folder / f"{number:03d}.txt").write_bytes(text.encode())
+    else:
+        lines = [json.dumps({"text": text}, ensure_ascii=rng.random() < 0.5) for text in documents]
+        lines.insert(rng.randrange(len(lines)), json.dumps({"text": "lone \ud800"}))
+        (folder / "a.jsonl").write_text("\n".join(lines), "utf-16" if kind == "utf-16" else "utf-8")
+    return str(folder), [text for text in dict.fromkeys(documents) if text.strip()]
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_every_token_of_every_kept_document_is_in_a_row_once(number, tmp_path, tokenizer):
+    """But for less than a row at the end of each split. The packer here: encode each document, add EOS."""
+    rng = random.Random(number)
+    (tmp_path / "in").mkdir()
+    name, documents = random_corpus(tmp_path / "in", rng)
+    T = rng.choice([4, 16, 33])
+    _, rows, evals = load(tmp_path, name, tokenizer_name=tokenizer, block_size=T, seed=number)
+    plain = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
+    plain.encode_special_tokens = True
+    encoded = [plain.encode(text).ids + [plain.token_to_id("<|endoftext|>")] for text in documents]
+    streams = {
+        split: all_ids(found).ravel().tolist() for split, found in (("train", rows), ("eval", evals[""]))
+    }
+    left = {split: list(ids) for split, ids in streams.items()}
+    for ids in encoded:
+        fits = [
+            split for split, stream in left.items() if stream[: len(ids)] == ids[: len(stream)] and stream
+        ]
+        if fits:  # else it is in what is dropped
+            left[fits[0]] = left[fits[0]][len(ids) :]
+    assert not left["train"] and not left["eval"]
+    assert 0 <= sum(map(len, encoded)) - sum(map(len, streams.values())) <= 2 * (T - 1)
+    assert len(rows) == len(streams["train"]) // T > 0 and len(evals[""]) > 0
+
+
+@pytest.mark.parametrize("T", [16, 30])
+def test_positions_batches_and_padding(T, tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(40))
+    args = settings(tmp_path, name, tokenizer_name=tokenizer, block_size=T, max_eval_samples=10)
+    _, rows, evals = load(tmp_path, name, tokenizer_name=tokenizer, block_size=T)
+    n, ids = len(rows), all_ids(rows)
+    whole = [batch for batch in train_loader(rows, args, 0, 2 * n)]
+    keys = [np.concatenate([batch[name].numpy() for batch in whole]) for name in ("position", "epoch", "row")]
+    assert keys[0].tolist() == list(range(2 * n)) and (keys[1] == np.arange(2 * n) // n).all()
+    assert sorted(keys[2][:n]) == sorted(keys[2][n:]) == list(range(n)) and (keys[2][:n] != keys[2][n:]).any()
+    assert all((batch["input_ids"].numpy() == ids[batch["row"]]).all() for batch in whole)
+    resumed = [batch["row"].tolist() for batch in train_loader(rows, args, 8, 2 * n)]
+    assert resumed == [batch["row"].tolist() for batch in whole[2:]]
+    drawn = [batch for batch in eval_loader(evals[""], args)]
+    numbers = sum((batch["row"].tolist() for batch in drawn), [])
+    assert len(numbers) == 12 and numbers[-2:] == [-1, -1] and len({*numbers}) == 11
+    assert not drawn[-1]["input_ids"][2:].any() and drawn[-1]["input_ids"].shape == (4, T)
+
+
+def test_few_documents_hold_out_at_least_one_row_and_none_of_it_is_trained_on(tmp_path, tokenizer):
+    for n in (2, 3, 10, 60):
+        texts = make_texts(n, seed=n)
+        name = write_jsonl(tmp_path / f"{n}.jsonl", texts)
+        found = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=1e-6)
+        text = {split: found[0].decode(all_ids(rows).ravel()) for split, rows in
+                (("train", found[1]), ("eval", found[2][""]))}  # fmt: skip
+        inside = {split: {t for t in texts if t[:40] in whole} for split, whole in text.items()}
+        assert len(inside["eval"]) and not inside["train"] & inside["eval"], n
+
+
+def test_what_is_evaluated_on_is_never_trained_on(tmp_path, tokenizer, capsys):
+    texts = make_texts(60)
+    for name, some in (("a", texts), ("copy", texts[:40]), ("other", make_texts(9, seed=5))):
+        write_jsonl(tmp_path / f"{name}.jsonl", some)
+    a, copy, other = (str(tmp_path / f"{name}.jsonl") for name in ("a", "copy", "other"))
+    how = dict(tokenizer_name=tokenizer)
+    with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
+        load(tmp_path, a, eval_dataset_name=[a], **how)
+    tokenizer, rows, evals = load(tmp_path, a, eval_dataset_name=[copy, other], **how)
+    assert "40 of 60 documents are evaluated on and therefore not trained on" in capsys.readouterr().out
+    assert list(evals) == ["copy", "other"]
+    text = tokenizer.decode(all_ids(rows).ravel())
+    assert all((t[:60] in text) == (i >= 40) for i, t in enumerate(texts))
+
+
+def test_a_mixture_holds_out_by_one_rule_and_trains_in_its_shares(tmp_path, tokenizer):
+    small, large = make_texts(8, seed=1), make_texts(300, seed=2)
+    shared = small + large[:3]  # all of the small one is in the large one, too
+    names = [
+        write_jsonl(tmp_path / "small.jsonl", shared),
+        write_jsonl(tmp_path / "large.jsonl", large + small),
+    ]
+    args = settings(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75], block_size=16)
+    tokenizer, rows, evals = load(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75])
+    assert list(evals) == ["small", "large"]
+    texts = {name: tokenizer.decode(all_ids(one).ravel()) for name, one in rows.sources.items()}
+    held = {
+        t
+        for t in shared + large
+        for one in evals.values()
+        if t[:60] in tokenizer.decode(all_ids(one).ravel())
+    }
+    assert held & {*shared} and not any(t[:60] in text for t in held for text in texts.values())
+    keys = [
+        (p, r, s)
+        for b in train_loader(rows, args, 0, 4000)
+        for p, r, s in zip(b["position"].tolist(), b["row"].tolist(), b["source"].tolist(), strict=True)
+    ]
+    for window in range(4):
+        sources = [source for _, _, source in keys[1000 * window : 1000 * window + 1000]]
+        assert sources.count(0) == 250 and sources.count(1) == 750
+    later = [
+        (p, r, s)
+        for b in train_loader(rows, args, 1500, 4000)
+        for p, r, s in zip(b["position"].tolist(), b["row"].tolist(), b["source"].tolist(), strict=True)
+    ]
+    assert later == keys[1500:]
+    for source, one in enumerate(rows.sources.values()):
+        taken = [row for _, row, s in keys if s == source]
+        assert sorted(taken[: len(one)]) == list(range(len(one)))[: len(taken)] or len(taken) < len(one)
+    batch = next(iter(train_loader(rows, args, 0, 64)))
+    for ids, row, source in zip(batch["input_ids"], batch["row"], batch["source"], strict=True):
+        assert ids.tolist() == all_ids([*rows.sources.values()][source])[row].tolist()
+    assert rows.epochs(4000)["small"] == 1000 / len(rows.sources["small"])
+
+
+@pytest.mark.parametrize(("changes", "line"), [
+    (dict(mixture=[0.5, 0.6]), "mixture: the shares sum to 1.1, not to 1"),
+    (dict(mixture=[0.5]), "mixture: 1 shares for 2 data sets"),
+    (dict(mixture=[0.0005, 0.9995]), "mixture: 0.0005 is not a share"),
+    (dict(mixture=[0.5, 0.5], text_column=["a", "b"]), "text_column: one for all data sets, not 2"),
+    (dict(mixture=[0.5, 0.5], max_train_samples=3), "max_train_samples: not for"),
+    (dict(mixture=[0.5, 0.5], tokenizer_name="nowhere"), "tokenizer_name 'nowhere' cannot be loaded"),
+])  # fmt: skip
+def test_every_mistake_is_a_line_beside_those_of_the_settings(changes, line, tmp_path, tokenizer):
+    names = [write_jsonl(tmp_path / "a.jsonl", make_texts(9)), str(tmp_path / "gone.jsonl")]
+    with pytest.raises(ValueError) as caught:
+        load(
+            tmp_path, *names, problems=["block_size: a problem."], **{"tokenizer_name": tokenizer, **changes}
+        )
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "block_size: a problem." and any(one.startswith(line) for one in lines)
+    assert any("gone.jsonl': no such file" in one for one in lines)
+    assert not list(Path(tmp_path, "cache").glob("rows-*"))
+
+
+def test_a_share_of_0_is_only_evaluated(tmp_path, tokenizer):
+    names = [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(40, seed)) for seed, name in enumerate("ab")]
+    _, rows, evals = load(tmp_path, *names, tokenizer_name=tokenizer, mixture=[1, 0])
+    assert list(evals) == ["a", "b"] and len(rows) == len(rows.sources["a"])
+    batch = next(iter(train_loader(rows, settings(tmp_path, *names), 0, 200)))
+    assert not batch["source"].any()
+
+
+def test_the_first_rows_are_those_of_all_rows_and_little_more_is_read(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(3000))
+    _, whole, _ = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.02)
+    _, some, _ = load(
+        tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.02, max_train_samples=50
+    )
+    assert len(some) == 50 and (all_ids(some) == all_ids(whole)[:50]).all()
+    assert some.fingerprint != whole.fingerprint
+    read = [json.loads(path.read_text())["accounting"]["train"]["read"]
+            for path in tmp_path.glob("cache/rows-*/manifest.json")]  # fmt: skip
+    assert min(read) < 100 and max(read) == 3000
+
+
+def test_a_damaged_cache_is_told_and_prepared_again(tmp_path, tokenizer, capsys):
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
+    before = all_ids(load(tmp_path, name, tokenizer_name=tokenizer)[1])
+    (folder,) = tmp_path.glob("cache/rows-*[0-9a-f]")
+    whole = files_of(folder)
+    for damage in ("flipped", "gone", "manifest", "half a manifest"):
+        path = next(folder.glob("train-*.npy")) if damage in ("flipped", "gone") else folder / "manifest.json"
+        data = bytearray(path.read_bytes())
+        if damage == "gone":
+            path.unlink()
+        else:
+            data[-1] ^= 64
+            path.write_bytes(
+                {"manifest": b'{"splits": {}}', "half a manifest": data[:99]}.get(damage, bytes(data))
+            )
+        capsys.readouterr()
+        assert (all_ids(load(tmp_path, name, tokenizer_name=tokenizer)[1]) == before).all()
+        assert "all of it is prepared again" in capsys.readouterr().out or damage == "manifest", damage
+        assert files_of(folder) == whole, damage
+
+
+def test_a_resumed_run_needs_the_cache_alone(tmp_path, tokenizer, capsys):
+    names = [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(40, seed)) for seed, name in enumerate("ab")]
+    how = dict(mixture=[0.5, 0.5])
+    first, rows, evals = load(tmp_path, *names, **how)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "args.json").write_text(json.dumps({"rows": rows.fingerprint}))
+    for name in names:
+        Path(name).unlink()
+    capsys.readouterr()
+    again, same, same_evals = load(tmp_path, *names, **how)
+    assert f"the rows of this run from {tmp_path}/cache" in capsys.readouterr().out
+    assert same.fingerprint == rows.fingerprint and list(same_evals) == list(evals)
+    assert again.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path, *names, **how, seed=43)  # other rows
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path, *names, **how, resume_from_checkpoint="none")
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path, *names, **how)
+
+
+def test_the_fingerprint_follows_content_and_tokenizer(tmp_path, tokenizer):
+    other = save_tokenizer(tmp_path / "other", seed=1)
+    texts, found = make_texts(60), set()
+    for some, own, T in ((texts, tokenizer, 16), (texts, tokenizer, 17), (texts, other, 16),
+                         (texts[::-1], tokenizer, 16), (texts[1:] + ["y " * 99], tokenizer, 16)):  # fmt: skip
+        name = write_jsonl(tmp_path / "a.jsonl", some)
+        found.add(load(tmp_path, name, tokenizer_name=own, block_size=T)[1].fingerprint)
+    assert len(found) == 5
+
+
+def test_evaluation_alone_prepares_no_training_rows(tmp_path, tokenizer):
+    names = {split: write_jsonl(tmp_path / f"{split}.jsonl", make_texts(30, seed))
+             for seed, split in enumerate(("a", "b"))}  # fmt: skip
+    how = dict(tokenizer_name=tokenizer, eval_dataset_name=[names["b"]], eval_only=True)
+    _, rows, evals = load(tmp_path, names["a"], **how)
+    assert len(rows) and len(evals[""])
+    assert [*json.loads(next(tmp_path.glob("cache/rows-*/manifest.json")).read_text())["splits"]] == [
+        "validation"
+    ]
+
+
+TWO = """
+import sys, json, hashlib
+from accelerate import Accelerator
+from data.load import load_rows, train_loader, eval_loader
+from tests.data_runs import settings
+accelerator = Accelerator(cpu=True)
+args = settings(sys.argv[1], sys.argv[2], tokenizer_name=sys.argv[3], max_eval_samples=10)
+tokenizer, rows, evals = load_rows(args, accelerator, [])
+train = [b["position"].tolist() for b in accelerator.prepare(train_loader(rows, args, 8, 40))]
+evaluated = [b["row"].tolist() for b in accelerator.prepare(eval_loader(evals[""], args))]
+print(json.dumps([accelerator.process_index, train, evaluated, rows.fingerprint]))
+"""
+
+
+def test_two_processes_see_together_what_one_sees_and_the_first_prepares(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
+    words = [tmp_path, name, tokenizer]
+    done = forked.run_code(TWO, words, processes=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("data       train:") == 1
+    two = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    one = json.loads(
+        [line for line in forked.run_code(TWO, words).stdout.splitlines() if line.startswith("[")][0]
+    )
+    for i in (1, 2):
+        merged = [batch for pair in zip(two[0][i], two[1][i], strict=True) for batch in pair]
+        seen = [row for batch in merged for row in batch if row >= 0]
+        assert seen == [row for batch in one[i] for row in batch if row >= 0]
+    assert two[0][3] == two[1][3] == one[3]
+
+
+def test_a_mistake_that_the_first_process_finds_is_the_message_of_all(tmp_path, tokenizer):
+    done = forked.run_code(TWO, [tmp_path, tmp_path / "gone.jsonl", tokenizer], processes=2)
+    assert done.returncode == 1 and done.stderr.count("ValueError: dataset_name") == 2
+
+
+def test_who_waits_for_another_run_says_so(tmp_path, tokenizer):
+    """And goes on with what that one made."""
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
+    load(tmp_path, name, tokenizer_name=tokenizer)
+    (folder,) = tmp_path.glob("cache/rows-*[0-9a-f]")
+    shutil.copytree(folder, tmp_path / "kept")
+    shutil.rmtree(folder)
+    hold = "import filelock, sys, time\nwith filelock.FileLock(sys.argv[1]):\n    print('held', flush=True)\n"
+    process, log = forked.start_code(hold + "    time.sleep(600)\n", [f"{folder}.lock"], tmp_path)
+    forked.wait_for(process, log, "held")
+    waiting, words = forked.start_code(TWO, [tmp_path, name, tokenizer], tmp_path)
+    forked.wait_for(waiting, words, "waits for another run, which is preparing")
+    shutil.copytree(tmp_path / "kept", folder)
+    process.kill()
+    waiting.join(60)
+    assert waiting.exitcode == 0 and "data       train:" not in words.read_text()
+
+
+@pytest.mark.parametrize("gone", [
+    ["data/batches/mixture.py"], ["data/tokens/pairs.py", "data/batches/pair_rows.py"],
+    *([f"data/tokens/importers/{name}.py"] for name in ("flat", "tfrecord", "datatrove", "pairs")),
+])  # fmt: skip
+def test_a_run_needs_nothing_of_what_it_does_not_use(gone, tmp_path, tokenizer):
+    """The data set of one name: without the file for several, for pairs, for other formats."""
+    shutil.copytree(PROJECT / "data", tmp_path / "copy" / "data")
+    shutil.copytree(PROJECT / "utils" / "io", tmp_path / "copy" / "utils" / "io")
+    shutil.copytree(PROJECT / "tests", tmp_path / "copy" / "tests")
+    (tmp_path / "copy" / "utils" / "__init__.py").touch()
+    for name in gone:
+        (tmp_path / "copy" / name).unlink()
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
+    done = forked.run_code(TWO, [tmp_path, name, tokenizer], folder=tmp_path / "copy", env=environment())
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_documents_that_are_evaluated_on_are_those_of_the_rows(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
+    known, _, evals = load(tmp_path, name, tokenizer_name=tokenizer)
+    args = settings(tmp_path, name, tokenizer_name=tokenizer)
+    [corpus] = RunData(args, [], "bpe", 0).evaluated()
+    text = "<|endoftext|>".join(document[corpus.text_column] for document in corpus)
+    assert known.decode(all_ids(evals[""]).ravel())[:-20] in text
