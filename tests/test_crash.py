@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import forked
-from tests.runs import PROJECT, TINY, arguments, environment, kill_family, metrics, write_corpus
+from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, kill_family, metrics, write_corpus
 
 KILLS = int(os.environ.get("CRASH_KILLS", 0))
 
@@ -91,10 +91,10 @@ def run_with_interruptions(script, flags, processes, interruptions):
             continue
         if kind == "term":
             os.kill(process.pid, signal.SIGTERM)
-            assert status(process, 60) == (143 if processes == 1 else 1), log.read_text()[-4000:]
+            assert status(process, PATIENCE) == (143 if processes == 1 else 1), log.read_text()[-4000:]
         else:
             kill_family(process.pid)
-            status(process, 60)
+            status(process, PATIENCE)
             in_saves += (output_dir / "checkpoints").is_dir() and in_a_save(output_dir)
         process = None
 
@@ -126,7 +126,7 @@ def check(workspace, script, processes, interruptions):
     print(f"{script}, {processes} processes: {len(interruptions)} interruptions, {in_saves} in a save")
     assert metrics(broken) == metrics(unbroken)
     last = f"checkpoints/step-{steps:08d}"
-    for file in (f"{last}/model.safetensors", f"{last}/optimizer.safetensors", "model.safetensors"):
+    for file in (f"{last}/model.safetensors", f"{last}/state.safetensors", "model.safetensors"):
         expected, found = load_file(unbroken / file), load_file(broken / file)
         assert expected.keys() == found.keys()
         assert all(expected[name].equal(found[name]) for name in expected), file

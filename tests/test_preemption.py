@@ -1,4 +1,4 @@
-"""Stop signals really sent, to scripts really launched; and the lock of the output folder."""
+"""Stop signals really sent, to scripts really launched."""
 
 import os
 import re
@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from utils.state.preemption import lock_output_dir
-
-PROJECT = Path(__file__).resolve().parent.parent
+from tests.runs import PATIENCE, PROJECT
 
 # Stands for a training script: steps of 50 ms, some seconds to save.
 JOB = """
 import os, sys, time
 from accelerate import Accelerator
-from utils.state.preemption import StopSignals, exit_status, handle_stop_signals, restore_handlers
+from tests.runs import PATIENCE
+from utils.state.stop_signals import StopSignals, handle_stop_signals, requested, restore_handlers
 
 def main():
     handle_stop_signals()
@@ -27,18 +26,20 @@ def main():
     accelerator = Accelerator(cpu=True)
     if sys.argv[1] == "prepare":
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(PATIENCE)
     stop = StopSignals(accelerator)
     print("ready", flush=True)
-    for step in range(400):
+    for step in range(20 * PATIENCE):
         time.sleep(0.05)
         if number := stop.agreed():
+            assert requested() in (0, number)
             print(f"process {accelerator.process_index} stops at {step} by {number}", flush=True)
             time.sleep(float(sys.argv[2]))
             print("saved", flush=True)
             accelerator.wait_for_everyone()
+            stop.exit(finished=True)  # changes nothing
             restore_handlers()
-            sys.exit(exit_status(number))
+            stop.exit(finished=False)
 
 handle_stop_signals(importing=True)
 if __name__ == "__main__":
@@ -91,8 +92,8 @@ class Job:
     def output(self):
         return self.log.read_text()
 
-    def wait_for(self, text, times=1, seconds=60):
-        deadline = time.monotonic() + seconds
+    def wait_for(self, text, times=1):
+        deadline = time.monotonic() + PATIENCE
         while self.output.count(text) < times:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
@@ -104,11 +105,11 @@ class Job:
     def end(self):
         """The launcher's status, once the workers are gone too."""
         if self.launched:
-            status = self.launched.wait(60)
+            status = self.launched.wait(PATIENCE)
         else:
-            self.process.join(60)
+            self.process.join(PATIENCE)
             status = self.process.exitcode
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while any(Path(f"/proc/{pid}").exists() for pid in self.workers):
             assert time.monotonic() < deadline, self.output
             time.sleep(0.05)
@@ -133,7 +134,7 @@ def test_one_signal_lets_the_run_save_and_says_so_with_its_status(tmp_path, numb
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path):
-    job = Job(tmp_path, arguments=("train", "60"))
+    job = Job(tmp_path, arguments=("train", str(PATIENCE)))
     job.wait_for("ready")
     os.kill(job.process.pid, signal.SIGINT)
     job.wait_for("stops at")
@@ -184,35 +185,3 @@ def test_under_a_tpu_launcher_the_signal_reaches_the_child(tmp_path):
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.end() == 143, job.output
     assert "saved" in job.output
-
-
-HOLD = """
-import os, sys, time
-from utils.state.preemption import lock_output_dir
-lock = lock_output_dir(sys.argv[1])
-print("held", flush=True)
-os.fork()
-time.sleep(60)
-"""
-
-
-def test_an_output_folder_belongs_to_one_run_and_a_killed_one_leaves_no_lock(tmp_path, caplog):
-    """A forked child that outlives the killed run (a data loading worker) does not keep the lock either."""
-    script = [sys.executable, "-c", HOLD, str(tmp_path)]
-    holder = subprocess.Popen(script, cwd=PROJECT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=f"in use by another run .process {holder.pid} on "):
-            lock_output_dir(tmp_path, wait_seconds=0.3)
-        assert "waiting up to" in caplog.text
-        holder.kill()
-        holder.wait()
-        lock_output_dir(tmp_path, wait_seconds=5).release()
-    finally:
-        os.killpg(holder.pid, signal.SIGKILL)
-
-
-def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="output_dir .*file/run cannot be written"):
-        lock_output_dir(tmp_path / "file" / "run")

@@ -1,18 +1,20 @@
-"""Checkpoint folders: which exist, which one to load, whether it is damaged, whether the disk has room."""
+"""The folders of checkpoints: which one to load, room for more, one run at a time in an output folder."""
 
 import json
 import logging
 import os
 import shutil
-from contextlib import suppress
+import socket
 from pathlib import Path
 
-from utils.io.files import set_aside
-from utils.state.training_state import bare_optimizer, collect_state
+from accelerate.utils import broadcast_object_list
+from filelock import FileLock, Timeout
+
+from utils.io.files import set_aside, verify_checksums
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2  # of checkpoints: increase it when older ones cannot be resumed
+FORMAT = 3  # of checkpoints: increase it when older ones cannot be resumed
 
 
 def list_checkpoints(folder) -> list[Path]:
@@ -20,95 +22,122 @@ def list_checkpoints(folder) -> list[Path]:
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
-def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def set_aside_newer(paths: list[Path], step: int) -> None:
-    """Rename checkpoints or milestones after `step`, from which the run resumes, to replaced-*."""
-    newer = [path for path in paths if step_of(path) > step]
-    for path in newer:
-        set_aside(path)
-    if newer:
-        logger.warning("newer than this start, renamed to replaced-*: %s", ", ".join(map(str, newer)))
-
-
-def candidates(folder, resume_from: str) -> list[Path]:
-    """The checkpoints that resume_from may mean, best first; nothing is verified."""
-    newest_first = list_checkpoints(folder)[::-1]
-    if resume_from in ("auto", "none"):
-        return newest_first if resume_from == "auto" else []
-    origin = origin_path(folder, resume_from)
-    descendants = [path for path in newest_first if origin in _origins(path)]
-    return [*descendants, Path(resume_from)]
-
-
-def origin_path(folder, resume_from: str) -> str:
-    """A relative path: the same however the path is written, and after both folders have moved together."""
-    return os.path.relpath(os.path.realpath(resume_from), os.path.realpath(folder))
-
-
-def run_name(checkpoint: Path) -> str:
-    """The name of the run that made a checkpoint, without the path above it, as it may be printed."""
-    place = checkpoint.resolve()
-    name = (place.parents[1] if place.parent.name == "checkpoints" else place).name
-    return "".join(letter if letter.isprintable() else "?" for letter in name)
-
-
 def read_state(folder: Path) -> dict:
     """state.json. ValueError if it is not that of a checkpoint of this version."""
     state = json.loads((folder / "state.json").read_bytes())
-    if isinstance(state, dict) and state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{folder} was made by another version of this project: resume it with that "
                          "version, or start anew in another output_dir (model_name_or_path takes weights)")
-    kinds = {"step": int, "keep": dict, "classes": dict, "extra": object}
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), kinds[key]) for key in kinds):
+    kinds = dict(step=int, rows=int, last=int, fingerprint=str, settings=dict, things=dict)
+    things = state.get("things")
+    if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()) or not all(
+        isinstance(record, dict) for record in things.values()
+    ):
         raise ValueError(f"{folder}/state.json is not that of a checkpoint")
     return state
 
 
-def newest_extra(output_dir, resume_from: str) -> dict:
-    """The extra of the checkpoint that a start would resume from, {} without one; nothing is verified."""
-    with suppress(OSError, ValueError, IndexError):
-        extra = read_state(candidates(Path(output_dir) / "checkpoints", resume_from)[0])["extra"]
-        if isinstance(extra, dict) and all(isinstance(extra.get(key), dict) for key in ("settings", "data")):
-            return extra
-    return {}
+def choose(folder: Path, args) -> str | None:
+    """The verified checkpoint that resume_from_checkpoint means, None if the run begins anew. Sets aside, on
+    disk, what is damaged or replaced. ValueError if no checkpoint is valid, or an older one was meant."""
+    own, wanted = list_checkpoints(folder)[::-1], args.resume_from_checkpoint
+    if wanted == "none" and not args.eval_only:
+        for path in own:
+            set_aside(path)
+        if own:
+            logger.warning("checkpoints of the run before were renamed to replaced-* in %s", folder)
+        return None
+    candidates = own
+    if wanted not in ("auto", "none"):
+        inside = Path(wanted).resolve().parent == folder.resolve()
+        if not own or args.eval_only:
+            candidates = [Path(wanted)]
+        elif not inside:
+            logger.warning("%s has checkpoints of its own: continuing with them, not with %s", folder, wanted)
+        elif Path(wanted).name != own[0].name:
+            raise ValueError(f"resume_from_checkpoint: {wanted} is not the newest of its run, {own[0].name}: "
+                             "to branch off there, give another --output_dir")
+    damaged = {}
+    for path in candidates:
+        if not (problem := verify_checksums(path)):
+            for other, damage in damaged.items():
+                logger.warning("%s is damaged (%s): going back to %s", other, damage, path)
+                if not args.eval_only:
+                    set_aside(other, "bad-")
+            return str(path)
+        damaged[path] = problem
+    if damaged:
+        there = ", ".join(path.name for path in own[::-1]) or "none"
+        raise ValueError(f"resume_from_checkpoint {wanted}: no checkpoint is valid ({problem}). In {folder}: "
+                         f"{there}. Repair one, or begin anew with --resume_from_checkpoint none")
+    if args.eval_only:
+        raise ValueError(f"eval_only: {folder} has no checkpoint: name a model (--model_name_or_path), or "
+                         "another --output_dir")
+    return None
 
 
-def _origins(folder: Path) -> list[str]:
-    with suppress(OSError, ValueError):
-        return read_state(folder).get("origins", [])
-    return []
+def delete_old(folder: Path, save_total_limit: int) -> None:
+    """Keeps the newest complete checkpoints. Half deleted one must not look like a damaged one."""
+    for path in (*list_checkpoints(folder)[:-save_total_limit], *folder.glob("bad-*")):
+        set_aside(path, ".tmp-old-")
+    for path in folder.glob(".tmp-old-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def thing_bytes(thing, model) -> int:
-    """Bytes of its tensors. An optimizer before its first step counts AdamW's two moments."""
-    tensors = [*collect_state(thing, model)[1].values()]
-    if not tensors and (optimizer := bare_optimizer(thing)):
-        tensors = 2 * [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return sum(tensor.nbytes for tensor in tensors)
+def check_space(args, each: int, weights: int) -> None:
+    """ValueError if the disk has too little space for the run's checkpoints of `each` bytes and its model.
 
-
-def disk_space(output_dir, model, keep: dict, save_total_limit: int, models=1) -> str:
-    """A text: the space that a run's files need, and the space that is free. ValueError if that is less.
-
-    While a checkpoint is written, save_total_limit complete ones exist too; likewise one of the exported
-    models exists twice. The space of files that the run replaces counts as free."""
-    weights, count, folder = thing_bytes(model, model), save_total_limit + 1, Path(output_dir).absolute()
-    each = sum(thing_bytes(thing, model) for thing in (model, *keep.values()))
-    needed = each * count + (models + 1) * weights
-    exported = sum(any(place.glob("model*.safetensors")) for place in (folder, folder / "best"))
-    replaced = each * len(list_checkpoints(folder / "checkpoints")) + weights * exported
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(existing).free + replaced
-    kept = "the model" if models == 1 else f"{models} models"
-    need = f"{count} checkpoints of {size_text(each)} and {kept} need {size_text(needed)} in {output_dir}"
+    While a checkpoint is written, save_total_limit complete ones exist too; and the exported model exists
+    twice. The space of files that the run replaces counts as free."""
+    count, folder = args.save_total_limit + 1, Path(args.output_dir)
+    needed = each * count + 2 * weights
+    free = shutil.disk_usage(folder).free + each * len(list_checkpoints(folder / "checkpoints"))
+    free += weights * any(folder.glob("model*.safetensors"))
     if needed > free:
-        raise ValueError(f"output_dir: {need}, but {size_text(free)} are free: choose another output_dir or "
-                         "lower save_total_limit.")
-    return f"{need}; {size_text(free)} are free"
+        raise ValueError(f"output_dir: {count} checkpoints of {size_text(each)} and the model need "
+                         f"{size_text(needed)} in {folder}, but {size_text(free)} are free: choose another "
+                         "output_dir or lower save_total_limit")
 
 
 def size_text(count) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def on_main_process(accelerator, function, *args):
+    """What function(*args), a text or number, is on the main process, on all. Its ValueError is raised on
+    all."""
+    if accelerator.num_processes == 1:
+        return function(*args)
+    answer = [None, ""]
+    if accelerator.is_main_process:
+        try:
+            answer[0] = function(*args)
+        except ValueError as error:
+            answer[1] = str(error)
+    value, problem = broadcast_object_list(answer)
+    if problem:
+        raise ValueError(problem)
+    return value
+
+
+def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
+    """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
+
+    A run that is just ending gets wait_seconds. ValueError if the folder cannot be locked or written."""
+    path = Path(output_dir) / ".lock"
+    lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            holder = path.read_text().strip() or "unknown process"
+            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
+            lock.acquire(timeout=wait_seconds)
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    except Timeout:
+        raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or "
+                         "choose another output_dir for this one") from None
+    except OSError as error:
+        raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
+    return lock

@@ -1,4 +1,4 @@
-"""Stop signals that all processes obey at the same step, and one run at a time in an output folder.
+"""Stop signals that all processes obey at the same step.
 
 At the first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP the run saves and ends. A second one ends it at once,
 unless it comes within a second: a launcher may forward a signal that the scheduler also sent to the workers.
@@ -12,29 +12,23 @@ What launchers do with a signal that only they receive:
 """
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-import torch.distributed as dist
-from filelock import FileLock, Timeout
-
-logger = logging.getLogger(__name__)
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHERS = ("accelerate", "accelerate-launch")  # names of their files; or python -m accelerate.commands.X
+WRITER = "checkpoint"  # the thread that writes checkpoints: an end of the process waits for it
 XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
 
-# Handlers belong to the process, and so does this state. signum: the first stop signal, or 0.
-_state = SimpleNamespace(signum=0, since=0.0, training=False, speaks=True)
+# Handlers belong to the process, and so does this state. signum: the first stop signal, or 0. alive: see
+# keep_alive.
+_state = SimpleNamespace(signum=0, since=0.0, training=False, speaks=True, alive=[])
 _before = {}  # the handlers that ours replaced
 
 
@@ -113,38 +107,46 @@ def _watch_launcher(parent):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def exit_status(signum: int) -> int:
-    """130 after Ctrl-C, 143 after all others: schedulers send them in the place of SIGTERM."""
-    return 130 if signum == signal.SIGINT else 143
+def requested() -> int:
+    """The stop signal that this process has received, or 0."""
+    return _state.signum
+
+
+def keep_alive(accelerator) -> None:
+    """Keep one of several processes from destroying its models before it ends: DDP's destructor holds the GIL
+    and joins gloo's thread, which may wait for the GIL (torch 2.13)."""
+    if accelerator.num_processes > 1:
+        _state.alive.append(accelerator)
 
 
 class StopSignals:
     """Made when training begins: from now on the first signal lets the run save."""
 
     def __init__(self, accelerator):
+        import torch.distributed as dist  # not above: a script imports this file before it imports torch
+
         self.accelerator, self.answer, self.calls, self.pending = accelerator, 0, 0, None
         # gloo all-reduces on the CPU during training, and never waits for the accelerator.
         self.group = None
         if accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized():
             self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         _state.speaks, _state.training = accelerator.is_main_process, True
-
-    @property
-    def requested(self) -> int:
-        """The signal that this process has received, or 0."""
-        return _state.signum
+        keep_alive(accelerator)
 
     def agreed(self) -> int:
         """The signal or 0, the same on all processes, which make the same calls. With several processes it is
         that of the previous call: one integer is all-reduced between two calls, so nobody waits."""
+        import torch
+        import torch.distributed as dist
+
         if self.answer:
             return self.answer
         if self.accelerator.num_processes == 1:
-            self.answer = self.requested
+            self.answer = requested()
         elif self.group is None:
             self.calls += 1
             if self.calls % XLA_CALLS == 0:
-                mine = torch.tensor([self.requested], device=self.accelerator.device)
+                mine = torch.tensor([requested()], device=self.accelerator.device)
                 self.answer = int(self.accelerator.gather(mine).max())
         else:
             if self.pending:
@@ -152,30 +154,13 @@ class StopSignals:
                 work.wait()
                 self.pending, self.answer = None, int(number)
             if not self.answer:
-                number = torch.tensor([self.requested], dtype=torch.int32)
+                number = torch.tensor([requested()], dtype=torch.int32)
                 work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
                 self.pending = work, number
         return self.answer
 
-
-def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
-    """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
-
-    A run that is just ending gets wait_seconds. ValueError if the folder cannot be locked or written."""
-    path = Path(output_dir) / ".lock"
-    lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            holder = path.read_text().strip() or "unknown process"
-            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
-            lock.acquire(timeout=wait_seconds)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-    except Timeout:
-        raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or "
-                         "choose another output_dir for this one") from None
-    except OSError as error:
-        raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
-    return lock
+    def exit(self, finished: bool) -> None:
+        """SystemExit with status 130 after Ctrl-C, 143 after any other signal (schedulers send them in the
+        place of SIGTERM), if one stopped the run before it was finished."""
+        if self.answer and not finished:
+            raise SystemExit(130 if self.answer == signal.SIGINT else 143)

@@ -1,0 +1,138 @@
+"""A run as small as can be, for tests of checkpoints: a real Accelerator, model, optimizer and schedule.
+
+    run = SmallRun(folder)      # a new one, or it continues what is in the folder
+    run.train(6)                # to step 6
+    run.checkpoints.save(6, must=True)
+    run.outcome()               # {name: whole tensor, float64}, and what else must come back
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from utils.learning.muon import MuonAdamW
+from utils.state.checkpoints import Checkpoints
+
+MAY_CHANGE = ["output_dir", "resume_from_checkpoint", "save_total_limit", "eval_only"]
+
+
+@dataclass
+class Args:
+    output_dir: str = "out"
+    resume_from_checkpoint: str = "auto"
+    model_name_or_path: str | None = None
+    eval_only: bool = False
+    save_total_limit: int = 2
+    learning_rate: float = 1e-2
+    max_train_steps: int = 10
+    num_train_epochs: float = 1.0
+    keywords: list[str] = field(default_factory=list)
+    eval_dataset_name: list[str] = field(default_factory=list)
+
+
+class Steps:
+    def __init__(self, last, rows):
+        self.last, self.rows = last, rows
+
+    def rows_before(self, step):
+        return step * self.rows
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, tokens):
+        return self.lm(input_ids=tokens, labels=tokens).loss
+
+
+class Counter:
+    """State of one's own: a number, tensors in odd places."""
+
+    def __init__(self):
+        self.count, self.sums = 0, torch.zeros(3)
+
+    def state_dict(self):
+        return {"count": self.count, "sums": self.sums, 3: (1.5, None, [self.sums * 2])}
+
+    def load_state_dict(self, state):
+        self.count, self.sums = state["count"], state["sums"].clone()
+        rate, nothing, [double] = state[3]
+        assert (rate, nothing) == (1.5, None) and double.equal(self.sums * 2)
+
+
+def build(width, sharded, optimizer_type, rate):
+    """Tied weights; matrices decay, the rest does not; Muon for the matrices of the blocks."""
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=300, hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, intermediate_size=48, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Loss(AutoModelForCausalLM.from_config(config))
+    if sharded:
+        for layer in model.lm.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    named = dict(model.named_parameters())
+    blocks = [p for name, p in named.items() if p.ndim > 1 and "layers" in name and optimizer_type == "muon"]
+    groups = [{"params": blocks, "momentum": 0.95, "lr": 1e-3}] if blocks else []
+    for matrices in (True, False):
+        some = [p for p in named.values() if (p.ndim > 1) == matrices and not any(p is b for b in blocks)]
+        groups.append({"params": some, "weight_decay": 0.1 * matrices})
+    kind = MuonAdamW if blocks else torch.optim.AdamW
+    return model, kind(groups, lr=rate, fused=True)
+
+
+class SmallRun:
+    def __init__(self, folder, sharded=False, optimizer_type="adamw", constant=False, rows=12, width=32,
+                 fingerprint="rows", cpu=True, compiled=False, more=None, load=True, **settings):  # fmt: skip
+        self.args = Args(output_dir=str(folder), **settings)
+        self.accelerator, last = Accelerator(cpu=cpu), self.args.max_train_steps
+        torch.manual_seed(1)
+        model, optimizer = build(width, sharded, optimizer_type, self.args.learning_rate)
+        if compiled:
+            model = torch.compile(model, backend="eager")
+        if not sharded:
+            model, optimizer = self.accelerator.prepare(model, optimizer)
+        self.model, self.optimizer, self.rows = model, optimizer, rows
+        bare = getattr(optimizer, "optimizer", optimizer)
+        self.schedule = LambdaLR(bare, lambda step: 1.0 if constant else 1 - step / last)
+        self.counter, self.generator = Counter(), torch.Generator().manual_seed(5)
+        things = dict(model=model, optimizer=optimizer, schedule=self.schedule, counter=self.counter)
+        things |= dict(generator=self.generator) | (more or {})
+        steps = Steps(last, rows)
+        self.checkpoints = Checkpoints(self.args, self.accelerator, steps, fingerprint, MAY_CHANGE, **things)
+        self.step = self.checkpoints.load() if load else 0
+
+    def train(self, upto, save_steps=0):
+        """Saves in the background at each multiple of save_steps."""
+        mine, processes = self.accelerator.process_index, self.accelerator.num_processes
+        while self.step < upto:
+            generator = torch.Generator().manual_seed(self.step)
+            tokens = torch.randint(0, 300, (self.rows, 16), generator=generator)
+            loss = self.model(tokens.chunk(processes)[mine].to(self.accelerator.device))
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.counter.count += 1
+            self.counter.sums += torch.rand(3, generator=self.generator)
+            self.step += 1
+            if save_steps and self.step % save_steps == 0:
+                self.checkpoints.save(self.step)
+        return self
+
+    def save(self, **options):
+        self.checkpoints.save(self.step, **options)
+        return self
+
+    def outcome(self):
+        named = {name.split("module.")[-1].replace("_orig_mod.", ""): p
+                 for name, p in self.model.named_parameters()}  # fmt: skip
+        whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in named.items()}
+        whole |= {"sums": self.counter.sums, "rates": torch.tensor(self.schedule.get_last_lr())}
+        return {name: tensor.detach().cpu().double().clone() for name, tensor in whole.items()}

@@ -1,0 +1,266 @@
+"""The complete training state on disk: written aside, checksummed, renamed; verified before it is loaded.
+
+    checkpoints/step-00001000/
+        model.safetensors  weights and buffers by name, tied ones once; with config.json and tokenizer, so
+                           that from_pretrained and pipeline() of transformers load it too
+        state.safetensors  the tensors of the optimizer and of everything else
+        state.json         what is no tensor, and the settings
+        manifest.json      size and checksum of each file, written last
+
+Of sharded tensors (FSDP) each process writes its part, model-00001-of-00008.safetensors; `python -m
+utils.state.merge` makes one file of them. All load with any number of processes, sharded or not, and nothing
+that is read back can run code. Other names in checkpoints/: .tmp-* is being written or deleted; bad-* is
+damaged, and deleted at the next save; replaced-* is of the run before one that began anew, and never deleted.
+Every machine must see output_dir.
+"""
+
+import json
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.distributed.tensor import DTensor
+
+from utils.devices import free_memory, local_processes
+from utils.io.files import flush, seal, write_file
+from utils.io.secrets import without_secrets
+from utils.state import folders, things
+from utils.state.experiment import check_experiment, experiment
+from utils.state.folders import on_main_process
+from utils.state.stop_signals import WRITER, keep_alive
+from utils.state.tensors import own_part, read_tensors, safetensors_chunks, tensors_of
+from utils.xla import sync
+
+logger = logging.getLogger(__name__)
+
+SPARE_MEMORY = 1 << 30  # bytes that must stay free beside the copies of background saves
+BESIDE = ("tokenizer*.json", "generation_config.json")  # of the model in output_dir: pipeline() reads them
+
+
+class Checkpoints:
+    """Saves to and loads from output_dir/checkpoints. All processes make the same calls.
+
+    rows_fingerprint: of the training rows; may_change: the settings that may differ when the run continues.
+    things: {name: a module, an optimizer, a torch.Generator, or what has state_dict and load_state_dict},
+    "model" among them. What is not sharded is saved as the main process has it.
+
+    Locks output_dir until the process ends; with eval_only nothing is locked or written. ValueError if it is
+    in use, or for a thing that cannot be saved."""
+
+    def __init__(self, args, accelerator, steps, rows_fingerprint: str, may_change, **given):
+        self.args, self.accelerator, self.steps = args, accelerator, steps
+        self.fingerprint, self.may_change = rows_fingerprint, set(may_change)
+        self.things = given if accelerator.scaler is None else {"scaler": accelerator.scaler} | given
+        self.model, self.folder = given["model"], Path(args.output_dir, "checkpoints")
+        self.background = True  # copy the state in memory and write it during training, if memory allows
+        self.failure = ""  # why the newest save failed, where this process writes
+        self._exported = False  # the model in output_dir is this run's
+        self._thread = None  # writes in the background
+        self._copies = {}  # {tensor name: host memory}, reused: new pages cost more than the copy
+        self._lock = None
+        for name, thing in given.items():
+            if isinstance(thing, AcceleratedScheduler):
+                raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once "
+                                 "for each process; leave it out there")
+            if not hasattr(thing, "load_state_dict") and not isinstance(thing, torch.Generator):
+                raise ValueError(f"checkpoints: {name}, a {type(thing).__name__}, has no load_state_dict")
+        keep_alive(accelerator)
+        sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
+        self._writers = accelerator.num_processes if sharded else 1
+        self._group = dist.new_group(backend="gloo") if self._writers > 1 else None  # for the background
+        if not args.eval_only:
+            on_main_process(accelerator, self._open)
+
+    def _open(self):
+        self._lock = folders.lock_output_dir(self.args.output_dir)
+        for left in self.folder.glob(".tmp-*"):  # by a killed run
+            shutil.rmtree(left, ignore_errors=True)
+
+    # Saving
+
+    def save(self, step: int, must: bool = False) -> None:
+        """Save the state after `step` steps, in the background if memory allows. A save that fails is a
+        warning, and the last good checkpoint stays. must: return when it is written, and raise RuntimeError
+        on all processes if that fails. A step that is there already is not saved again.
+
+        RuntimeError on all processes if a weight is not finite."""
+        self.wait()
+        folder, main = self.folder / f"step-{step:08d}", self.accelerator.is_main_process
+        if on_main_process(self.accelerator, folder.exists):
+            return
+        sync()
+        records, parts, finite = self._collect()
+        if self._any(not finite):
+            raise RuntimeError(f"weights are not finite after step {step}, so they were not saved; "
+                               f"{self._newest()}. Lower the learning rate, or look at the rows before it")
+        if main or self._writers > 1:
+            run = experiment(self.args, self.steps, step, self.fingerprint)
+            state = dict(format=folders.FORMAT, step=step, things=records, **run)
+            work = folder, parts, {"state.json": json.dumps(state).encode(), **self._beside()}
+            if self.background and not must and self._copy_to_host(parts):
+                # Not a daemon: when the script fails, the interpreter and entry_point still wait for it.
+                self._thread = threading.Thread(target=self._write, args=work, name=WRITER)
+                self._thread.start()
+            else:
+                self._write(*work)
+        self._exported = True  # by the script, before its next save
+        if must and self._any(bool(self.failure)):
+            raise RuntimeError(f"{folder} was not saved: {self.failure or 'see the main process'}; "
+                               f"{self._newest()}")
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread:
+            self._thread.join()
+
+    def _any(self, flag: bool) -> bool:
+        """Whether it is true on any process."""
+        if self.accelerator.num_processes == 1:
+            return flag
+        return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
+
+    def _newest(self) -> str:
+        good = folders.list_checkpoints(self.folder)
+        return f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint"
+
+    def _collect(self):
+        """(what state.json holds of the things, {name: (tensor, offsets)} that this process writes, whether
+        its weights are finite)"""
+        records, parts, sums = {}, {}, []
+        things.reshard(self.model)
+        for name, thing in self.things.items():
+            records[name], tensors = things.collect_state(name, thing, self.model)
+            for key, tensor in tensors.items():
+                if part := own_part(tensor, self.accelerator.is_main_process):
+                    parts[key] = part
+                    if thing is self.model and isinstance(tensor, torch.nn.Parameter):
+                        sums.append(part[0].sum(dtype=torch.float32))  # isfinite takes ten times as long
+        return records, parts, not sums or bool(torch.stack(sums).isfinite().all())
+
+    def _beside(self) -> dict:
+        """{file: bytes} that make the checkpoint's model one for from_pretrained and pipeline."""
+        model, files = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), {}
+        if config := getattr(getattr(model, "lm", None), "config", None):
+            files["config.json"] = without_secrets(config.to_json_string()).encode()
+        for pattern in BESIDE if self._exported else ():
+            files |= {path.name: path.read_bytes() for path in Path(self.args.output_dir).glob(pattern)}
+        return files
+
+    @torch.no_grad()
+    def _copy_to_host(self, parts) -> bool:
+        """Replace the tensors in `parts` by copies; False if there is too little memory."""
+        if self.accelerator.device.type == "xla":  # they are copies
+            return True
+        pin = self.accelerator.device.type not in ("cpu", "mps")
+        new, old = {}, self._copies
+        for key, (tensor, _) in parts.items():
+            if key not in old or (old[key].shape, old[key].dtype) != (tensor.shape, tensor.dtype):
+                new[key] = tensor
+        needed = sum(tensor.nbytes for tensor in new.values()) * (local_processes() if self._group else 1)
+        needed *= 2 if pin else 1  # torch pins memory in powers of two
+        try:
+            if needed and free_memory() < needed + SPARE_MEMORY:
+                raise MemoryError
+            new = {key: torch.empty(t.shape, dtype=t.dtype, pin_memory=pin) for key, t in new.items()}
+        except (MemoryError, RuntimeError):  # of pinned memory there may be less
+            self._copies, self.background = {}, False
+            message = "no memory for a copy of %s: training waits while checkpoints are written"
+            logger.warning(message, folders.size_text(needed))
+            return False
+        self._copies = {key: new[key] if key in new else old[key] for key in parts}
+        for key, (tensor, offsets) in parts.items():
+            parts[key] = self._copies[key].copy_(tensor, non_blocking=pin), offsets
+        if pin:
+            torch.accelerator.synchronize()
+        return True
+
+    def _write(self, folder, parts, small):
+        aside, main = folder.with_name(f".tmp-{folder.name}"), self.accelerator.is_main_process
+        shard = f"-{self.accelerator.process_index + 1:05d}-of-{self._writers:05d}" * (self._writers > 1)
+        entries, self.failure = {}, ""
+        try:
+            aside.mkdir(parents=True, exist_ok=True)
+            for kind in ("model", "state"):
+                named = {key: part for key, part in parts.items() if ("/" in key) == (kind == "state")}
+                if named:
+                    file = f"{kind}{shard}.safetensors"
+                    entries[file] = write_file(aside / file, safetensors_chunks(named))
+        except Exception as error:  # training goes on without this checkpoint
+            self.failure = str(error) or repr(error)
+        try:
+            written = [(entries, self.failure)] * self._writers
+            if self._group:
+                dist.all_gather_object(written, (entries, self.failure), group=self._group)
+            self.failure = next((failure for _, failure in written if failure), "")
+            if main and not self.failure:
+                entries = {file: entry for entries, _ in written for file, entry in entries.items()}
+                entries |= {file: write_file(aside / file, [content]) for file, content in small.items()}
+                seal(aside, entries)
+                aside.rename(folder)
+                flush(self.folder)
+                folders.delete_old(self.folder, self.args.save_total_limit)
+        except Exception as error:
+            self.failure = "" if folder.exists() else str(error) or repr(error)
+        if main and self.failure:
+            shutil.rmtree(aside, ignore_errors=True)
+            logger.warning("%s was not saved: %s; %s", folder.name, self.failure, self._newest())
+
+    # Loading
+
+    def load(self) -> int:
+        """Restore everything from the checkpoint that resume_from_checkpoint means. Returns its step, 0
+        without one. With eval_only it restores modules only.
+
+        ValueError on all processes if no checkpoint is valid, it is another experiment's, it does not fit the
+        things, or the disk has too little space for this run's checkpoints."""
+        step, evaluates, weights = 0, self.args.eval_only, self.args.model_name_or_path
+        own = weights == self.args.output_dir and folders.list_checkpoints(self.folder)
+        if evaluates and weights and not own:
+            return 0
+        if chosen := on_main_process(self.accelerator, folders.choose, self.folder, self.args):
+            step, self._exported = self._restore(Path(chosen)), Path(chosen).parent == self.folder
+        if not evaluates and step < self.steps.last:
+            on_main_process(self.accelerator, folders.check_space, self.args, *self._sizes())
+        return step
+
+    def _restore(self, folder) -> int:
+        state, schedule = folders.read_state(folder), self.things.get("schedule")
+        if not self.args.eval_only:  # its settings are the run's, but for those that are given
+            check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change, schedule)
+        saved, here = state["things"], self._common(state["things"], folder)
+        things.reshard(self.model)
+        try:
+            there, targets = tensors_of(folder), {}
+            for name, thing in here.items():
+                targets |= things.find_targets(name, thing, saved[name], there, self.model)
+            read_tensors(folder, targets)
+            for name, thing in here.items():
+                things.restore_state(thing, saved[name], targets)
+            return state["step"]
+        except things.Unfit as error:
+            raise ValueError(f"{folder} does not fit: {error}. Choose another --output_dir") from error
+        except (Exception, CheckpointException) as error:  # its checksums are right, but its content is not
+            cause = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{folder} cannot be restored ({cause}). Move it away to resume from the one "
+                             "before it") from error
+
+    def _common(self, saved, folder) -> dict:
+        """The things that are to be restored and that the checkpoint has."""
+        modules = {name: thing for name, thing in self.things.items() if isinstance(thing, torch.nn.Module)}
+        wanted = modules if self.args.eval_only else self.things
+        if self.accelerator.is_main_process:
+            for name in sorted(wanted.keys() - saved.keys()):
+                logger.warning("%s: not in %s, so it starts anew", name, folder)
+            for name in sorted(saved.keys() - self.things.keys()):
+                logger.warning("%s: in %s, but not given to Checkpoints now", name, folder)
+        return {name: thing for name, thing in wanted.items() if name in saved}
+
+    def _sizes(self):
+        """Bytes of a checkpoint, and of the model in it."""
+        sizes = {name: things.state_bytes(name, thing, self.model) for name, thing in self.things.items()}
+        return sum(sizes.values()), sizes["model"]

@@ -1,0 +1,86 @@
+"""Whether a checkpoint is one of this experiment: settings, rows and length that it was saved with."""
+
+import contextlib
+import json
+import math
+import shlex
+from pathlib import Path
+
+from utils.flags import as_list
+from utils.io.secrets import without_secrets
+from utils.state.folders import list_checkpoints, read_state
+
+OTHER = "holds a run with other settings: repeat them, or choose another --output_dir"
+LENGTH = {"max_train_steps", "num_train_epochs"}  # the steps that follow from them are compared
+
+
+def experiment(args, steps, step: int, rows_fingerprint: str) -> dict:
+    """What a checkpoint after `step` steps records of its run."""
+    rows = steps.rows_before(step + 1)
+    return dict(settings=_plain(vars(args)), rows=rows, last=steps.last, fingerprint=rows_fingerprint)
+
+
+def resume_problems(args, may_change: set) -> list[str]:
+    """What can be seen before any work: the checkpoint that the run would continue is another experiment's,
+    or there is none where resume_from_checkpoint says. `check_experiment` looks once more."""
+    wanted, folder = args.resume_from_checkpoint, Path(args.output_dir, "checkpoints")
+    own = list_checkpoints(folder)
+    if wanted not in ("auto", "none") and not own and not Path(wanted, "state.json").is_file():
+        return [f"resume_from_checkpoint: {wanted} is no checkpoint of this version; give another."]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # told at the load
+        source = own[-1] if own else Path(wanted)
+        lines = changed_settings(read_state(source)["settings"], args, may_change) if wanted != "none" else []
+        return [f"{_place(args)} {OTHER}", *lines] if lines else []
+    return []
+
+
+def _place(args) -> str:
+    """Where the checkpoint is that the run continues: it may be a branch of another run."""
+    wanted, own = args.resume_from_checkpoint, list_checkpoints(Path(args.output_dir, "checkpoints"))
+    return args.output_dir if own or wanted == "auto" else wanted
+
+
+def changed_settings(saved: dict, args, may_change: set) -> list[str]:
+    """A line for each setting that differs. One that the run lacks counts as its default; "x" is ["x"]."""
+    now, defaults, lines = _plain(vars(args)), vars(type(args)()), []
+    for name in sorted(now.keys() - may_change - LENGTH):
+        was = as_list(saved.get(name, without_secrets(defaults.get(name))))
+        if was != (is_now := as_list(now[name])):
+            shown = [" ".join(map(str, value)) or "none" for value in (was, is_now)]
+            lines.append(f"{name}: {shown[0]} in the run, {shown[1]} now")
+    return lines
+
+
+def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change: set, schedule=None) -> None:
+    """ValueError that lists what differs from state.json. The length may differ if the learning rate of the
+    step is the same."""
+    lines, remedy, step = changed_settings(state["settings"], args, may_change), (), state["step"]
+    was, is_now = state["rows"], steps.rows_before(step + 1)
+    if was != is_now:
+        lines.append(f"rows per step: {was / (step + 1):g} in the run, {is_now / (step + 1):g} now")
+    if state["last"] != steps.last and not _same_rate(schedule, state):
+        lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and the learning rate "
+                     f"of step {step} depends on it")
+        folder = shlex.quote(str(args.output_dir))
+        remedy = (f"For a new run with its weights: --model_name_or_path {folder} --output_dir ANOTHER",)
+    if not lines and state["fingerprint"] != rows_fingerprint:
+        lines.append("dataset_name: the rows of the run had other content or another order, or it had "
+                     "another tokenizer: restore them")
+    if lines:
+        raise ValueError("\n".join([f"{_place(args)} {OTHER}", *lines, *remedy]))
+
+
+def _plain(settings: dict) -> dict:
+    return json.loads(json.dumps(without_secrets(settings), default=str))
+
+
+def _same_rate(schedule, state: dict) -> bool:
+    """Whether this run's schedule has the saved learning rates at the step of the checkpoint."""
+    if schedule is None:
+        return True
+    if not hasattr(schedule, "lr_lambdas"):  # its length is part of its state
+        return False
+    saved = state["things"].get("schedule", {}).get("state", {}).get("_last_lr")
+    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [base * factor(state["step"]) for base, factor in pairs]
+    return isinstance(saved, list) and len(saved) == len(rates) and all(map(math.isclose, rates, saved))
