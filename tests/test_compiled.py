@@ -21,11 +21,13 @@ import runpy, torch
 import torch._inductor.config as inductor
 from torch._dynamo.utils import counters
 inductor.cpp.cxx = COMPILER or inductor.cpp.cxx
-runpy.run_path("train_SCRIPT.py", run_name="__main__")
-print("breaks", sum(counters["graph_break"].values()))
+try:
+    runpy.run_path("train_SCRIPT.py", run_name="__main__")
+finally:
+    print("breaks", sum(counters["graph_break"].values()))
 """
 MASKED = {
-    "model_type": "modernbert", "prompts": ["The [MASK] of a list."], "attn_implementation": "sdpa",
+    "model_type": "modernbert", "prompts": ["The [MASK] of a list."],
     "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
     "optimizer_type": "adamw",  # Muon's iteration makes as much of rounding as of gradients, in bfloat16
 }  # fmt: skip
@@ -48,7 +50,7 @@ def around(workspace, script, compiler=None):
 
 def flags(workspace, name, **changes):
     return TINY | {
-        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache", "preflight": True,
+        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
         "output_dir": workspace / name, "per_device_eval_batch_size": 8, **changes,
     }  # fmt: skip
 
@@ -61,7 +63,7 @@ def compiled(backend="aot_eager", **more):
 
 
 def trained(script, flags, **settings):
-    done = forked.run(str(script), flags, timeout=300, **settings)
+    done = forked.run(str(script), flags, **settings)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, metrics(flags["output_dir"])
 
@@ -77,8 +79,8 @@ def assert_same_losses(lines, others, rel):
 @needs_a_compiler
 @pytest.mark.parametrize("script", ["clm", "mlm"])
 def test_thirty_steps_by_inductor_are_those_of_eager(script, workspace):
-    """In float32 to 1e-5, with evaluations and samples between; no graph breaks, and all is compiled before
-    the first step."""
+    """In float32 to 1e-5, with evaluations and samples between; no graph breaks, and nothing is compiled
+    late."""
     of_script = MASKED if script == "mlm" else {"optimizer_type": "adamw", "prompts": ["import os"]}
     steps = {"max_train_steps": 30, "eval_steps": 10, "save_steps": 30, **of_script}
     told, lines = trained(
@@ -87,14 +89,13 @@ def test_thirty_steps_by_inductor_are_those_of_eager(script, workspace):
     )  # fmt: skip
     _, eager = trained(f"train_{script}.py", flags(workspace, f"{script}-eager", **steps))
     assert_same_losses(lines, eager, 1e-5)
-    start, rest = told.split("step  1/30", 1)
-    assert "compiled with inductor" in start and "breaks 0" in rest
-    [graphs] = re.findall(r"compiled +(\d+) graphs in \d+ s", told)
-    assert re.search(rf"compiled graphs +{graphs} in \d+ s", rest) and "warning: " not in rest
+    assert "with inductor" in told and "breaks 0" in told and "warning: " not in told
+    graphs = sum(map(int, re.findall(r"compiled +(\d+) graphs in \d+ s", told)))
+    assert graphs and re.search(rf"compiled graphs +{graphs} in \d+ s", told)
 
 
 def test_killed_and_continued_it_ends_with_the_same_digits(workspace):
-    settings = {"save_steps": 2, "config_overrides": TINY["config_overrides"].replace("drop=0", "drop=0.1")}
+    settings = {"save_steps": 2, "config_overrides": TINY["config_overrides"] + ",attention_dropout=0.1"}
     _, lines = trained("train_clm.py", flags(workspace, "whole", **settings), env=compiled())
     killed, log = flags(workspace, "killed", **settings), workspace / "log"
     process = forked.start(PROJECT, "train_clm.py", killed, log, env=compiled())
@@ -151,10 +152,8 @@ def test_what_is_compiled_late_is_a_warning_with_its_cause():
     torch._dynamo.reset()
     plugin = TorchDynamoPlugin("aot_eager", dynamic=False, use_regional_compilation=True)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model, log = Layers(), Compilations()
+    model, log = Layers(), Compilations(accelerator)
     names = list(model.state_dict())
-    log.start()
-    log.news()  # of other tests
     compile_blocks(accelerator, model)
     prepared = accelerator.prepare(model)
     prepared(torch.ones(2, 4, requires_grad=True))

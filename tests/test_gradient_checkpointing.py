@@ -4,7 +4,6 @@ import pytest
 
 from tests.forked import finish, start_all
 from tests.runs import PROJECT, TINY, metrics, write_corpus
-from utils.learning.model import model_problems
 
 MASKED = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
 SCRIPTS = {
@@ -32,11 +31,3 @@ def test_it_is_the_same_run(script, processes, data, tmp_path):
         finish(start_all(PROJECT, script, mine, log, processes), log)
         lines.append(metrics(tmp_path / again))
     assert lines[0] == lines[1] and lines[0][-1]["step"] == 3
-
-
-def test_a_model_that_cannot_is_refused_before_anything_is_prepared():
-    build = "causal", "ctrl", "", None, 32
-    assert model_problems(*build) == []
-    assert model_problems(*build, gradient_checkpointing=True) == [
-        "gradient_checkpointing: transformers' ctrl cannot; leave it out"
-    ]

@@ -8,14 +8,13 @@ import os
 import shutil
 import sys
 import warnings
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from packaging.version import Version
+from tokenizers import Tokenizer, models
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -23,14 +22,12 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForPreTraining,
     GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
     masking_utils,
 )
 
-from data.batches import Data
-from data.mixture import MixedRows, Mixture
-from data.pair_rows import PairRows
 from tests import forked
-from tests.shard_data import batch_of, packed
+from tests.test_optim import settings
 from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax, chunk_rows, linear_cross_entropy
 from utils.learning.losses import (
     CausalLMLoss,
@@ -38,8 +35,8 @@ from utils.learning.losses import (
     keytoken_row_weights,
     keytoken_table,
 )
-from utils.learning.model import PACKS, use_one_kernel_gelu
-from utils.learning.optim import UpdateGuard, build_optimizer
+from utils.learning.model import to_device, use_one_kernel_gelu
+from utils.learning.optim import Means, UpdateGuard, build_optimizer
 
 V, D, T = 211, 16, 24
 SMALL = {
@@ -312,29 +309,35 @@ def test_a_step_never_waits_for_the_device_and_attends_causally_without_a_mask(m
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, GPU=1 pytest")
-def test_on_a_gpu_a_whole_step_waits_for_nothing(tmp_path):
-    """The batch's way to the device, loss, gradient, clipping, guard and update: torch raises at a wait."""
-    np.save(tmp_path / "rows.npy", np.random.default_rng(0).integers(0, V, (64, T)).astype(np.uint16))
+def test_on_a_gpu_a_whole_step_waits_for_nothing():
+    """Loss, gradient, clipping, guard, means and update: torch raises at a wait."""
     accelerator = Accelerator(mixed_precision="bf16")
-    model = CausalLMLoss(small_model("gpt2")).to(accelerator.device)
-    model.lm.tie_weights()
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
-    guard = UpdateGuard(accelerator, optimizer)
-    recipe = SimpleNamespace(per_device_train_batch_size=8, seed=0, streaming=False)
-    rows = MixedRows(Mixture((1.0,), 0), {"": packed(tmp_path / "rows.npy")})
-    data = Data(recipe, accelerator, None, rows, {})
-    steps = SimpleNamespace(micro_batches=lambda step: 1, rows_before=lambda step: 8 * step, last=8)
+    model = CausalLMLoss(small_model("gpt2"))
+    to_device(model, accelerator)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, settings()))
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train")
+    batches = [{"input_ids": torch.randint(V, (8, T), device=accelerator.device)} for _ in range(8)]
     try:
-        for step, (batch,) in enumerate(data.batches(steps, 0)):
+        for step, batch in enumerate(batches):
             loss, _ = model(batch)
             accelerator.backward(loss)
-            guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            means.add(loss[None], guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one builds things
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert step == 7
+    assert guard.read() == [0] * 8 and means.read()["loss/train"] > 0
+
+
+def test_key_tokens_are_those_of_one_token_and_the_others_are_told(capsys):
+    vocabulary = {"[UNK]": 0, "plt": 1, " plt": 2, "pd": 7}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
+    assert keytoken_table(["plt", "pd", "sk"], words).tolist() == [0, 1, 1, 0, 0, 0, 0, 1]  # ids have gaps
+    told = "keytokens: ignored, because the tokenizer splits them: ' pd', 'sk', ' sk'\n"
+    assert capsys.readouterr().out == told
+    assert keytoken_table([], words).sum() == 0 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
@@ -343,7 +346,7 @@ def test_keytoken_loss_equals_the_formula_value_and_gradient(model_type, alpha):
     lm = small_model(model_type).double()
     model = CausalLMLoss(lm)
     input_ids, keytokens = torch.randint(40, (5, T)), [3, 7, 11]
-    row_weights = keytoken_row_weights(input_ids, keytoken_table(keytokens, V), alpha)
+    row_weights = keytoken_row_weights(input_ids, torch.eye(V)[keytokens].sum(0), alpha)
     loss, row_losses = model({"input_ids": input_ids}, row_weights)
     loss.backward()
     found = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
@@ -407,8 +410,8 @@ def test_a_masked_model_trains_a_loss_of_ones_own_and_is_evaluated_by_cross_entr
     model, plain = MaskedLMLoss(lm, smoothed), MaskedLMLoss(lm)
     assert model.splits_head == (name == "roberta")
     batch = without(masked_batch(), "attention_mask", "token_type_ids", "next_sentence_label")
-    sums = model(batch)
-    sums["mlm_loss_sum"].backward()
+    loss = model(batch)["loss_sums"][0]
+    loss.backward()
     found = gradients(lm)
     lm.zero_grad()
     labels = full_labels(batch)
@@ -417,11 +420,11 @@ def test_a_masked_model_trains_a_loss_of_ones_own_and_is_evaluated_by_cross_entr
     expected = F.cross_entropy(logits, labels[predicted], reduction="sum", label_smoothing=0.1)
     expected = expected + 1e-2 * logits.logsumexp(1).square().sum()
     expected.backward()
-    torch.testing.assert_close(sums["mlm_loss_sum"], expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     largest = max(grad.abs().max().item() for grad in found.values())
     torch.testing.assert_close(found, gradients(lm), rtol=1e-5, atol=1e-6 * largest)
     evaluated = plain.eval()(batch)
-    assert sums["mlm_tokens"] == predicted.sum()
+    assert evaluated["rows"][:, 1].tolist() == predicted.sum(1).tolist()
     torch.testing.assert_close(model.eval()(batch), evaluated, rtol=0, atol=0)
 
 
@@ -588,15 +591,14 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
         batch = without(batch, "token_type_ids")
     if name != "bert-nsp":
         batch = without(batch, "next_sentence_label")
-    nsp = batch.get("next_sentence_label")
-    sums = model(batch)
-    loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
-    if nsp is not None:
-        loss = loss + sums["nsp_loss_sum"] / sums["nsp_rows"]
+    nsp, full = batch.get("next_sentence_label"), full_labels(batch)
+    counts = torch.stack([(full != -100).sum(), *([] if nsp is None else [torch.tensor(len(nsp))])])
+    found = model(batch)
+    assert found.keys() == {"loss_sums"}
+    loss = (found["loss_sums"] / counts).sum()
     loss.backward()
     found = gradients(lm)
     lm.zero_grad()
-    full = full_labels(batch)
     out = lm(**without(batch, "slots", "slot_labels", "row"), labels=full)
     out.loss.backward()
     assert model.splits_head
@@ -605,57 +607,21 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     # The gradient of a key bias is zero but for rounding: hence the tolerance relative to all of them.
     largest = max(grad.abs().max().item() for grad in expected.values())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
+    assert_rows(model.eval()(batch), out, full, nsp)
+
+
+def assert_rows(found, out, full, nsp):
+    """Of each row what transformers' logits give: losses, predictions, right ones; and of the pairs."""
     logits = out.logits if nsp is None else out.prediction_logits
-    assert sums["mlm_tokens"] == (full != -100).sum()
-    assert model.eval()(batch)["mlm_correct"] == ((logits.argmax(-1) == full) & (full != -100)).sum()
+    losses = F.cross_entropy(logits.mT, full, reduction="none").sum(1)
+    columns = [losses, (full != -100).sum(1), (logits.argmax(-1) == full).sum(1)]
     if nsp is not None:
-        assert sums["nsp_rows"] == len(nsp)
-        assert sums["nsp_correct"] == (out.seq_relationship_logits.argmax(1) == nsp).sum()
-
-
-@pytest.mark.parametrize(
-    "model_type, attention",
-    [("bert", "sdpa"), ("bert", "eager"), ("ernie", "sdpa"), ("ernie", "eager"), ("megatron-bert", "eager")],
-)
-def test_packed_pairs_are_what_they_would_be_alone(tmp_path, model_type, attention):
-    """Losses, what is found, and all gradients, of the same pairs with the same masks."""
-    rng, rows = np.random.default_rng(0), np.zeros((30, T + 3), np.uint16)
-    for row in rows:
-        length = rng.integers(6, T + 1)
-        row[:length] = rng.integers(6, V, length)
-        row[T:] = rng.integers(3, length - 1), length, rng.integers(2)
-    np.save(tmp_path / "pairs.npy", rows)
-    assert model_type in PACKS
-    special = {"pad_token_id": 0, "type_vocab_size": 2, "attn_implementation": attention}
-    model = MaskedLMLoss(small_model(model_type, AutoModelForPreTraining, **SMALL | special).double())
-    assert model.splits_head
-    sums, found = [], []
-    for pack in (False, True):
-        source = packed(tmp_path / "pairs.npy", PairRows, pack=pack)
-        batch = batch_of(source, [(i, 0, i) for i in range(len(source))] + [(-1, 0, -1)])
-        batch |= slots_of_pairs(batch)
-        assert len(batch["row"]) < 31 if pack else "pair" not in batch
-        model.zero_grad()
-        with Operations() as seen:
-            sums.append(model(batch))
-            (sums[-1]["mlm_loss_sum"] + 3 * sums[-1]["nsp_loss_sum"]).backward()
-        waits = [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
-        assert not (pack and waits)
-        found.append(gradients(model.lm))
-    totals = [{name: value.sum() for name, value in part.items()} for part in sums]
-    assert totals[0]["nsp_rows"] == 30 and totals[0]["mlm_tokens"] > 60
-    torch.testing.assert_close(totals[1], totals[0], rtol=1e-6, atol=0)
-    largest = max(grad.abs().max().item() for grad in found[0].values())
-    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6 * largest)
-
-
-def slots_of_pairs(batch):
-    """Every fourth token of each pair is to be predicted, whatever row it is in."""
-    mask = batch["attention_mask"]
-    places = batch.get("position_ids", torch.arange(mask.shape[1]).expand_as(mask))
-    chosen = (places % 4 == 1) & (mask > 0) & (batch["row"] >= 0)[:, None]
-    slots = chosen.long().argsort(dim=1, descending=True, stable=True)
-    return {"slots": slots, "slot_labels": torch.where(chosen, batch["input_ids"], -100).gather(1, slots)}
+        scores = out.seq_relationship_logits
+        columns += [F.cross_entropy(scores, nsp, reduction="none"), torch.ones_like(nsp)]
+        columns += [scores.argmax(1) == nsp]
+    expected = torch.stack([column.detach().float() for column in columns], 1)
+    torch.testing.assert_close(found["rows"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["loss_sums"], expected[:, ::3].sum(0), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -669,8 +635,7 @@ def test_a_masked_step_never_waits_for_the_device(name):
     if name != "bert-nsp":
         batch = without(batch, "next_sentence_label")
     with Operations() as seen:
-        sums = model(batch)
-        (sums["mlm_loss_sum"] / sums["mlm_tokens"] + sums.get("nsp_loss_sum", 0)).backward()
+        model(batch)["loss_sums"].sum().backward()
     assert not [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
 
 
@@ -681,9 +646,11 @@ def test_a_masked_head_of_another_form_is_used_whole():
     with pytest.warns(UserWarning, match="computed from all the logits"):
         model = MaskedLMLoss(lm)
     batch = without(masked_batch(), "attention_mask", "token_type_ids", "next_sentence_label")
-    sums = model(batch)
-    expected = lm(batch["input_ids"], labels=full_labels(batch)).loss
-    torch.testing.assert_close(sums["mlm_loss_sum"] / sums["mlm_tokens"], expected)
+    full = full_labels(batch)
+    out = lm(batch["input_ids"], labels=full)
+    found = model.eval()(batch)
+    torch.testing.assert_close(found["loss_sums"][0] / (full != -100).sum(), out.loss)
+    assert_rows(found, out, full, None)
 
 
 def value_and_gradients(model, lm, input_ids, *weights):

@@ -11,6 +11,7 @@ from tests import forked
 from tests.forked import finish, start_all
 from tests.launches import launches
 from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+from tests.test_optim import settings
 from utils.learning import muon
 from utils.learning.muon import MuonAdamW, hidden_matrices, orthogonalize
 from utils.learning.optim import build_optimizer
@@ -113,7 +114,7 @@ def test_every_matrix_of_the_hidden_layers_and_nothing_else(kind, sizes):
         p.ndim == 2 and "A_log" not in n or ".experts." in n)]
     expected = within + head
     assert names == expected
-    optimizer = build_optimizer(lm, 1e-3, 0.1, optimizer_type="muon", muon_learning_rate=2e-2)
+    optimizer = build_optimizer(lm, settings(optimizer_type="muon", muon_learning_rate=2e-2))
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == len(set(held)) and set(held) == set(lm.parameters())
     [group] = [group for group in optimizer.param_groups if "momentum" in group]
@@ -124,7 +125,7 @@ def test_every_matrix_of_the_hidden_layers_and_nothing_else(kind, sizes):
 def flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
     return TINY | {"dataset_name": write_corpus(folder / "c.jsonl"), "cache_dir": folder / "cache",
-                   "optimizer_type": "muon", "lr_scheduler_type": "warmup_stable_decay", "save_steps": 2}
+                   "optimizer_type": "muon", "save_steps": 2}
 
 
 def train(flags, folder, processes=1, **changes):
@@ -172,26 +173,3 @@ def test_four_processes_that_share_the_iteration_have_the_losses_of_one(flags, t
         assert done.returncode == 0, done.stderr[-3000:]
         losses.append([line["loss/train"] for line in metrics(folder) if "loss/train" in line])
     assert len(losses[0]) == 30 and losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_a_stable_run_is_extended_and_decayed_more_than_once(flags, tmp_path):
-    """Both as if from scratch, bit for bit; a run is not extended where its rate has begun to fall."""
-    flags = flags | {"num_decay_steps": 2, "save_total_limit": 1, "eval_steps": 100, "save_steps": 100}
-    short, short_weights = train(flags, tmp_path / "short", max_train_steps=6)
-    _, long_weights = train(flags, tmp_path / "long", max_train_steps=8)
-    kept = sorted(path.name for path in (tmp_path / "short" / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000004", "step-00000006"]
-    assert "disk       3 checkpoints of" in (tmp_path / "short.log").read_text()  # while a third is written
-    stable = tmp_path / "short" / "checkpoints" / "step-00000004"
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "short").rglob("*")}
-    _, extended = train(flags, tmp_path / "branch", max_train_steps=8, resume_from_checkpoint=stable)
-    assert all(torch.equal(extended[name], long_weights[name]) for name in long_weights)
-    stable = tmp_path / "branch" / "checkpoints" / "step-00000006"
-    assert stable.exists()
-    decayed = tmp_path / "long" / "checkpoints" / "step-00000008"
-    log = tmp_path / "refused"
-    late = flags | {"output_dir": log, "max_train_steps": 20, "resume_from_checkpoint": decayed}
-    [process] = start_all(PROJECT, "train_clm.py", late, tmp_path / "log", 1)
-    process.join(120)
-    assert process.exitcode == 2 and "resume from one of the steps" in (tmp_path / "log").read_text()
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "short").rglob("*")}

@@ -54,15 +54,37 @@ def test_no_bias_and_no_norm_decays_and_every_parameter_is_there_once(model_type
     assert {True, False} == set(expected.values())
 
 
+def settings(**changes):
+    """Of a script, those of the optimizer and its schedule."""
+    usual = dict(optimizer_type="adamw", learning_rate=1e-3, muon_learning_rate=0.0, weight_decay=0.1)
+    usual |= dict(adam_beta2=0.95, lr_scheduler_type="linear", num_warmup_steps=4, min_lr_ratio=0.0)
+    return SimpleNamespace(**usual | changes)
+
+
+def schedule_of(last, **changes):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
+    return build_schedule(optimizer, settings(**changes), last)
+
+
+def rates_of(schedule, steps):
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    return rates
+
+
 def test_the_printed_groups_add_up():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **MODELS["gpt2"][1]))
-    lines = describe_groups(build_optimizer(model, 1e-3, 0.1))
+    lines = describe_groups(build_optimizer(model, settings()))
     numbers = [int(line.split(", ")[3].split()[0].replace(",", "")) for line in lines]
     assert sum(numbers) == model.num_parameters() and "weight decay 0.1: 10 tensors" in lines[0]
     [line] = describe_groups(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     assert line.startswith("optimizer  SGD, ")
-    muon = build_optimizer(model, 1e-3, 0.1, optimizer_type="muon", muon_learning_rate=0.02)
-    build_schedule(muon, "cosine", 2, 8)  # now at a rate of 0
+    of_muon = settings(optimizer_type="muon", muon_learning_rate=0.02, lr_scheduler_type="cosine")
+    muon = build_optimizer(model, of_muon)
+    build_schedule(muon, of_muon, 8)  # now at a rate of 0
     muon = describe_groups(muon)
     named = [line.partition(": ")[0].split(maxsplit=1)[1] for line in muon]
     assert named == [
@@ -72,33 +94,22 @@ def test_the_printed_groups_add_up():
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_schedules_count_optimizer_steps_warm_up_and_end_at_zero(kind):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
-    schedule = build_schedule(optimizer, kind, num_warmup_steps=4, max_train_steps=20)
-    rates = []
-    for _ in range(20):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
+@pytest.mark.parametrize("warmup", [4, 0.2])  # steps, or a share
+def test_schedules_count_optimizer_steps_warm_up_and_end_at_zero(kind, warmup):
+    schedule = schedule_of(20, lr_scheduler_type=kind, num_warmup_steps=warmup)
     done = [(step - 4) / 16 for step in range(4, 20)]
     fall = [1 - x if kind == "linear" else (1 + math.cos(math.pi * x)) / 2 for x in done]
-    assert rates == pytest.approx([0, 0.75, 1.5, 2.25] + [3 * x for x in fall])
+    assert rates_of(schedule, 20) == pytest.approx([0, 0.75, 1.5, 2.25] + [3 * x for x in fall])
     assert schedule.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "warmup_stable_decay"])
 def test_schedules_may_end_above_zero(kind):
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
-    schedule = build_schedule(optimizer, kind, 4, 20, num_decay_steps=6, min_lr_ratio=0.1)
-    rates = []
-    for _ in range(21):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    assert max(rates) == rates[4] == 3 and rates[20] == pytest.approx(0.3)
-    if kind == "warmup_stable_decay":  # 1 - sqrt of the part that is done
-        assert rates[4:15] == [3.0] * 11
-        assert rates[15:20] == pytest.approx([3 * (0.1 + 0.9 * (1 - math.sqrt(i / 6))) for i in range(1, 6)])
+    rates = rates_of(schedule_of(30, lr_scheduler_type=kind, min_lr_ratio=0.1), 31)
+    assert max(rates) == rates[4] == 3 and rates[30] == pytest.approx(0.3)
+    if kind == "warmup_stable_decay":  # in the last fifth, 1 - sqrt of the part that is done
+        assert rates[4:25] == [3.0] * 21
+        assert rates[25:30] == pytest.approx([3 * (0.1 + 0.9 * (1 - math.sqrt(i / 6))) for i in range(1, 6)])
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -106,30 +117,23 @@ def test_schedules_may_end_above_zero(kind):
 def test_every_schedule_begins_at_zero_and_reaches_the_last_step(kind, end):
     """Whatever warm-up is of the run, also when the run is resumed at its last step."""
     for last in (1, 2, 20):
-        for warmup in sorted({0, 1, last - 1, last}):
-            made = []
-            for _ in range(2):
-                optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
-                made.append(build_schedule(optimizer, kind, warmup, last, min((last - warmup), 5), end))
-            rates = []
-            for _ in range(last):
-                rates.append(made[0].get_last_lr()[0])
-                made[0].optimizer.step()
-                made[0].step()
+        for warmup in sorted({0, 1, last - 1, last} - ({last - 1, last} if "decay" in kind else set())):
+            changes = dict(lr_scheduler_type=kind, num_warmup_steps=warmup, min_lr_ratio=end)
+            first, second = (schedule_of(last, **changes) for _ in range(2))
+            rates = rates_of(first, last)
             assert all(0 <= rate <= 3 for rate in rates), (kind, last, warmup)
             if warmup and kind != "constant":
                 assert rates[:warmup] == pytest.approx([3 * step / warmup for step in range(warmup)])
-            made[1].load_state_dict(made[0].state_dict())
-            assert made[1].last_epoch == last
+            second.load_state_dict(first.state_dict())
+            assert second.last_epoch == last
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [(("linear", 11, 10), "num_warmup_steps"), (("warmup_stable_decay", 4, 10, 7), "num_decay_steps")],
-)
-def test_a_schedule_that_cannot_be_is_refused_by_name(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        build_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), *arguments)
+@pytest.mark.parametrize("changes", [
+    {"num_warmup_steps": 11}, {"num_warmup_steps": 9, "lr_scheduler_type": "warmup_stable_decay"},
+])  # fmt: skip
+def test_a_schedule_that_cannot_be_is_refused_by_name(changes):
+    with pytest.raises(ValueError, match="num_warmup_steps: .* as the run has 10 steps"):
+        schedule_of(10, **changes)
 
 
 def gradients(count, bad=(), factor=math.nan):
@@ -143,7 +147,7 @@ def gradients(count, bad=(), factor=math.nan):
 
 
 OPTIMIZERS = {
-    "fused": lambda model: [build_optimizer(model, 0.1, 0.1)],
+    "fused": lambda model: [build_optimizer(model, settings(learning_rate=0.1))],
     "not fused": lambda model: [torch.optim.AdamW(model.parameters(), 0.1, fused=False)],
     "two fused": lambda model: [torch.optim.AdamW([p], 0.1, fused=True) for p in model.parameters()],
     "muon": lambda model: [
@@ -190,7 +194,7 @@ def test_a_bad_update_leaves_weights_moments_and_step_count_as_if_it_had_not_bee
     without = [grads for i, grads in enumerate(gradients(13)) if i not in bad]
     expected_weights, expected_state, no_flags, _ = train(without, kind, bare=bare)
     assert flags == [int(i in bad) for i in range(13)] and no_flags == [0] * 9
-    assert guard.consecutive == 2
+    assert (guard.consecutive, guard.updates) == (2, 13)
     assert all(moments.get("step", 9) == 9 for one in state for moments in one.values())
     for found, expected in zip(weights, expected_weights, strict=True):
         assert torch.equal(found, expected)
@@ -276,21 +280,35 @@ def test_the_guard_does_not_wait_for_the_device_between_reads():
     assert guard.read() == [0] * 30
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_it_gives_up_after_twenty_skipped_updates_in_a_row(resumed):
+    """And says which steps these were, also after a resume between them."""
+    guard, more = (UpdateGuard(Accelerator(cpu=True), *OPTIMIZERS["fused"](nn.Linear(3, 5))) for _ in "ab")
+    guard.check(torch.tensor(1.0))
+    for step in range(20):
+        if step == 7:
+            state = guard.state_dict()
+            assert state == guard.state_dict() == json.loads(json.dumps(state))  # it changes nothing
+            more.load_state_dict(state)
+            guard = more if resumed else guard
+        if step == 19:
+            assert guard.read() == [0] + [1] * 19
+        guard.check(torch.tensor(math.inf))
+    with pytest.raises(RuntimeError, match="20 updates in a row, of steps 2 to 21, were skipped"):
+        guard.read()
+
+
 def test_means_are_those_of_the_steps_that_were_not_skipped_bit_for_bit():
     """Against numpy in float32, in the order in which losses come."""
     means, generator = Means(Accelerator(cpu=True), "train", "train_plain"), torch.Generator().manual_seed(0)
     for _ in range(2):  # reading starts anew
         sums = np.zeros(3, dtype=np.float32)
         for step in range(7):
-            own = np.zeros(2, dtype=np.float32)
-            for _ in range(3):
-                losses = torch.rand(2, generator=generator, requires_grad=False)
-                means.add(losses[0].requires_grad_(), losses[1])
-                own += losses.detach().numpy()
-            skipped = step in (2, 3)
-            means.end_step(torch.tensor(float(skipped)), micro_batches=3)
+            losses, skipped = torch.rand(2, generator=generator), step in (2, 3)
+            means.add(losses, torch.tensor(float(skipped)))
             if not skipped:
-                sums += np.append(own / np.float32(3), np.float32(1))
+                sums += np.append(losses.numpy(), np.float32(1))
+            assert means.state_dict() == means.state_dict()  # it changes nothing
         read = means.read(grad_norm=torch.tensor(0.5))
         weighted, plain, steps = sums.tolist()
         assert steps == 5
@@ -299,28 +317,30 @@ def test_means_are_those_of_the_steps_that_were_not_skipped_bit_for_bit():
 
 
 def test_a_skipped_nan_leaves_no_trace_and_means_of_no_step_are_none():
-    means = Means(Accelerator(cpu=True), "train_mlm", "train_nsp", total="train")
-    means.add(torch.tensor(math.nan), torch.tensor(1.0))
-    means.end_step(torch.tensor(1.0))
-    assert means.read() == {"loss/train": None, "loss/train_mlm": None, "loss/train_nsp": None}
-    means.add(torch.tensor(2.0), torch.tensor(1.0))
-    means.end_step(torch.tensor(0.0))
-    read = means.read()
-    assert read == {"loss/train": 3.0, "loss/train_mlm": 2.0, "loss/train_nsp": 1.0}
-    assert list(read) == ["loss/train", "loss/train_mlm", "loss/train_nsp"]
+    means = Means(Accelerator(cpu=True), "train", "train_mlm")
+    means.add(torch.tensor([math.nan, 1.0]), torch.tensor(1.0))
+    assert means.read() == {"loss/train": None, "loss/train_mlm": None}
+    means.add(torch.tensor([2.0, 1.0], requires_grad=True), torch.tensor(0.0))
+    assert means.read() == {"loss/train": 2.0, "loss/train_mlm": 1.0}
 
 
-def test_one_loss_is_not_told_under_two_names():
+@pytest.mark.parametrize("losses", [torch.ones(1), torch.tensor(1.0)])
+def test_one_loss_is_not_told_under_two_names(losses):
     means = Means(Accelerator(cpu=True), "train", "train_plain")
-    with pytest.raises(ValueError, match="1 losses for loss/train, loss/train_plain"):
-        means.add(torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"losses of shape \[1?\] for train, train_plain"):
+        means.add(losses, torch.tensor(0.0))
+
+
+def test_means_of_other_losses_are_not_taken_over():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="of train, steps there, of train, z, steps now"):
+        Means(accelerator, "train", "z").load_state_dict(Means(accelerator, "train").state_dict())
 
 
 def test_means_do_not_wait_for_the_device_before_they_are_read():
     means = Means(Accelerator(cpu=True), "train")
     with Host() as seen:
-        means.add(torch.ones(()))
-        means.end_step(torch.zeros(()))
+        means.add(torch.ones(1), torch.zeros(()))
     assert not seen.waited()
 
 
@@ -331,7 +351,7 @@ def test_means_survive_a_resume_on_any_number_of_processes():
     lines = [line for line in run.stdout.splitlines() if line.startswith("means")]
     assert len(lines) == 2 and lines[0] == lines[1]
     saved = json.loads(lines[0].removeprefix("means"))
-    assert len(saved) == 2 and saved[0] != saved[1]
+    assert saved == {"train": [3.0, 6.0], "train_plain": [1.0, 1.0], "steps": [2.0, 2.0]}
     alone = Means(Accelerator(cpu=True), "train", "train_plain")
     alone.load_state_dict(saved)
     assert alone.read() == EXPECTED
@@ -341,7 +361,7 @@ def test_means_survive_a_resume_on_any_number_of_processes():
         one.accelerator = SimpleNamespace(process_index=index, num_processes=3, device="cpu")
         one.load_state_dict(saved)
         three.append(one._sums)
-    assert sum(three).tolist() == [sum(column) for column in zip(*saved, strict=True)]
+    assert sum(three).tolist() == [sum(column) for column in saved.values()]
 
 
 EXPECTED = {"loss/train": 2.25, "loss/train_plain": 0.5}
@@ -351,8 +371,7 @@ def two_process_worker():
     accelerator = Accelerator(cpu=True)
     means, again = (Means(accelerator, "train", "train_plain") for _ in range(2))
     for step in (1.0, 2.0):  # losses 1 and 2 on one process, 2 and 4 on the other
-        means.add(torch.tensor(step * (1 + accelerator.process_index)), torch.tensor(0.5))
-        means.end_step(torch.tensor(0.0))
+        means.add(torch.tensor([step * (1 + accelerator.process_index), 0.5]), torch.tensor(0.0))
     saved = means.state_dict()
     again.load_state_dict(saved)
     norm = torch.tensor(1.0 + accelerator.process_index)
@@ -373,15 +392,15 @@ def test_what_ends_a_step_takes_as_many_calls_for_any_number_of_layers():
     def calls(layers):
         config = AutoConfig.for_model("gpt2", n_layer=layers, n_embd=16, n_head=2, vocab_size=32)
         lm, accelerator = AutoModelForCausalLM.from_config(config), Accelerator(cpu=True)
-        optimizer = build_optimizer(lm, 1e-3, 0.1, optimizer_type="muon")
-        schedule, means = build_schedule(optimizer, "cosine", 2, 10), Means(accelerator, "train")
+        args = settings(optimizer_type="muon", lr_scheduler_type="cosine")
+        optimizer = build_optimizer(lm, args)
+        schedule, means = build_schedule(optimizer, args, 10), Means(accelerator, "train")
         optimizer = accelerator.prepare(optimizer)
         guard = UpdateGuard(accelerator, optimizer)
-        loss = torch.ones(())
+        loss = torch.ones(1)
 
         def end():
-            means.add(loss)
-            means.end_step(guard.check(accelerator.clip_grad_norm_(lm.parameters(), 1.0)))
+            means.add(loss, guard.check(accelerator.clip_grad_norm_(lm.parameters(), 1.0)))
             optimizer.step()
             schedule.step()
 

@@ -1,6 +1,8 @@
 """Regional compilation: torch.compile of the model's blocks and the loss's softmax, in place, so that weights
 keep their names. And a record of what was compiled, how often, in how many seconds."""
 
+import time
+
 import torch
 from accelerate.utils import DynamoBackend
 from torch import nn
@@ -18,8 +20,10 @@ def compile_blocks(accelerator, model):
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend == DynamoBackend.NO:
         return
+    import torch._dynamo
+
     model.chunk_softmax = ChunkSoftmax() if accelerator.device.type == "cpu" else CompilerSoftmax()
-    compilations.start()
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     if not plugin.use_regional_compilation:
         return
     blocks, options = _blocks(model), plugin.to_kwargs()
@@ -57,15 +61,12 @@ def _or_eager(part, parts, options, say):
 
 
 class Compilations:
-    """The graphs that this process has compiled, from torch's own records."""
+    """The graphs that this process compiles, from torch's own records; with no compiler all is empty."""
 
-    newest, graphs, seconds, steps, active, evaluated = 0.0, 0, 0.0, 0, False, False
-
-    def start(self):
-        import torch._dynamo
-
-        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-        self.active = True
+    def __init__(self, accelerator):
+        self.active = accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+        self.newest, self.graphs, self.seconds = time.time(), 0, 0.0
+        self.steps, self.evaluated = 0, False
 
     def first_evaluation(self):
         """Its graphs are new also where it comes late, in a resumed run."""
@@ -94,6 +95,3 @@ class Compilations:
 
     def summary(self):
         return {"compiled graphs": f"{self.graphs} in {self.seconds:,.0f} s"} if self.active else {}
-
-
-compilations = Compilations()

@@ -3,29 +3,33 @@
 B rows, T tokens per row, K prediction slots per row, N = B x T or B x K flattened, V vocabulary, D width.
 """
 
-import threading
+import contextlib
+import math
+import os
 import warnings
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import masking_utils
 
-from utils.learning.evaluation import eval_mode
+from utils import patches
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
-from utils.learning.local_attention import HIDDEN, WINDOW, pair_starts
+from utils.learning.window_attention import WINDOW
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
-_running = threading.local()  # rows_in_order: per thread, as some TPUs run two processes as threads of one
-_search = masking_utils.find_packed_sequence_indices  # transformers' own
 
-
-def _search_elsewhere(position_ids):
-    """transformers looks for positions that start again within a row (packed documents). That waits for the
-    device in each forward, and with torch.compile it prevents the causal kernel. A batch without position_ids
-    has none."""
-    return None if getattr(_running, "rows_in_order", False) else _search(position_ids)
+@contextlib.contextmanager
+def eval_mode(*modules):
+    """Modules in eval mode; afterwards what was in training mode trains again, and nothing else."""
+    training = [part for module in modules for part in module.modules() if part.training]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 class ModelLoss(nn.Module):
@@ -41,7 +45,7 @@ class ModelLoss(nn.Module):
 
     def __init__(self, lm, token_loss=None):
         super().__init__()
-        masking_utils.find_packed_sequence_indices = _search_elsewhere  # only in _run it differs from _search
+        patches.skip_search_for_documents()  # in _run
         self.lm, self.token_loss = lm, token_loss
         self._no_split_modules = lm._no_split_modules  # the blocks, which are FSDP's units
         self.chunk_softmax = ChunkSoftmax()
@@ -50,16 +54,8 @@ class ModelLoss(nn.Module):
     def model_inputs(self, batch):
         """The part of a batch that the transformers model gets."""
         inputs = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
-        attention, device = self.lm.config._attn_implementation, batch["input_ids"].device.type
-        sdpa = attention in ("sdpa", WINDOW)
-        if "pair" in batch and attention == WINDOW and torch.is_autocast_enabled(device):
-            real = inputs["attention_mask"] > 0
-            inputs["attention_mask"] = pair_starts(batch["pair"], batch["pair_start"], real)
-        elif "pair" in batch:  # a pair sees only itself, padding only padding
-            pair = inputs["attention_mask"][:, None, :]
-            seen = (pair == pair.mT)[:, None]  # [B, 1, T, T]
-            inputs["attention_mask"] = seen if sdpa else torch.where(seen, 0.0, HIDDEN)
-        elif "attention_mask" in inputs and sdpa and self.lm.config.model_type == "bert":
+        sdpa = self.lm.config._attn_implementation in ("sdpa", WINDOW)
+        if "attention_mask" in inputs and sdpa and self.lm.config.model_type == "bert":
             # With a mask [B, T] transformers waits for the device, to see whether it is all ones.
             inputs["attention_mask"] = inputs["attention_mask"][:, None, None, :].bool()
         return inputs
@@ -67,11 +63,11 @@ class ModelLoss(nn.Module):
     def _run(self, part, batch):
         """`part`, the model or its base, on a batch."""
         inputs = self.model_inputs(batch)
-        _running.rows_in_order = "position_ids" not in inputs
+        patches.in_forward.rows_in_order = "position_ids" not in inputs
         try:
             return part(**inputs, **self.options)
         finally:
-            _running.rows_in_order = False
+            patches.in_forward.rows_in_order = False
 
     def _transform(self, hidden):
         """The layers between the base model and the vocabulary projection."""
@@ -187,38 +183,52 @@ class MaskedLMLoss(ModelLoss):
     def forward(self, batch):
         """batch: input_ids int64 [B, T] and the other inputs of `model_inputs`; slots int64 [B, K], the
         positions to predict; slot_labels int64 [B, K], -100 for an empty slot; optional next_sentence_label
-        int64 [B]: 0 if B follows A, 1 if B is random, -100 if it does not count. With several pairs in a row
-        (PairRows.columns) it is [B, M], and the pairs begin at pair_start [B, M].
+        int64 [B]: 0 if B follows A, 1 if B is random, -100 if it does not count.
 
-        Returns sums as 0-d tensors: mlm_loss_sum (with gradient; in training that of token_loss, if given),
-        mlm_tokens, in eval mode mlm_correct, and with next_sentence_label nsp_loss_sum (with gradient),
-        nsp_correct and nsp_rows. Also each row's summed cross-entropy, detached: mlm_row_losses and
-        nsp_row_losses."""
+        Returns {"loss_sums": [1], with next_sentence_label [2]}, sums over predictions, with gradient: of
+        masked tokens (in training those of token_loss, if given) and of next sentences. In eval mode also
+        "rows", float32 [B, 3 or 6]: of each row the summed cross-entropy, the predictions and the right ones
+        among them, of masked tokens and then of next sentences."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
         weights, keep = torch.ones_like(labels, dtype=torch.float32), "next_sentence_label" in batch
         out, loss_sum, losses, correct = self._cross_entropy(
             batch, lambda x: _gather_slots(x, slots), labels, weights, not self.training, keep
         )
-        sums = {"mlm_loss_sum": loss_sum, "mlm_tokens": (labels != IGNORED).sum()}
-        sums["mlm_row_losses"] = losses.detach().view(slots.shape).sum(1)
-        if correct is not None:
-            sums["mlm_correct"] = correct.sum()
-        if (next_sentence_label := batch.get("next_sentence_label")) is not None:
-            if self.splits_head:
-                pooled = out.pooler_output
-                if "pair" in batch:  # from the first token of each pair, not of the row
-                    first = _gather_slots(out.last_hidden_state, batch["pair_start"])
-                    pooled = self.lm.base_model.pooler(first[:, None])
-                scores = self.lm.cls.seq_relationship(pooled).float()
-            else:
-                scores = out.seq_relationship_logits.float()
-            targets = next_sentence_label.flatten()
-            losses, counted = F.cross_entropy(scores, targets, reduction="none"), targets != IGNORED
-            sums["nsp_loss_sum"] = losses.sum()
-            sums["nsp_row_losses"] = losses.detach().view(len(next_sentence_label), -1).sum(1)
-            sums["nsp_correct"] = ((scores.argmax(1) == targets) & counted).sum()
-            sums["nsp_rows"] = counted.sum()
-        return sums
+        sums, columns = [loss_sum], [losses, labels != IGNORED, correct]
+        if keep:
+            targets = batch["next_sentence_label"]
+            scores = self.lm.cls.seq_relationship(out.pooler_output) if self.splits_head else out[1]
+            nsp_losses = F.cross_entropy(scores.float(), targets, reduction="none")
+            sums.append(nsp_losses.sum())
+            columns += [nsp_losses, targets != IGNORED, scores.argmax(1) == targets]
+        if self.training:
+            return {"loss_sums": torch.stack(sums)}
+        rows = [column.detach().view(len(slots), -1).sum(1, dtype=torch.float32) for column in columns]
+        return {"loss_sums": torch.stack(sums), "rows": torch.stack(rows, 1)}
+
+
+def masked_metrics(sums):
+    """sums: float64 [rows, 3 or 6] of an evaluation, "rows" of MaskedLMLoss -> the metrics that are logged. A
+    mean is None if nothing counts. Perplexity is of hidden tokens alone.
+
+    loss/eval_stderr is the standard error of loss/eval for rows drawn anew from the same kind of text. A mean
+    is a quotient of two sums over rows, so this is the error of a ratio estimator (Cochran, "Sampling
+    Techniques", 1977, chapter 6), without the correction for a finite set."""
+    metrics, means, effects = {}, [], 0
+    for part, loss, accuracy in zip(
+        sums.split(3, dim=1), ("loss/mlm", "loss/nsp"), ("accuracy", "nsp_accuracy"), strict=False
+    ):
+        loss_sum, count, right = part.sum(0).tolist()
+        metrics |= {loss: None, accuracy: None}
+        if count:
+            metrics |= {loss: loss_sum / count, accuracy: right / count}
+            means.append(loss_sum / count)
+            effects = effects + (part[:, 0] - part[:, 1] * means[-1]) / count
+    record = {"loss/eval": sum(means)}
+    if (rows := int((sums[:, 1::3].sum(1) > 0).sum())) > 1:
+        record["loss/eval_stderr"] = math.sqrt(rows / (rows - 1) * effects.square().sum())
+    record["perplexity"] = math.exp(min(metrics["loss/mlm"] or 0, 700))
+    return record | {"eval_tokens": int(sums[:, 1].sum())} | metrics
 
 
 def _logits(out):
@@ -230,10 +240,19 @@ def _gather_slots(x, slots):
     return x.gather(1, slots[:, :, None].expand(-1, -1, x.shape[2])).flatten(0, 1)
 
 
-def keytoken_table(keytoken_ids, vocab_size, device=None):
-    """float32 [V], 1 at the key tokens: one lookup per token counts any number of key tokens."""
-    table = torch.zeros(vocab_size)
-    table[list(keytoken_ids)] = 1.0
+def keytoken_table(keytokens, tokenizer, device=None):
+    """float32 [V], 1 at the key tokens, bare and after a space: one lookup per token counts any number of
+    them. Those that are not one token of the tokenizer are printed and left out. V: the largest id + 1."""
+    table, split = torch.zeros(max(tokenizer.get_vocab().values()) + 1), {}
+    for word in keytokens:
+        for spelling in (word.strip(), " " + word.strip()):
+            ids = tokenizer(spelling, add_special_tokens=False)["input_ids"]
+            if len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
+                table[ids] = 1.0
+            else:
+                split[spelling] = None
+    if split and os.environ.get("RANK", "0") == "0":
+        print(f"keytokens: ignored, because the tokenizer splits them: {', '.join(map(repr, split))}")
     return table.to(device)
 
 

@@ -1,85 +1,80 @@
 """A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
 
 import os
-from pathlib import Path
+import re
 
 import torch
-from torch.autograd.function import BackwardCFunction
+from torch import nn
+from transformers import AutoTokenizer
 
 from utils.devices import device_type, memory_of
-from utils.learning.configuration import CALL, MODEL_CLASSES, configure, meta_model, one_line, read_config
-from utils.learning.evaluation import eval_mode
-from utils.learning.local_attention import LOCAL, WINDOW, slides
-from utils.learning.one_kernel import use_one_kernel_gelu, use_one_kernel_rms_norm
-from utils.learning.overrides import setting
-
-# Attention kernels, and the model's attribute that says it has them
-ATTENTION = {"auto": "", "eager": "", "sdpa": "_supports_sdpa", LOCAL: "_supports_sdpa"}
-ATTENTION[WINDOW] = "_supports_flash_attn"  # types that support it pass their window to the kernel
-PACKS = ("bert", "ernie", "megatron-bert")  # whose pooler and attention take several sentence pairs to a row
+from utils.learning.compiled import compile_blocks
+from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
+from utils.learning.window_attention import WINDOW
+from utils.xla import autocast_forward
 
 
-def model_problems(
-    kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer=None,
-    gradient_checkpointing=False, attn="auto", eval_only=False,
-):  # fmt: skip
-    """What is wrong with these settings, one line each, before any weights are made; [] = nothing."""
-    of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
-    config, problems = configure(*of)
+def check_model(args, kind) -> list[str]:
+    """What is wrong with model_type, config_overrides, model_name_or_path, gradient_checkpointing and the
+    model's size, a line each, before any weights are made. kind: "causal", "masked" or "pretraining"."""
+    config, model, problems = configure(args, kind, _named_tokenizer(args))
     if problems:
         return problems
-    made = MODEL_CLASSES[kind]._model_mapping[type(config)]
-    if gradient_checkpointing and not made.supports_gradient_checkpointing:
+    if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
         problems.append(f"gradient_checkpointing: transformers' {config.model_type} cannot; leave it out")
-    if reason := _without_attention(attn, kind, config):
-        problems.append(f"attn_implementation, {attn!r}: {reason}; auto takes what can")
-    if not problems and (reason := _too_large(meta_model(kind, config).num_parameters(), eval_only)):
+    if reason := _too_large(model.num_parameters(), args.eval_only):
         problems.append(f"model: {reason}")
-    if model_name_or_path and not problems:
+    if args.model_name_or_path and not problems:
         try:
-            load_weights(kind, model_name_or_path, config, device_map="meta")
+            load_weights(kind, args.model_name_or_path, config, device_map="meta")
         except ValueError as error:
             problems.append(str(error))
     return problems
 
 
-def build_model(kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer, attn="auto"):
-    """A model in float32: random weights of `model_type`, or the weights of `model_name_or_path`.
-
-    kind: of MODEL_CLASSES. config_overrides: "hidden_size=256,num_hidden_layers=4" or a JSON object, for
-    random weights. Vocabulary size, special ids and positions come from tokenizer and block_size where they
-    are not overridden. ValueError with `model_problems`."""
-    of = kind, model_type, config_overrides, model_name_or_path, block_size, tokenizer
-    config, problems = configure(*of)
+def build_model(args, kind, tokenizer):
+    """A model in float32: random weights of args.model_type with config_overrides, or the weights of
+    model_name_or_path. Vocabulary size, special ids and positions come from tokenizer and block_size where
+    they are not overridden. Parameters that no gradient reaches are frozen. ValueError with all problems."""
+    config, _, problems = configure(args, kind, tokenizer)
     if problems:
         raise ValueError("\n".join(problems))
-    attn = fastest_attention(kind, config, block_size) if attn == "auto" else attn
-    if attn != "auto":  # transformers takes sdpa where the model can
-        config._attn_implementation = attn
-    if model_name_or_path:
-        model, extra = load_weights(kind, model_name_or_path, config)
+    if window_pays(kind, config):
+        config._attn_implementation = WINDOW
+    if args.model_name_or_path:
+        model, extra = load_weights(kind, args.model_name_or_path, config)
         model.train()  # with dropout
         if extra and os.environ.get("RANK", "0") == "0":
             print(f"weights    {len(extra)} are not needed and left out: {', '.join(extra[:3])}")
     else:
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32, trust_remote_code=False)
     if kind == "causal":
-        _set_generation(model, block_size)
-    freeze_unused(model, kind, block_size)  # before custom functions, which hide what they lead to
+        _set_generation(model, args.block_size)
+    try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
-    use_one_kernel_rms_norm(model)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def _set_generation(model, block_size):
-    """What pipeline() finds in the saved model."""
-    generation, config = model.generation_config, model.config
-    # It would ask for 256 new tokens, more than there are positions.
-    generation.max_length = generation.max_length or block_size
-    # transformers' cache asks for an attention layer, and for the number of layers (BLT's has another name).
-    linear = set(getattr(config, "layer_types", None) or ()) == {"linear_attention"}
-    if linear or setting(config, "num_hidden_layers") is None:
-        generation.use_cache = False
+def to_device(model, accelerator) -> None:
+    """Moves a loss module to the device, before its optimizer is built; compiles its blocks where
+    accelerate_configs/*.yaml says so; and on XLA makes it compute in bfloat16."""
+    model.to(accelerator.device)
+    model.lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
+    compile_blocks(accelerator, model)
+    autocast_forward(model)
+
+
+def _named_tokenizer(args):
+    """The tokenizer that the settings name; None if one will be trained, or if it cannot be read, which
+    load_rows tells."""
+    if not (name := args.tokenizer_name or args.model_name_or_path):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception:  # of a damaged file any
+        return None
 
 
 def load_weights(kind, name_or_path, config, **options):
@@ -91,9 +86,6 @@ def load_weights(kind, name_or_path, config, **options):
     try:
         model, info = MODEL_CLASSES[kind].from_pretrained(name_or_path, **options)
     except Exception as error:  # of a damaged file any
-        if Path(name_or_path, "model").is_dir():
-            folder = Path(name_or_path).absolute().parents[1]
-            raise ValueError(f"{blamed}: a sharded checkpoint; its run's model is in {folder}") from None
         raise ValueError(f"{blamed}: its weights cannot be read ({one_line(error)})") from None
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     for name, there, here in sorted(info["mismatched_keys"]):
@@ -108,68 +100,80 @@ def load_weights(kind, name_or_path, config, **options):
     return model, sorted(info["unexpected_keys"])
 
 
-def packs_pairs(model_type, model_name_or_path, attn) -> bool:
-    """Whether this model can keep several sentence pairs in one row apart."""
-    if model_name_or_path:
-        try:
-            model_type = read_config(model_name_or_path).model_type
-        except ValueError:  # model_problems tells
-            return False
-    return model_type in PACKS and attn in ("auto", "sdpa", "eager", WINDOW)
+def _set_generation(model, block_size):
+    """What pipeline() finds in the saved model: it would ask for 256 new tokens, more than there are
+    positions; and for a cache, which needs an attention layer, and the number of layers by its usual name."""
+    generation, layers = model.generation_config, set(getattr(model.config, "layer_types", None) or ())
+    generation.max_length = generation.max_length or block_size
+    if layers == {"linear_attention"} or setting(model.config, "num_hidden_layers") is None:
+        generation.use_cache = False
 
 
-def freeze_unused(model, kind, block_size):
-    """Freezes parameters without a gradient, such as an unused pooler: DDP would wait for it. Tries a few
-    tokens, then a full row if some get none."""
+def try_model(model, kind, block_size) -> None:
+    """Runs the model forward and backward on a few tokens, and on a full row if that leaves parameters
+    without a gradient; those that still have none, such as an unused pooler, are frozen: DDP would wait for
+    them.
+
+    ValueError if transformers cannot run it on token ids alone, or if a causal model sees the next token."""
+    reached, size = set(), model.config.vocab_size
+
+    def forward(ids):
+        with torch.random.fork_rng(devices=[]):  # Reformer draws its hashes
+            torch.manual_seed(0)
+            return model(input_ids=ids, **CALL[kind])
+
+    def note(parameter):
+        reached.add(parameter)
+        parameter.grad = None  # at once: not a second copy of the weights in memory
+
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-
-    def unreached(length):
-        ids = torch.arange(length)[None] % model.config.vocab_size
-        out = model(input_ids=ids, **CALL[kind])
-        nodes = new = {value.grad_fn for value in out.values() if getattr(value, "grad_fn", None)}
-        while new:
-            new = {parent for node in new for parent, _ in node.next_functions if parent} - nodes
-            nodes = nodes | new
-        hides = any(isinstance(node, BackwardCFunction) for node in nodes)  # as Reformer's hide theirs
-        reached = {getattr(node, "variable", None) for node in nodes}
-        return trained - reached - set(model.base_model.parameters() if hides else ())
-
-    # Reformer's first row says how many buckets it has.
-    few = block_size if getattr(model.config, "num_buckets", 0) is None else min(8, block_size)
-    with eval_mode(model):
-        unused = unreached(few) and unreached(block_size)
-    for parameter in unused:
+    hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
+    model.eval()
+    try:
+        for length in (min(8, block_size), block_size):
+            ids = (size // 2 + torch.arange(length)[None]) % size  # hardly special ones
+            out = forward(ids)
+            sum(x.float().sum() for x in out.values() if getattr(x, "requires_grad", False)).backward()
+            if reached == trained:
+                break
+        with torch.no_grad():
+            if kind == "causal" and _sees_next(forward, ids, out["logits"]):
+                raise ValueError("a token sees the next one, so there would be nothing to predict")
+    except Exception as error:
+        told = f"model_type, {model.config.model_type!r}: cannot be trained on token ids alone"
+        raise ValueError(f"{told} ({one_line(error)})") from None
+    finally:
+        model.train()
+        for hook in hooks:
+            hook.remove()
+    for parameter in trained - reached:
         parameter.requires_grad_(False)
 
 
-def fastest_attention(kind, config, block_size, device=None):
-    """As measured: on a CPU blocks, for rows much longer than the window of sliding layers. Elsewhere torch's
-    kernel with a window, also for sentence pairs, of which several share a row. Else "auto", what
-    transformers takes."""
-    device = device or device_type()
-    if device == "cpu":
-        name, pays = LOCAL, slides(config) and block_size >= 8 * max(config.sliding_window, 64)
-    else:
-        name, pays = WINDOW, slides(config) or kind == "pretraining"
-    return name if pays and not _without_attention(name, kind, config, device) else "auto"
+def _sees_next(forward, ids, logits) -> bool:
+    """Whether another last token changes the logits of those before it."""
+    changed = forward(torch.cat([ids[:, :-1], ids[:, :1]], 1))["logits"]
+    return bool((changed - logits)[:, :-1].abs().max() > 1e-4 * logits.abs().max())
 
 
-def _without_attention(name, kind, config, device=None):
-    """Why a model cannot be trained with this attention on `device`, or here; "" if it can."""
-    if name not in ATTENTION:
-        return f"unknown, give one of {', '.join(ATTENTION)}"
-    made, device = MODEL_CLASSES[kind]._model_mapping[type(config)], device or device_type()
-    if not getattr(made, ATTENTION[name], True) or name == WINDOW and not made._supports_sdpa:
-        return f"transformers' {config.model_type} cannot"
-    if name == LOCAL and not slides(config):
-        return "none of its layers is a sliding one"
-    if name == WINDOW and "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "its layers attend in chunks"
-    if name == LOCAL and device == "xla" or name == WINDOW and device != "cuda":  # or ROCm
-        return f"cannot train on {device}"
-    if name == WINDOW and os.environ.get("ACCELERATE_MIXED_PRECISION") not in ("bf16", "fp16"):
-        return "needs --mixed_precision bf16 or fp16 of the launcher"
-    return ""
+def use_one_kernel_gelu(model) -> None:
+    """Replace GELUs of eight operations, which keep several copies of the widest activation for backward, by
+    torch's kernel of the same formula."""
+    written_out = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if type(module).__name__ in written_out:
+            model.set_submodule(name, nn.GELU(approximate="tanh"))
+
+
+def window_pays(kind, config, device=None) -> bool:
+    """Whether the attention of window_attention.py is taken: the model has sliding layers and can use it, on
+    CUDA or ROCm, in half precision. In all other cases transformers chooses."""
+    made = MODEL_CLASSES[kind]._model_mapping[type(config)]
+    layers = getattr(config, "layer_types", None) or ()
+    slides = "sliding_attention" in layers and not getattr(config, "is_heterogeneous", False)
+    able = made._supports_sdpa and made._supports_flash_attn and "chunked_attention" not in layers
+    half = os.environ.get("ACCELERATE_MIXED_PRECISION") in ("bf16", "fp16")
+    return slides and able and half and (device or device_type()) == "cuda"
 
 
 def _too_large(parameters, eval_only):
@@ -182,3 +186,8 @@ def _too_large(parameters, eval_only):
             memory = f"{takes / 2**30:.0f} GiB, and there are {room / 2**30:.0f}"
             return f"{parameters / 1e9:.1f} billion parameters take {memory}; give smaller config_overrides"
     return ""
+
+
+def pipeline_tag(lm) -> str:
+    """The pipeline of transformers that runs the model: "text-generation" or "fill-mask"."""
+    return "text-generation" if re.search(r"CausalLM|LMHead", type(lm).__name__) else "fill-mask"

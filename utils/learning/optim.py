@@ -10,11 +10,14 @@ from transformers import get_scheduler
 from utils.learning.muon import MuonAdamW, hidden_matrices
 from utils.xla import sync
 
+GIVE_UP = 20  # updates in a row that are not finite
+
 DECAYS = {  # schedule: share of the learning rate that is left, as a function of the share of the decay done
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "warmup_stable_decay": lambda done: 1 - math.sqrt(done),  # Haegele et al., 2024, 2405.18392
 }
+WSD_DECAY = 0.2  # share of all steps
 SCHEDULES = [*DECAYS, "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
 
@@ -30,37 +33,29 @@ def parameter_groups(model, weight_decay):
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
 
 
-def build_optimizer(model, learning_rate, weight_decay, betas=(0.9, 0.999), optimizer_type="adamw",
-                    muon_learning_rate=0.0):
+def build_optimizer(model, args):
     """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
 
-    "muon": Muon for the hidden layers' matrices, at muon_learning_rate or, if that is 0, at learning_rate."""
+    optimizer_type "muon": Muon for the hidden layers' matrices, at muon_learning_rate or, if that is 0, at
+    learning_rate."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
-    groups = parameter_groups(model, weight_decay)
-    if optimizer_type == "muon":
+    groups, muon = parameter_groups(model, args.weight_decay), args.optimizer_type == "muon"
+    if muon:
         matrices, decayed = hidden_matrices(model), groups[0]["params"]
         groups[0]["params"] = [weight for weight in decayed if weight not in matrices]
         hidden = [weight for weight in decayed if weight in matrices]
-        options = dict(lr=muon_learning_rate or learning_rate, momentum=0.95, weight_decay=weight_decay)
-        groups.append({"params": hidden, **options})
+        rate = args.muon_learning_rate or args.learning_rate
+        groups.append(dict(params=hidden, lr=rate, momentum=0.95, weight_decay=args.weight_decay))
     groups = [group for group in groups if group["params"]]
-    optimizer = MuonAdamW if optimizer_type == "muon" else torch.optim.AdamW
-    return optimizer(groups, lr=learning_rate, betas=betas, fused=fused)
-
-
-def name_optimizers(settings: dict, optimizers: list) -> dict:
-    """The settings, with optimizer_type naming the optimizers of an edit."""
-    kind, kinds = settings.get("optimizer_type"), {"muon": MuonAdamW, "adamw": torch.optim.AdamW}
-    if not kind or kinds.get(kind) in map(type, optimizers):
-        return settings
-    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-    return settings | {"optimizer_type": names or "of the script's own"}
+    options = dict(lr=args.learning_rate, betas=(0.9, args.adam_beta2), fused=fused)
+    return (MuonAdamW if muon else torch.optim.AdamW)(groups, **options)
 
 
 def describe_groups(optimizer):
     """A line per group: its algorithm, peak learning rate, weight decay, tensors, parameters."""
-    kind, lines = type(optimizer).__name__, []
-    for group in optimizer.param_groups:
+    bare, lines = getattr(optimizer, "optimizer", optimizer), []  # without accelerate's wrapper
+    kind = type(bare).__name__
+    for group in bare.param_groups:
         name = "Muon" if kind == "MuonAdamW" and "momentum" in group else kind.removeprefix("Muon")
         tensors, parameters = len(group["params"]), sum(p.numel() for p in group["params"])
         size = f"{tensors} tensor{'s' * (tensors != 1)}, {parameters:,} parameters"
@@ -70,19 +65,18 @@ def describe_groups(optimizer):
     return lines
 
 
-def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_steps, num_decay_steps=0,
-                   min_lr_ratio=0.0):
-    """A learning-rate schedule in optimizer steps. Those of DECAYS end at min_lr_ratio of the peak;
-    warmup_stable_decay decays in the last num_decay_steps, the others from the warm-up on.
+def build_schedule(optimizer, args, last):
+    """A learning-rate schedule over `last` optimizer steps. Those of DECAYS end at min_lr_ratio of the peak;
+    warmup_stable_decay decays in the last fifth of the steps, the others from the warm-up on.
 
-    Step it once per update, and leave it out of accelerator.prepare, which would step it once per process."""
-    name, warmup, last = lr_scheduler_type, num_warmup_steps, max_train_steps
-    decay = num_decay_steps if name == "warmup_stable_decay" else last - warmup
-    if not 0 <= warmup <= last:
-        raise ValueError(f"num_warmup_steps, {warmup}, must be 0 to {last}, the steps of the run")
-    if warmup + decay > last:
-        raise ValueError(f"num_decay_steps: {decay}, and {warmup} of warm-up, are more than the {last} steps "
-                         "of the run")
+    Step it once per update, and leave it out of accelerator.prepare, which would step it once per process.
+    ValueError if the warm-up is longer than the run, or leaves no room for the decay."""
+    name, warmup = args.lr_scheduler_type, args.num_warmup_steps
+    warmup = int(warmup * (last if warmup < 1 else 1))
+    decay = int(WSD_DECAY * last) if name == "warmup_stable_decay" else last - warmup
+    if not 0 <= warmup <= last or warmup + decay > last:
+        most = last - decay if name == "warmup_stable_decay" else last
+        raise ValueError(f"num_warmup_steps: {warmup} must be 0 to {most}, as the run has {last} steps")
     if name not in DECAYS:  # transformers' polynomial divides by 0 if no step follows the warm-up
         return get_scheduler(name, optimizer, warmup, max(last, warmup + 1))
 
@@ -90,17 +84,9 @@ def build_schedule(optimizer, lr_scheduler_type, num_warmup_steps, max_train_ste
         if step < warmup:
             return step / warmup
         done = min(max(step - (last - decay), 0) / decay, 1) if decay else float(step >= last)
-        return min_lr_ratio + (1 - min_lr_ratio) * DECAYS[name](done)
+        return args.min_lr_ratio + (1 - args.min_lr_ratio) * DECAYS[name](done)
 
     return LambdaLR(optimizer, factor)
-
-
-def stable_steps(args, steps):
-    """[first, last] step between warm-up and decay, where the learning rate is constant."""
-    schedule = getattr(args, "lr_scheduler_type", "")
-    warmup = 0 if schedule == "constant" else getattr(args, "num_warmup_steps", 0)
-    decay = args.num_decay_steps if schedule == "warmup_stable_decay" else 0
-    return [steps.count(warmup), steps.last - steps.count(decay)]
 
 
 class UpdateGuard:
@@ -120,11 +106,11 @@ class UpdateGuard:
         obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
         self.obeyed = self.scaler is None and all(obey)
         self.norm = torch.zeros((), device=accelerator.device)  # of the newest gradient
-        self.consecutive = 0  # updates skipped in a row, at the last read
-        self._pending, self._unread = [], []  # flags on the device; flags on the host
+        self.updates, self.consecutive = 0, 0  # in all, and skipped in a row, at the last read
+        self._pending, self._unread = [], []  # since then: flags on the device or host; those of a checkpoint
 
     def check(self, grad_norm, limit=None):
-        """Call it once per update, after clipping and before optimizer.step(). grad_norm: 0-d, before
+        """Call it once per update, after clipping and before the optimizer's step. grad_norm: 0-d, before
         clipping. Above `limit` (a number or 0-d, the same on all processes) the update is skipped too.
 
         Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. `.norm` holds the norm."""
@@ -147,78 +133,68 @@ class UpdateGuard:
         return flag
 
     def read(self):
-        """For each update since the last read 1 if it was skipped, else 0."""
-        flags, self._unread = self.state_dict()["unread"], []
-        return flags
+        """For each update since the last read 1 if it was skipped, else 0. RuntimeError after GIVE_UP skipped
+        ones in a row. Here the host waits for the device."""
+        state = self.state_dict()
+        self.load_state_dict(state | {"unread": []})
+        if self.consecutive >= GIVE_UP:
+            where = f"of steps {self.updates - self.consecutive + 1} to {self.updates}"
+            raise RuntimeError(f"{self.consecutive} updates in a row, {where}, were skipped, as their "
+                               "gradients are not finite. Lower learning_rate, or look at their rows.")
+        return state["unread"]
 
     def state_dict(self):
-        """Values that fit into JSON. Only here, and in `read`, the host waits."""
+        """Numbers. Nothing changes, but the host waits for the device."""
         new = [int(flag) for flag in torch.stack(self._pending).tolist()] if self._pending else []
+        consecutive = self.consecutive
         for flag in new:
-            self.consecutive = self.consecutive + 1 if flag else 0
-        self._unread, self._pending = self._unread + new, []
-        return {"consecutive": self.consecutive, "unread": self._unread}
+            consecutive = consecutive + 1 if flag else 0
+        return {"updates": self.updates + len(new), "consecutive": consecutive, "unread": self._unread + new}
 
     def load_state_dict(self, state):
-        self.consecutive, self._pending, self._unread = state["consecutive"], [], list(state["unread"])
+        self.updates, self.consecutive = state["updates"], state["consecutive"]
+        self._pending, self._unread = [], list(state["unread"])
 
 
 class Means:
     """Means of losses over the steps since the last log line. They stay on the device until `read`."""
 
-    def __init__(self, accelerator, *names, total=None):
-        """names: of the losses; total: the name of their sum, which comes first, or None."""
-        self.accelerator, self.names = accelerator, [f"loss/{name}" for name in names]
-        self.total = total and f"loss/{total}"
-        self._step = torch.zeros(len(names)).to(accelerator.device)  # over a step's micro-batches
-        self._added = 0  # micro-batches of this step
-        self._start()
+    def __init__(self, accelerator, *names):
+        self.accelerator, self.names = accelerator, names
+        self._sums = torch.zeros(len(names) + 1).to(accelerator.device)  # losses, steps
 
-    def _start(self):
-        self._sums = torch.zeros(len(self.names) + 1).to(self.accelerator.device)  # losses, steps
-
-    def add(self, *losses):
-        """Call it once per micro-batch, with one 0-d tensor per name, or ValueError."""
-        if len(losses) != len(self.names):  # a single one would be broadcast to all names
-            raise ValueError(f"means: {len(losses)} losses for {', '.join(self.names)}")
-        self._step += torch.stack([loss.detach().float() for loss in losses])
-        self._added += 1
-
-    def end_step(self, skipped, micro_batches=1, divide=True):
-        """Ends a step: its losses, divided by `micro_batches` if divide, count unless `skipped` (0-d) is 1.
-        ValueError if `add` was not called once for each micro-batch, as the means would be wrong."""
-        added, self._added = self._added, 0
-        if added != micro_batches:
-            raise ValueError(f"means: add was called {added} times in a step of {micro_batches} "
-                             "micro-batches: call it once for each, with one loss per name of Means.")
-        step = torch.cat([self._step / (micro_batches if divide else 1), torch.ones_like(skipped)[None]])
+    def add(self, losses, skipped):
+        """Call it once per step. losses [names]: the step's, of this process; they count unless skipped (0-d)
+        is 1. ValueError for another number of losses."""
+        if losses.shape != (len(self.names),):  # a single one would be broadcast to all names
+            raise ValueError(f"means: losses of shape {[*losses.shape]} for {', '.join(self.names)}")
+        step = torch.cat([losses.detach().float(), torch.ones_like(skipped)[None]])
         self._sums += torch.where(skipped > 0, 0, step)
-        self._step.zero_()
 
     def read(self, **others):
         """{"loss/<name>": mean over steps and processes, None if no step counted}, and the means of `others`
         (0-d) over processes. Then starts anew. All processes call it; here the host waits for the device."""
-        rows = self.state_dict(*others.values())
-        names = [*self.names, "steps", *others]
-        sums = {name: sum(column) for name, *column in zip(names, *rows, strict=True)}
-        self._start()
-        losses, steps = {name: sums[name] for name in self.names}, sums["steps"]
-        if self.total:
-            losses = {self.total: sum(losses.values())} | losses
-        means = {name: loss / steps if steps else None for name, loss in losses.items()}
-        return means | {name: sums[name] / len(rows) for name in others}
+        sums = {name: (sum(values), len(values)) for name, values in self.state_dict(**others).items()}
+        self._sums = torch.zeros_like(self._sums)
+        steps, _ = sums.pop("steps")
+        losses = {f"loss/{name}": sums[name][0] / steps if steps else None for name in self.names}
+        return losses | {name: sums[name][0] / sums[name][1] for name in others}
 
-    def state_dict(self, *others):
-        """A row per process, [losses, steps, others]: the same on all processes, which all call it."""
-        values = torch.cat([self._sums, *(other[None] for other in others)]) if others else self._sums
+    def state_dict(self, **others):
+        """{name, or "steps": a sum of each process}: the same on all processes, which all call it. Nothing
+        changes."""
+        values = self._sums  # as it is, where it can be: each operation is a graph on XLA
+        if others:
+            sync()  # the whole step, or XLA would compile, and compute twice, what these need of it
+            values = torch.cat([values, *(other[None] for other in others.values())])
         if self.accelerator.num_processes > 1:  # with one process it would be another graph on XLA
             values = self.accelerator.gather(values)
-        return values.cpu().view(-1, len(self._sums) + len(others)).tolist()
+        columns = values.cpu().view(-1, len(self._sums) + len(others)).T.tolist()
+        return dict(zip([*self.names, "steps", *others], columns, strict=True))
 
-    def load_state_dict(self, rows):
-        """rows: of any number of processes; each takes its share. ValueError for rows of other losses."""
-        if any(len(row) != len(self._sums) for row in rows):
-            raise ValueError(f"{len(rows[0]) - 1} losses there, {len(self.names)} now")
-        self._start()
-        if mine := rows[self.accelerator.process_index :: self.accelerator.num_processes]:
-            self._sums = torch.tensor(mine).sum(0).to(self.accelerator.device)
+    def load_state_dict(self, sums):
+        """sums: of any number of processes; each takes its share. ValueError for other losses."""
+        if [*sums] != [*self.names, "steps"]:
+            raise ValueError(f"means: of {', '.join(sums)} there, of {', '.join(self.names)}, steps now")
+        own = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        self._sums = torch.tensor([sum(column[own]) for column in sums.values()]).to(self._sums)

@@ -1,0 +1,42 @@
+"""Patches of transformers and accelerate, all in this file. Each names the version that needs it and why;
+delete it when the library no longer does."""
+
+import threading
+
+import torch
+import torch.distributed as dist
+from transformers import AttentionInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+# Per thread, as some TPUs run two processes as threads of one. ModelLoss sets it around each forward pass.
+in_forward = threading.local()  # .rows_in_order: this forward's rows have positions 0, 1, 2, ...
+_search = masking_utils.find_packed_sequence_indices  # transformers' own
+
+
+def skip_search_for_documents() -> None:
+    """transformers 5.24 looks for positions that start again within a row (packed documents). That waits for
+    the device in each forward, and with torch.compile it prevents the causal kernel. A batch without
+    position_ids has none: nothing is searched while `in_forward.rows_in_order` is set."""
+    masking_utils.find_packed_sequence_indices = _search_unless_in_order
+
+
+def _search_unless_in_order(position_ids):
+    return None if getattr(in_forward, "rows_in_order", False) else _search(position_ids)
+
+
+def wait_on_cpus(accelerator) -> None:
+    """accelerate 1.15 passes GPU numbers to the barrier of processes that run on CPUs: it fails or hangs on a
+    machine with fewer GPUs than processes."""
+    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        accelerator.wait_for_everyone = dist.barrier
+
+
+def cast_attention_on_xla() -> None:
+    """torch_xla 2.9: autocast casts the inputs of torch's attention on CUDA and CPU, but not on XLA: behind
+    norms of queries and keys in float32 (Qwen3, OLMo 2, Gemma 3) they differ in type."""
+    AttentionInterface.register("sdpa", _sdpa_in_bf16)
+
+
+def _sdpa_in_bf16(module, query, key, value, *more, **options):
+    inputs = (x.to(torch.bfloat16) for x in (query, key, value))
+    return sdpa_attention_forward(module, *inputs, *more, **options)
