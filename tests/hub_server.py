@@ -6,9 +6,9 @@
 
     python -m tests.hub_server FOLDER --port 8008           # by hand; prints what to put before a command
 
-Serves models and data sets: whoami, create, info, refs, commits, tree, paths-info, branches, tags, preupload,
-LFS batch and PUT, commit, download with ranges, validate-yaml. Xet uploads (the default of installed clients)
-are answered by tests/xet_store.py. A `Fault` makes chosen requests fail, hang, crawl, lose their connection.
+Serves models and data sets: whoami, create, info, refs, commits, tree, paths-info, preupload, LFS batch
+and PUT, commit, download with ranges, validate-yaml. Xet uploads (the default of installed clients) are
+answered by tests/xet_store.py. A `Fault` makes chosen requests fail, hang, crawl, lose their connection.
 It checks what the real Hub checks and a client can get wrong: tokens, write permission, that every LFS object
 of a commit has arrived whole with the right hash. It has no pull requests, no rate limits of its own (inject
 a 429).
@@ -44,8 +44,7 @@ class Fault:
 
     kind "status": answered with `status` and `headers`; "drop": the connection is reset after `after` bytes
     of the body; "hang": never answered; "slow": the body is read at `rate` bytes per second, then served as
-    usual; "lost": done as asked, but the answer never arrives (the connection is reset instead); "wrong": the
-    files of a commit are stored with a byte more.
+    usual; "lost": done as asked, but the answer never arrives (the connection is reset instead).
     """
 
     match: str
@@ -176,11 +175,6 @@ class HubServer:
             self.create(repo_id, kind)
         return self.commit(repo_id, kind, "main", "upload", list(files.items()))
 
-    def tags(self, repo_id, kind="models"):
-        """{tag: {path: {"sha256", "size", ...}}}"""
-        repo = self.repo(repo_id, kind)
-        return {tag: repo["commits"][oid]["files"] for tag, oid in repo.get("tags", {}).items()}
-
     def commits(self, repo_id, branch="main", kind="models"):
         """[{"oid", "title", "files": {path: {"sha256", "size", ...}}}], oldest first, the initial one left
         out."""
@@ -219,7 +213,7 @@ class Handler(BaseHTTPRequestHandler):
     def do(self):
         hub = self.hub
         url = urlsplit(self.path)
-        self.query, self.drop_answer, self.spoil = parse_qs(url.query), False, False
+        self.query, self.drop_answer = parse_qs(url.query), False
         line = f"{self.command} {url.path}"
         self.entry = {"time": time.monotonic(), "line": line, "status": None}   # None: no answer
         hub.log.append(self.entry)
@@ -238,7 +232,6 @@ class Handler(BaseHTTPRequestHandler):
                 return self.reset()
             self.data = self.body(rate=fault.rate if fault and fault.kind == "slow" else None)
             self.drop_answer = bool(fault) and fault.kind == "lost"
-            self.spoil = bool(fault) and fault.kind == "wrong"
             if fault and fault.kind == "status":
                 return self.answer({"error": "injected fault"}, fault.status, fault.headers)
             self.user = self.authenticate(line)
@@ -327,7 +320,7 @@ class Handler(BaseHTTPRequestHandler):
         return repo
 
     def resolve_revision(self, repo, rev):
-        oid = repo["refs"].get(rev or "main", repo.get("tags", {}).get(rev, rev))
+        oid = repo["refs"].get(rev or "main", rev)
         if oid not in repo["commits"]:
             raise Refused(404, f"Invalid rev id: {rev}", "RevisionNotFound")
         return oid, repo["commits"][oid]["files"]
@@ -373,38 +366,9 @@ class Handler(BaseHTTPRequestHandler):
                      "siblings": [{"rfilename": path} for path in sorted(files)]})
 
     def refs(self, kind, repo_id):
-        repo = self.open_repo(kind, repo_id)
-        branches, tags = (
-            [{"name": name, "ref": f"refs/{where}/{name}", "targetCommit": oid} for name, oid in refs.items()]
-            for where, refs in (("heads", repo["refs"]), ("tags", repo.get("tags", {})))
-        )
-        self.answer({"branches": branches, "tags": tags, "converts": [], "pullRequests": []})
-
-    def branch(self, kind, repo_id, name):
-        with self.hub.lock:
-            repo = self.open_repo(kind, repo_id, write=True)
-            if name in repo["refs"]:
-                raise Refused(409, f"Reference already exists: refs/heads/{name}")
-            start = json.loads(self.data or b"{}").get("startingPoint")
-            repo["refs"][name] = self.resolve_revision(repo, start)[0]
-            self.hub.save_repo(repo_id, kind, repo)
-        self.answer({})
-
-    def tag(self, kind, repo_id, rev):
-        with self.hub.lock:
-            repo = self.open_repo(kind, repo_id, write=True)
-            tags = repo.setdefault("tags", {})
-            if self.command == "DELETE":
-                if rev not in tags:
-                    raise Refused(404, f"Invalid rev id: {rev}", "RevisionNotFound")
-                del tags[rev]
-            else:
-                name = json.loads(self.data)["tag"]
-                if name in tags:
-                    raise Refused(409, f"Reference already exists: refs/tags/{name}")
-                tags[name] = self.resolve_revision(repo, rev)[0]
-            self.hub.save_repo(repo_id, kind, repo)
-        self.answer({})
+        refs = self.open_repo(kind, repo_id)["refs"].items()
+        branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in refs]
+        self.answer({"branches": branches, "tags": [], "converts": [], "pullRequests": []})
 
     def commit_list(self, kind, repo_id, rev):
         repo, found = self.open_repo(kind, repo_id), []
@@ -509,14 +473,6 @@ class Handler(BaseHTTPRequestHandler):
                 changes.append((value["path"], value["oid"]))
             else:
                 changes.append((value["path"].rstrip("/") + "/" * (item["key"] == "deletedFolder"), None))
-        if self.spoil:
-            for i, (path, content) in enumerate(changes):
-                if isinstance(content, str):
-                    spoilt = (self.hub.root / "blobs" / content).read_bytes() + b"!"
-                    changes[i] = path, hashlib.sha256(spoilt).hexdigest()
-                    (self.hub.root / "blobs" / changes[i][1]).write_bytes(spoilt)
-                elif content is not None:
-                    changes[i] = path, content + b"!"
         changes.sort(key=lambda change: change[1] is not None)      # deletions first
         oid = self.hub.commit(repo_id, kind, rev, title, changes)
         self.answer({"commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}", "commitOid": oid})
@@ -560,8 +516,6 @@ ROUTES = [
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("GET", rf"{API}(/revision/(?P<rev>[^/]+))?", Handler.info),
     ("GET", rf"{API}/refs", Handler.refs),
-    ("POST", rf"{API}/branch/(?P<name>[^/]+)", Handler.branch),
-    ("POST|DELETE", rf"{API}/tag/(?P<rev>[^/]+)", Handler.tag),
     ("GET", rf"{API}/commits/(?P<rev>[^/]+)", Handler.commit_list),
     ("GET", rf"{API}/tree/(?P<rev>[^/]+)(/(?P<path>.+))?", Handler.tree),
     ("POST", rf"{API}/paths-info/(?P<rev>[^/]+)", Handler.paths_info),

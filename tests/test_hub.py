@@ -14,28 +14,30 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from huggingface_hub.utils import filter_repo_objects
 
 from tests import forked
 from tests.hub_server import ADA, TOKEN, Fault, HubServer
-from utils.publishing.publisher import Publisher, upload_command
 
 PROJECT = Path(__file__).resolve().parent.parent
 UPLOAD = "PUT /lfs|POST /xet/v1/xorbs"  # of weights, on either transport
 ALWAYS = float("inf")
 PRELUDE = """
-import os, sys, time
+import json, os, sys, time
 from pathlib import Path
-from utils.publishing import remote
-from utils.publishing.remote import Hub, fetch_checkpoint
-from utils.publishing.publisher import Publisher
-from utils.io.files import seal, write_file
+from types import SimpleNamespace
+from accelerate import Accelerator
+from utils.publishing import hub
+from utils.publishing.hub import Hub
 
 out = Path(sys.argv[1])
 out.mkdir(exist_ok=True)
+
+def open_hub(model_id="ada/model", private=False):
+    settings = dict(push_to_hub=True, hub_model_id=model_id, hub_private_repo=private)
+    args = SimpleNamespace(output_dir=str(out), eval_only=False, show=0, **settings)
+    return Hub(args, Accelerator(cpu=True))
 
 def save(step, size=20_000):
     "What a save leaves: weights in a new file, the rest rewritten in place, each naming its step."
@@ -48,10 +50,10 @@ def save(step, size=20_000):
 def tell(what):
     print(">", what, flush=True)
 
-def wait(pusher, *states):
+def wait(pushes, *states):
     "Wait for the next event of such a state."
     while True:
-        for event in pusher.poll():
+        for event in pushes.poll():
             if event["state"] in states:
                 return event
         time.sleep(0.02)
@@ -165,7 +167,8 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
     Program(both, tmp_path, """
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-    pusher = Publisher(out, Hub("model", private=True)).start()
+    pushes = open_hub("model", private=True)
+    assert pushes.url == f"{os.environ['HF_ENDPOINT']}/ada/model"
     saved = {}
     for step in (1, 2, 3):
         torch.manual_seed(step)
@@ -173,23 +176,24 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
         model = GPT2LMHeadModel(GPT2Config(**sizes))
         save(step)
         model.save_pretrained(out)
-        model.save_pretrained(out / "best")
         os.link(out / "model.safetensors", out / f".kept-{step}")
-        pusher.push(step, {"loss": 1 / step, "perplexity": None})
-        event = wait(pusher, "done")
+        records = [{"step": step, "loss/train": 5.0}, {"loss/eval": 1 / step, "loss/eval_stderr": 0.1,
+                   "perplexity": None, "note": f"step {step}"}, {"loss/train": 4.0}]
+        (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
+        pushes.push(step)
+        event = wait(pushes, "done")
         saved[event["revision"]] = model.state_dict()
-    assert pusher.finish(30) and pusher.status == "step 3 pushed" and not (out / ".hub").exists()
+    assert pushes.finish()
+    assert pushes.status == "step 3 pushed" and not (out / ".hub").exists()
     rewritten = os.path.samefile(out / ".kept-1", out / ".kept-2")
     assert not rewritten, "save_pretrained rewrites weights in place: a hard link does not freeze them"
     for revision, weights in saved.items():
         loaded = AutoModelForCausalLM.from_pretrained("ada/model", revision=revision).state_dict()
         assert all(torch.equal(loaded[name], weights[name]) for name in weights)
-        best = AutoModelForCausalLM.from_pretrained("ada/model", revision=revision, subfolder="best")
-        assert all(torch.equal(best.state_dict()[name], weights[name]) for name in weights)
     """).end()
     commits = both.commits("ada/model")
     titles = [commit["title"] for commit in commits]
-    assert titles == ["Step 1, loss 1", "Step 2, loss 0.5", "Step 3, loss 0.3333"]
+    assert titles == ["Step 1, loss/eval 1", "Step 2, loss/eval 0.5", "Step 3, loss/eval 0.3333"]
     for step, commit in enumerate(commits, 1):
         assert all(f"step {step}".encode() in both.read(commit["files"][name])
                    for name in ("README.md", "metrics.jsonl", "curves.png"))
@@ -201,13 +205,13 @@ def test_newer_snapshots_replace_those_that_wait(both, tmp_path):
     """On a slow network, with files rewritten all the time: whole revisions in order, the last among them."""
     both.faults.append(Fault(UPLOAD, "slow", rate=40_000, times=ALWAYS))
     states = Program(both, tmp_path, """
-    pusher = Publisher(out, Hub("ada/model")).start()
+    pushes = open_hub()
     for step in range(1, 13):
         save(step)
-        pusher.push(step)
+        pushes.push(step)
         time.sleep(0.1)
-    assert pusher.finish(30)
-    print([event["state"] for event in pusher.poll()])
+    assert pushes.finish()
+    print([event["state"] for event in pushes.poll()])
     """).end()
     published = steps(both)
     assert published[-1] == 12 and 1 < len(published) < 12
@@ -230,13 +234,13 @@ PASSING = {
 def test_passing_troubles_lose_nothing(both, tmp_path):
     """One trouble per push: each revision stays whole and arrives, after the wait that is asked for."""
     program = Program(both, tmp_path, f"""
-    pusher = Publisher(out, Hub("ada/model")).start()
+    pushes = open_hub()
     for step in range(1, 1 + {len(PASSING)}):
         input()
         save(step)
-        pusher.push(step)
-        tell(wait(pusher, "done", "failed"))
-    assert pusher.finish(1)
+        pushes.push(step)
+        tell(wait(pushes, "done", "failed"))
+    sys.exit(int(not pushes.finish()))
     """)
     for step, (what, fault) in enumerate(PASSING.items(), 1):
         both.faults, began = [replace(fault)], len(both.log)
@@ -258,13 +262,13 @@ def test_a_wait_that_cannot_be_asked_for_is_not_waited(hub, tmp_path):
     program = Program(hub, tmp_path, f"""
     for step in range(1, 1 + {len(NO_WAIT)}):
         input()
-        pusher = Publisher(out, Hub("ada/model")).start()
+        pushes = open_hub()
         save(step)
-        pusher.push(step)
-        while not pusher.poll():
+        pushes.push(step)
+        while not pushes.poll():
             time.sleep(0.02)
-        assert pusher.finish(20), pusher.status
-        tell(pusher.poll()[-1]["state"])
+        pushes.finish()
+        tell(pushes.poll()[-1]["state"])
     """)
     for step, asked in enumerate(NO_WAIT, 1):
         mad = {"status": 429, "headers": {"Retry-After": asked}, "times": 1}
@@ -284,7 +288,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
     def told(model_id, token=good):
         os.environ["HF_TOKEN"] = token
         try:
-            return Hub(model_id).repo_id
+            return open_hub(model_id).repo_id
         except ValueError as error:
             return str(error)
 
@@ -304,10 +308,10 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
-    remote.CHECK_SECONDS = 1
+    hub.CHECK_SECONDS = 1
     input()
     try:
-        Hub("model")
+        open_hub("model")
     except ValueError as error:
         print(error)
     """)
@@ -320,15 +324,15 @@ def test_no_answer_ends_before_any_work(hub, tmp_path, how):
 def test_token_revoked_during_training(both, tmp_path):
     """Said once; training goes on; nothing is lost: the printed command works with a good token."""
     program = Program(both, tmp_path, """
-    pusher = Publisher(out, Hub("ada/model")).start()
+    pushes = open_hub()
     for step in (1, 2, 3):
         save(step)
-        pusher.push(step)
-        tell(wait(pusher, "done", "failed"))
+        pushes.push(step)
+        tell(wait(pushes, "done", "failed"))
         input()
     save(4)
-    pusher.push(4)
-    sys.exit(0 if pusher.finish(20) else 1)
+    pushes.push(4)
+    sys.exit(int(not pushes.finish()))
     """)
     assert "'done'" in program.told()
     tokens, both.tokens = both.tokens, {}
@@ -344,14 +348,15 @@ def test_token_revoked_during_training(both, tmp_path):
 def test_server_lost_before_the_last_push(both, tmp_path, how):
     """The wait is bounded, the exit not held up; files are kept, and the printed command works later."""
     program = Program(both, tmp_path, """
-    pusher = Publisher(out, Hub("ada/model")).start()
+    hub.FINISH_SECONDS = 3
+    pushes = open_hub()
     save(1)
-    pusher.push(1)
-    tell(wait(pusher, "done"))
+    pushes.push(1)
+    tell(wait(pushes, "done"))
     input()
     save(2)
-    pusher.push(2)
-    sys.exit(0 if pusher.finish(3) else 1)
+    pushes.push(2)
+    sys.exit(int(not pushes.finish()))
     """, fresh=how == "silent" and both.uses_xet)
     assert "'done'" in program.told()
     if how == "gone":
@@ -372,13 +377,13 @@ def test_server_lost_before_the_last_push(both, tmp_path, how):
 def test_killed_during_a_push(both, tmp_path, when):
     """The same program again ends with whole revisions and the last model, and clears what was frozen."""
     code = """
-    pusher = Publisher(out, Hub("ada/model")).start()
-    assert not (out / ".hub").exists()
+    pushes = open_hub()
     for step in (1, 2):
         save(step)
-        pusher.push(step)
-        wait(pusher, "done")
-    assert pusher.finish(1)
+        pushes.push(step)
+        wait(pushes, "done")
+    assert not [*(out / ".hub").iterdir()]
+    sys.exit(int(not pushes.finish()))
     """
     match = UPLOAD if when == "upload" else "POST .*/commit/"
     both.faults.append(Fault(match, "hang", times=ALWAYS))
@@ -396,112 +401,77 @@ def test_the_hubs_own_quota(hub, tmp_path):
     """While the Hub takes no more, snapshots wait as long as it asks, and are replaced by newer ones."""
     hub.faults = [Fault("POST .*/commit/", status=429, headers={"Retry-After": "2"}, skip=2)]
     Program(hub, tmp_path, """
-    pusher = Publisher(out, Hub("ada/model")).start()
+    pushes = open_hub()
     for step in (1, 2, 3, 4, 5):
         save(step)
-        pusher.push(step)
-        wait(pusher, "done", "retry") if step < 4 else time.sleep(0.2)
-    assert "again in" in pusher.status, pusher.status
-    assert pusher.finish(10)
+        pushes.push(step)
+        wait(pushes, "done", "retry") if step < 4 else time.sleep(0.2)
+    assert "again in" in pushes.status, pushes.status
+    sys.exit(int(not pushes.finish()))
     """).end()
     assert steps(hub) == [1, 2, 5]
 
 
 def test_a_full_disk_does_not_end_training(hub, tmp_path):
     hub.faults = [Fault("POST .*/commit/", status=503)]
-    Program(hub, tmp_path, """
+    output = Program(hub, tmp_path, """
     import resource
-    pusher = Publisher(out, Hub("ada/model")).start()
+    pushes = open_hub()
     save(1)
     (out / "large.json").write_bytes(b"x" * 100_000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as on a full disk, a copy is cut short
-    pusher.push(1)
+    pushes.push(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert wait(pusher, "failed")["push_step"] == 1
+    assert wait(pushes, "failed")["push_step"] == 1
     (out / "large.json").unlink()
     save(2)
-    pusher.push(2)
-    wait(pusher, "retry")  # it waits in full, and stays when the next one finds no room
+    pushes.push(2)
+    wait(pushes, "retry")  # it waits in full, and stays when the next one finds no room
     (out / "large.json").write_bytes(b"x" * 100_000)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    pusher.push(3)
+    pushes.push(3)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = []
-    pusher.say = said.append
-    assert not pusher.finish(10) and "'Step 3' did not reach ada/model" in said[-1], said
-    """).end()
-    assert steps(hub) == [2]
+    sys.exit(int(not pushes.finish()))
+    """).end(status=1)
+    assert "'Step 3' did not reach ada/model" in output and steps(hub) == [2]
 
 
 def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
     """One file where there were shards: no revision holds both."""
     Program(hub, tmp_path, """
-    pusher = Publisher(out, Hub("ada/model")).start()
+    pushes = open_hub()
     for i in (1, 2):
         (out / f"model-0000{i}-of-00002.safetensors").write_bytes(b"half")
     (out / "model.safetensors.index.json").write_text("{}")
     (out / "adapter.safetensors").write_bytes(b"not ours")
-    pusher.push(1)
-    wait(pusher, "done")
+    pushes.push(1)
+    wait(pushes, "done")
     for path in out.glob("*s*"):
         path.unlink()
     save(2)
-    pusher.push(2)
-    assert pusher.finish(10)
+    pushes.push(2)
+    sys.exit(int(not pushes.finish()))
     """).end()
     names = {name for name in hub.commits("ada/model")[-1]["files"] if "safetensors" in name}
     assert names == {"model.safetensors", "adapter.safetensors"}
 
 
-def test_training_state_comes_back_on_another_machine(both, tmp_path):
-    """Byte for byte; the branch holds one state; a failed download leaves nothing that looks like a state."""
-    program = Program(both, tmp_path, """
-    store = Hub("ada/model", setting="checkpoint_url")
-    pusher = Publisher(out, None, store).start()
-    assert fetch_checkpoint(store, out) is None
-    for name in ("step-00000005-keep", "step-7", "step-000000099"):  # copies of the user's are not published
-        (out / "checkpoints" / name).mkdir(parents=True)
-        (out / "checkpoints" / name / "manifest.json").touch()
-    for step in (10, 20):
-        folder = out / f"checkpoints/step-{step:08d}"
-        (folder / "rng").mkdir(parents=True)
-        pusher.poll()
-        names = "model.safetensors", "rng/0.pt"
-        seal(folder, {name: write_file(folder / name, [os.urandom(5000)]) for name in names}, step=step)
-        (out / "metrics.jsonl").write_text(f"up to step {step}")
-        assert wait(pusher, "done")["push_step"] == step
-    assert pusher.finish(10) and pusher.poll() == []
-    tell("pushed")
-    input()
-    new = out.with_name("new")
-    new.mkdir()
-    try:
-        fetch_checkpoint(store, new)
-    except ValueError as error:
-        assert not list(new.glob("checkpoints/*")) and not list(new.glob(".fetch*"))
-    (new / "metrics.jsonl").write_text("of a run that did not get far")
-    (new / ".fetch-killed" / "checkpoints").mkdir(parents=True)  # what a kill has left
-    (new / "checkpoints" / "step-00000099-keep").mkdir(parents=True)
-    (new / "checkpoints" / "step-00000099-keep" / "manifest.json").touch()
-    (new / "checkpoints" / folder.name).mkdir()  # copied by hand, and not to the end
-    (new / "checkpoints" / folder.name / "model.safetensors").write_bytes(b"the first half")
-    input()
-    assert fetch_checkpoint(store, new) == new / "checkpoints" / folder.name
-    assert fetch_checkpoint(store, new) is None
-    for old in [*folder.rglob("*"), out / "metrics.jsonl"]:
-        assert old.is_dir() or old.read_bytes() == (new / old.relative_to(out)).read_bytes()
-    assert not list(new.glob(".*"))
-    """)
-    program.told()
-    both.faults.append(Fault("GET .*/resolve/.*/0.pt", status=403, times=ALWAYS))
-    program.go()
-    program.until("GET .*/0.pt")
-    both.faults.clear()
-    program.go()
-    program.end()
-    commits = both.commits("ada/model", "checkpoints")
-    assert [len([n for n in c["files"] if n.startswith("checkpoints/")]) for c in commits] == [3, 3]
+def test_a_model_that_could_not_be_saved_is_not_pushed(hub, tmp_path):
+    """An export that fails leaves a mark; the files of the step before would be published as this one's."""
+    Program(hub, tmp_path, """
+    pushes = open_hub()
+    save(1)
+    pushes.push(1)
+    (out / ".export").mkdir()
+    pushes.push(2)
+    (out / ".export").rmdir()
+    save(3)
+    pushes.push(3)
+    assert pushes.finish()
+    assert {event["push_step"] for event in pushes.poll()} == {1, 3}
+    """).end()
+    assert steps(hub)[-1] == 3
 
 
 def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
@@ -512,16 +482,16 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     Program(hub, tmp_path, """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from data.sources.corpus import Source, load_corpus, splits_of
-    from data.tokenizer import load_tokenizer
+    from data.documents.source import Source, open_corpus, splits_of
+    from data.tokens.tokenizer import load_tokenizer
 
     texts = [f"document {i}" for i in range(5)]
     for streaming in (False, True):
-        corpus = load_corpus(Source("ada/text", streaming=streaming))
+        corpus = open_corpus(Source("ada/text", streaming=streaming))
         assert [document[corpus.text_column] for document in corpus] == texts
     assert {*corpus.splits} == {*splits_of(Source("ada/text"))} == {"train", "validation"}
     try:
-        load_corpus(Source("ada/missing"))
+        open_corpus(Source("ada/missing"))
         raise SystemExit("found a data set that is not there")
     except ValueError as error:
         assert "ada/missing" in str(error)
@@ -532,16 +502,19 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     """).end()
 
 
-def test_the_printed_command_uploads_what_a_push_does(tmp_path):
-    published = ["README.md", "best/model.safetensors", "metrics.jsonl", "model.safetensors", "picture.jpg"]
-    others = [".lock", "best/.export/model.safetensors", "checkpoints/step-00000001/state.json", "nohup.out",
-              "milestones/step-1/config.json", "replaced-metrics.jsonl", "run.log", "train_clm/events"]
-    for name in (*published, *others):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    publisher = Publisher(tmp_path, models=SimpleNamespace())
-    publisher.push(1)
-    assert publisher.newest["main"].names == published
-    words = shlex.split(upload_command("ada/model", tmp_path))
-    patterns = [pattern for word, pattern in zip(words, words[1:], strict=False) if word == "--exclude"]
-    assert sorted(filter_repo_objects([*published, *others], ignore_patterns=patterns)) == published
+def test_the_printed_command_uploads_what_a_push_does(hub, tmp_path):
+    published = ["README.md", "metrics.jsonl", "model.safetensors", "picture.jpg"]
+    others = [".lock", ".export-notes/a", "best/model.safetensors", "checkpoints/step-00000001/state.json",
+              "nohup.out", "replaced-metrics.jsonl", "run.log", "train_clm/events"]
+    output = Program(hub, tmp_path, f"""
+    for name in {[*published, *others]}:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("---\\nlicense: mit\\n---\\n" + name)
+    pushes = open_hub()
+    pushes.push(1)
+    assert pushes.finish()
+    print(hub.upload_command("ada/by-hand", out))
+    """).end()
+    upload_by_hand(hub, output)
+    for repository in ("ada/model", "ada/by-hand"):
+        assert sorted({*hub.commits(repository)[-1]["files"]} - {".gitattributes"}) == published

@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests import forked
+from tests.data_runs import save_tokenizer
 from tests.hub_server import TOKEN, HubServer
 from tests.runs import TINY, metrics, write_corpus
-from tests.shard_data import save_tokenizer
 from utils.io.secrets import without_secrets
 
 S3_ID, S3_KEY = "AKIALOOPBACKADA4242Q", "s3-Secret/of+ada"
@@ -76,12 +76,12 @@ def run(server, hub, folder, what, words, status):
 
 def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(server, hub, tmp_path):
     """And the run goes on by the same command, also when the password has been changed meanwhile."""
-    overrides = TINY["config_overrides"] + f",_name_or_path=s3://{S3_ID}:{S3_KEY}@bucket/model"
+    overrides = f"n_layer=2,n_embd=32,n_head=2,_name_or_path=s3://{S3_ID}:{S3_KEY}@bucket/model"
     overrides += f",summary_type=https://host/model?sig={QUERY},summary_activation={OVERRIDE}"
     flags = TINY | {
         "model_type": "gpt2", "config_overrides": overrides, "cache_dir": tmp_path / "cache",
         "output_dir": tmp_path / "tiny",
-        "push_to_hub": True, "checkpoint_url": "hf://ada/tiny",
+        "push_to_hub": True,
     }  # fmt: skip
 
     def train(password, status=0, **changes):
@@ -93,9 +93,9 @@ def test_six_planted_secrets_are_in_nothing_that_is_written_printed_or_pushed(se
     train("url-pass-4242")
     before = metrics(tmp_path / "tiny")
     assert "http://***@127.0.0.1" in (tmp_path / "tiny/README.md").read_text()
-    assert hub.commits("ada/tiny") and hub.commits("ada/tiny", "checkpoints")
+    assert hub.commits("ada/tiny")
     shutil.rmtree(tmp_path / "tiny/checkpoints/step-00000006")
-    assert "3 are done" in train("another-pass-4242", checkpoint_url=None)
+    assert "continues at step 3" in train("another-pass-4242")
     assert metrics(tmp_path / "tiny") == before
     query = f"http://127.0.0.1:{server.server_port}/corpus.jsonl?sig={QUERY}"
     told = train("third-pass-4242", 2, dataset_name=query)

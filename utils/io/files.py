@@ -1,7 +1,6 @@
 """Files, and sealed folders with checksums: complete or absent, and flushed to the disk."""
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -40,14 +39,14 @@ def write_file(path: Path, chunks: Iterable) -> dict:
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
-def checksum_file(path: Path, algorithm=xxhash.xxh3_128) -> dict:
-    """Size and checksum of a file, as write_file returns them. algorithm: this one, or hashlib.sha256."""
-    digest, size = algorithm(), 0
+def checksum_file(path: Path) -> dict:
+    """Size and checksum of a file, as write_file returns them."""
+    digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
             size += len(chunk)
-    return {"bytes": size, digest.name.lower(): digest.hexdigest()}
+    return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
 def checksum_json(value) -> str:
@@ -73,8 +72,7 @@ def verify_checksums(folder: Path) -> str:
         for name, entry in manifest["files"].items():
             if (size := (folder / name).stat().st_size) != entry["bytes"]:
                 return f"{name}: {size} bytes instead of {entry['bytes']}"
-            algorithm = hashlib.sha256 if "sha256" in entry else xxhash.xxh3_128  # a milestone's
-            if checksum_file(folder / name, algorithm) != entry:
+            if checksum_file(folder / name) != entry:
                 return f"{name}: wrong checksum"
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"

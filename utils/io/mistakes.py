@@ -15,12 +15,27 @@ from utils.io.secrets import without_secrets
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
+class RunFailed(RuntimeError):
+    """Raised on all processes: the run cannot go on. Its text is one line on stderr, the exit status is 1."""
+
+
+def raise_together(accelerator, kind: type[Exception], message: str) -> None:
+    """All processes call it, and raise the main process's message, if it has one."""
+    if accelerator.num_processes > 1:
+        from accelerate.utils import broadcast_object_list  # it imports torch, which not all tools need
+
+        message = broadcast_object_list([message])[0]
+    if message:
+        raise kind(message)
+
+
 @contextlib.contextmanager
 def user_mistakes() -> Iterator[None]:
     """A ValueError raised by this project's code is the user's mistake: its text on stderr, exit status 2.
 
     A library's keeps its traceback. A full disk, a source that does not answer and a lost process are a line
-    and exit status 1. All processes but the first wait a moment, so that the launcher ends them first."""
+    and exit status 1; so is RunFailed. All processes but the first wait a moment, so that the launcher ends
+    them first."""
     try:
         yield
     except ValueError as error:
@@ -37,8 +52,13 @@ def user_mistakes() -> Iterator[None]:
         if type(error) is not ConnectionError:  # utils/io/retry.py raises this one, with our message
             raise
         _end(f"{error}\nRun the same command again to resume.", 1)
+    except RunFailed as error:
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(5)
+            raise SystemExit(1) from None
+        _end(str(error), 1)
     except RuntimeError as error:
-        if not (message := lost_peer(error)):
+        if not (message := lost_peer(error) or out_of_memory(error)):
             raise
         _end(message, 1)
 
@@ -46,6 +66,20 @@ def user_mistakes() -> Iterator[None]:
 def _end(message: str, status: int) -> None:
     print(f"error: {without_secrets(message)}", file=sys.stderr, flush=True)
     raise SystemExit(status) from None
+
+
+def out_of_memory(error: RuntimeError) -> str | None:
+    """The message for a device or a machine without enough memory; None for other errors."""
+    if not re.search(r"out of memory|can't allocate memory", str(error)):
+        return None
+    frames = (frame.f_locals.get("args") for frame, _ in traceback.walk_tb(error.__traceback__))
+    args = next((args for args in frames if hasattr(args, "per_device_train_batch_size")), None)
+    if args is None:
+        return None
+    rows, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    half = f"--per_device_train_batch_size {rows // 2} --gradient_accumulation_steps {2 * parts}"
+    remedy = f"{half} takes the same rows per step" if rows > 1 else "try --gradient_checkpointing true"
+    return f"out of memory with {rows} rows of {args.block_size} tokens: {remedy}, also to resume"
 
 
 def lost_peer(error: RuntimeError) -> str | None:
