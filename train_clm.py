@@ -19,26 +19,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed `utils`; TPU appends it
 
+from utils.entry import entry_point  # isort: skip  # first: it handles stop signals from here on
+
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
-from data.encode import id_count
-from data.open import Recipe, open_sources, prepare
-from data.tokenizer import keytoken_ids
+from data.load import eval_loader, load_rows, train_loader
+from utils.display.log import Log
 from utils.display.preview import show_rows
-from utils.display.trackers import check_trackers
-from utils.entry import entry_point
+from utils.display.samples import complete_prompts
 from utils.flags import parse_args
-from utils.learning.compiled import compile_blocks
+from utils.launch import check_launch, launch_options
 from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
-from utils.learning.model import build_model, model_problems
+from utils.learning.model import build_model, to_device
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
-from utils.run import Run
-from utils.settings import common_problems, evaluate_what_is_saved, saved_data, stop_at
-from utils.state.preemption import handle_stop_signals
+from utils.publishing.export import save_model
+from utils.publishing.hub import Hub
+from utils.settings import check_settings
+from utils.state.checkpoints import Checkpoints
+from utils.state.stop_signals import StopSignals
 from utils.steps import Steps
-from utils.tasks import CAUSAL
-from utils.xla import autocast_forward, launcher_precision, sync
 
 # Completed at every evaluation: they show what the loss does not. Does it write code yet?
 PROMPTS = [
@@ -54,9 +55,9 @@ LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 # Where --dataset_name names other data: all documents, and beginnings of evaluation rows as prompts.
 OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
-# Names that most types share; name?: only where the type has it. Sizes not named scale along.
-SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads?=2,intermediate_size?=344"
-SMALL += ",tie_word_embeddings?=true,resid_pdrop?=0,embd_pdrop?=0,attn_pdrop?=0"
+# Of the default model_type, by transformers' names.
+SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64"
+SMALL += ",intermediate_size=344,tie_word_embeddings=true"
 
 
 @dataclass
@@ -70,22 +71,18 @@ class TrainArgs:
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=LIBRARIES.copy)  # the default's documents hold one; none: all
-    keep_duplicates: bool = False  # keep documents whose text repeats
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row
     max_train_samples: int = 0  # use only so many rows, the first ones; 0: all
-    fim_rate: float = 0.0  # share of the documents that teach to fill in the middle; 0: off
-    streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
-    stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
+    streaming: bool = False  # read the source over the network while it is prepared; download nothing first
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
     model_type: str = "qwen3"  # any causal model of transformers, from scratch
-    config_overrides: str = SMALL  # configuration (?=: if the type has it); yours replace all of these
+    config_overrides: str = SMALL  # its configuration, by transformers' names; yours replace all of these
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
-    attn_implementation: str = "auto"  # sdpa, eager, local, window: docs/masked.md
 
     # Optimization
     per_device_train_batch_size: int = 32  # B, rows
@@ -98,7 +95,6 @@ class TrainArgs:
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
-    num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 1000  # steps; 0: num_train_epochs decides
@@ -106,7 +102,6 @@ class TrainArgs:
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=list)  # rows with these get a larger loss weight; none: off
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
-    max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
 
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
@@ -114,8 +109,6 @@ class TrainArgs:
     eval_steps: int = 250  # steps; 0: once per epoch
     save_steps: int = 250  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
-    keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
-    milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
     max_eval_samples: int = 512  # rows per evaluation; 0: all
     prompts: list[str] = field(default_factory=PROMPTS.copy)  # completed at evaluations; none: off
 
@@ -123,16 +116,12 @@ class TrainArgs:
     output_dir: str = "runs/clm"  # one run, one folder
     seed: int = 42  # of weights, order, dropout
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
-    preflight: bool = True  # exercise every later stage once before the first step
     eval_only: bool = False  # of model_name_or_path, or of output_dir's run, with its settings
     show: int = 0  # print so many rows as the model is fed them, and end; 0: train
     report_to: str = "none"  # tensorboard, wandb, trackio
-    log_level: str = "error"  # of the libraries
     push_to_hub: bool = False  # publish each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
     hub_private_repo: bool = False  # seen by its owner alone
-    checkpoint_url: str | None = None  # keep checkpoints there, too: s3://..., hf://user/name; none: off
-    hub_timeout: float = 600.0  # seconds to wait for the last push
 
 
 PRESETS = {
@@ -164,130 +153,142 @@ PRESETS = {
     ),
 }
 
-
-def check_args(args: TrainArgs) -> list[str]:
-    """Every problem that can be seen in the settings alone, a line each."""
-    problems = common_problems(args)
-    if not 0 <= args.fim_rate <= 1:
-        problems.append(f"fim_rate: must be 0 (off) to 1, is {args.fim_rate}.")
-    if args.block_size == 1:
-        problems.append("block_size: must be at least 2, a row of one token has nothing to predict.")
-    return problems
+# What may differ when a run continues, since it changes what is shown and kept, not what is learnt. Beside it
+# the division of a step's rows into micro-batches and processes, and the length while the rate is constant.
+MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_device_eval_batch_size
+    gradient_accumulation_steps gradient_checkpointing logging_steps eval_at_start eval_steps save_steps
+    save_total_limit max_eval_samples prompts output_dir resume_from_checkpoint eval_only show report_to
+    push_to_hub hub_model_id hub_private_repo""".split()
 
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    # ---- Settings and sources: every mistake at once, before any work
-    args = args or parse_args(TrainArgs, PRESETS, other_data=OTHER_DATA)
-    evaluate_what_is_saved(args)
-    problems = check_args(args)
-    sources = open_sources(Recipe.of(args, algorithm="bpe", saved=saved_data(args)), problems)
-    build = dict(
-        kind="causal", model_type=args.model_type, config_overrides=args.config_overrides,
-        model_name_or_path=args.model_name_or_path, block_size=args.block_size, attn=args.attn_implementation,
-    )  # fmt: skip
-    stop_at(problems + model_problems(
-        **build, tokenizer=sources.tokenizer, gradient_checkpointing=args.gradient_checkpointing,
-        eval_only=args.eval_only,
-    ))  # fmt: skip
-
+    args = args or parse_args(TrainArgs, PRESETS, OTHER_DATA)
+    problems = check_settings(args, "causal", MAY_CHANGE)  # told with those of the data, before any work
     accelerator = Accelerator(
-        mixed_precision=launcher_precision(),
-        log_with=check_trackers(args.report_to) or None,
+        **launch_options(),  # precision and compiler: of accelerate_configs/*.yaml, also without a launcher
+        log_with=None if args.report_to == "none" else args.report_to.split(","),
         project_dir=args.output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(
             gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
     )
-    run = Run(args, accelerator, CAUSAL)
+    check_launch(accelerator)  # every process must see the others
+    hub = Hub(args, accelerator)  # with push_to_hub: makes the repository now, pushes in the background
 
-    # ---- Data: tokenizer, rows [n, T], prepared once per machine
-    data = prepare(sources, accelerator)
-    data.tokenizer.model_max_length = args.block_size  # saved with it
-    steps = Steps(args, accelerator, data.length)
-    ids, not_single = keytoken_ids(data.tokenizer, args.keytokens)
-    keytokens = keytoken_table(ids, id_count(data.tokenizer), accelerator.device)  # [V], 1 at key tokens
-    if not_single:
-        names = ", ".join(map(repr, not_single))
-        accelerator.print(f"keytokens: ignored, because the tokenizer splits them: {names}")
+    # ---- Data: rows of T tokens, prepared once per machine; those to evaluate on by name, a single set as ""
+    tokenizer, rows, eval_rows = load_rows(args, accelerator, problems)
+    steps = Steps(args, accelerator, rows)  # all row arithmetic
+    keytokens = keytoken_table(args.keytokens, tokenizer, accelerator.device)  # [V], 1 at key tokens
     if args.show:
-        return show_rows(args.show, data, steps, keytokens, args.keytoken_alpha)
+        return show_rows(args, accelerator, train_loader(rows, args), tokenizer, keytokens)
 
-    # ---- Model, loss, optimizer, schedule
+    # ---- Model, optimizer, schedule
     set_seed(args.seed)
-    lm = build_model(**build, tokenizer=data.tokenizer)
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    model = CausalLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
-    lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
-    optimizer = build_optimizer(
-        model, args.learning_rate, args.weight_decay, betas=(0.9, args.adam_beta2),
-        optimizer_type=args.optimizer_type, muon_learning_rate=args.muon_learning_rate,
-    )  # fmt: skip
-    warmup, decay = steps.count(args.num_warmup_steps), steps.count(args.num_decay_steps)
-    schedule = build_schedule(
-        optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
-    )
-    compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
-    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
-    autocast_forward(model)
-    guard = UpdateGuard(accelerator, optimizer)
-    means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one
+    model = CausalLMLoss(build_model(args, "causal", tokenizer))  # (batch, row weights) -> loss, rows' losses
+    to_device(model, accelerator)
+    optimizer = build_optimizer(model, args)  # grouped weight decay
+    schedule = build_schedule(optimizer, args, steps.last)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
+    guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
+    means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one, for the log
 
-    # A batch: input_ids [B, T]; and of each row [B] its position in the stream, epoch, row (-1: padding of an
-    # evaluation) and source, the number of its data set.
-    def update(micro_batches: list[dict]) -> None:
-        """One optimizer step: forward and backward of every micro-batch, then the update."""
-        for i, batch in enumerate(micro_batches, 1):
-            last = i == len(micro_batches)
+    # ---- Where the run continues
+    checkpoints = Checkpoints(
+        args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
+        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,  # yours: one more name
+    )  # fmt: skip
+    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run
+    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)
+    if log.finished:  # by an earlier start; what it could not push is pushed now
+        hub.push(step)
+        sys.exit(int(not hub.finish()))
+    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last))
+    batches = iter(accelerator.prepare(batches))
+    eval_batches = {name: eval_loader(some, args) for name, some in eval_rows.items()}
+    eval_batches = {name: accelerator.prepare(loader) for name, loader in eval_batches.items()}
+    signals = StopSignals(accelerator)  # from now on the first one lets the run save
+
+    # A batch: input_ids [B, T]; and of each row [B] its position in the stream, epoch, row and source, the
+    # number of its data set. row is -1 where the last batch of an evaluation is filled up.
+    def evaluate() -> dict:
+        """{metric: value} over each evaluation set, each row once; {} if a stop signal ends it."""
+        steps.seed(step)
+        model.eval()
+        record = {}
+        for name, loader in eval_batches.items():
+            losses, numbers = [], []
+            for batch in log.bar(loader):
+                with torch.no_grad():
+                    losses.append(model(batch)[1])  # [B], each the mean over T - 1 predictions
+                numbers.append(batch["row"])
+                if signals.agreed():
+                    return {}
+            losses, numbers = accelerator.gather((torch.cat(losses), torch.cat(numbers)))
+            losses = losses.cpu().double()[numbers.cpu() >= 0]  # of all processes
+            loss = losses.mean().item()
+            metrics = {
+                "loss/eval": loss,
+                "loss/eval_stderr": (losses.std() / math.sqrt(len(losses))).item(),
+                "perplexity": math.exp(min(loss, 700)),
+                "bits_per_byte": loss / math.log(2) / eval_rows[name].bytes_per_token,
+                "eval_tokens": len(losses) * (args.block_size - 1),
+            }
+            record |= {f"{metric}/{name}".rstrip("/"): value for metric, value in metrics.items()}
+        model.train()
+        return record
+
+    if args.eval_only:
+        record = evaluate()
+        signals.exit(finished=bool(record))
+        return log.evaluation(step, record)
+
+    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save or push should end at
+    # once; then one optimizer step
+    while True:
+        if steps.due(step, args.eval_steps) and (step or args.eval_at_start) and log.evaluated != step:
+            with log.timed("evaluation"):
+                if record := evaluate():
+                    samples = complete_prompts(accelerator, model, tokenizer, args.prompts, eval_rows)
+                    log.evaluation(step, record, samples)
+        stopping = step >= steps.last or signals.agreed()
+        if steps.due(step, args.save_steps) or stopping:
+            with log.timed("save"):
+                checkpoints.save(step, must=stopping or step == 0)  # in the background, unless it must
+                save_model(args, accelerator, model, tokenizer, log.facts)
+                hub.push(step)
+        if stopping:
+            break
+
+        micro_batches = [next(batches) for _ in range(steps.micro_batches(step))]
+        steps.seed(step)  # now random numbers are a function of (seed, step, process)
+        losses = torch.zeros(2, device=accelerator.device)
+        for micro_step, batch in enumerate(micro_batches, 1):
+            last = micro_step == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):  # gradients are all-reduced once
                 weights = keytoken_row_weights(batch["input_ids"], keytokens, args.keytoken_alpha)  # [B]
                 loss, row_losses = model(batch, weights)  # scalar; [B], unweighted, no gradient
                 accelerator.backward(loss / len(micro_batches))
-            means.add(loss, row_losses.mean())
-            if not last:
-                sync()
+            losses += torch.stack([loss.detach(), row_losses.mean()]) / len(micro_batches)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then skips the step
-        means.end_step(skipped, len(micro_batches))
+        skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
+        means.add(losses, skipped)
+        learning_rate = schedule.get_last_lr()[0]  # of this step
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        sync()
+        step += 1
+        log.step(step)
+        if steps.due(step, args.logging_steps):  # here the host waits for the device
+            log.train(step, means.read(grad_norm=guard.norm), learning_rate, guard.read())
 
-    def evaluate(batch: dict) -> dict:
-        """{name: (sums, counts)}, both [B] or both 0-d; padding rows count 0."""
-        _, row_losses = model(batch)  # [B], each the mean over T - 1 predictions
-        rows, predicted = (batch["row"] >= 0).float(), batch["input_ids"].shape[1] - 1
-        return {"loss/eval": (row_losses * rows * predicted, rows * predicted)}
+    checkpoints.wait()  # for what is written in the background
+    pushed = hub.finish()  # False: a message says how to upload what did not arrive
+    log.finish(step)
+    finished = step >= steps.last and log.evaluated == step
+    signals.exit(finished)  # if a signal stopped it before: 143 after SIGTERM, 130 after Ctrl-C
+    if not pushed:
+        sys.exit(1)
 
-    # ---- The loop
-    # What checkpoints hold. Add objects of your own that have state_dict and load_state_dict.
-    keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
-    if args.eval_only:
-        return run.evaluate_only(model, evaluate, data, keep)
-    if not run.start(model, update, evaluate, data, steps, keep):
-        return
-    for micro_batches in data.batches(steps, run.step):
-        run.seed_step()
-        learning_rate = schedule.get_last_lr()[0]  # of this step; update goes on to the next one's
-        update(micro_batches)
-        run.next_step()
-        if run.due(args.logging_steps):
-            losses = means.read(grad_norm=guard.norm)  # waits for the device
-            run.log({**losses, "learning_rate": learning_rate}, skipped=guard.read())
-            if guard.consecutive > args.max_skipped_updates:
-                run.give_up(guard.consecutive)
-                break
-        if run.due(args.eval_steps):
-            run.evaluate()
-        if run.due(args.save_steps) or run.stopping:
-            run.save()
-        if run.stopping:
-            break
-    run.finish()
-
-
-handle_stop_signals(importing=True)  # the TPU launcher imports this file and must pass a stop signal on
 
 if __name__ == "__main__":
     main()

@@ -19,25 +19,28 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed `utils`; TPU appends it
 
+from utils.entry import entry_point  # isort: skip  # first: it handles stop signals from here on
+
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
-from data.masking import MaskTokens
-from data.open import Recipe, open_sources, prepare
+from data.batches.masking import MaskTokens
+from data.load import eval_loader, load_rows, train_loader
+from utils.display.log import Log
 from utils.display.preview import show_rows
-from utils.display.trackers import check_trackers
-from utils.entry import entry_point
+from utils.display.samples import fill_masks
 from utils.flags import parse_args
-from utils.learning.compiled import compile_blocks
-from utils.learning.losses import MaskedLMLoss
-from utils.learning.model import build_model, model_problems, packs_pairs
+from utils.launch import check_launch, launch_options
+from utils.learning.losses import MaskedLMLoss, masked_metrics
+from utils.learning.model import build_model, to_device
 from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
-from utils.run import Run
-from utils.settings import common_problems, evaluate_what_is_saved, saved_data, stop_at
-from utils.state.preemption import handle_stop_signals
+from utils.publishing.export import save_model
+from utils.publishing.hub import Hub
+from utils.settings import check_settings
+from utils.state.checkpoints import Checkpoints
+from utils.state.stop_signals import StopSignals
 from utils.steps import Steps
-from utils.tasks import MASKED
-from utils.xla import autocast_forward, launcher_precision, sync
 
 # Filled at every evaluation: they show what the loss does not. Does it know the language yet?
 PROMPTS = [
@@ -48,9 +51,10 @@ PROMPTS = [
 OTHER_DATA = {"prompts": ["rows"]}  # where --dataset_name names other data: of its evaluation rows
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
-# Rotary positions: with learned ones, so small a model learns no word order in so few minutes.
-# name?: where the type has it. Other sizes keep their proportion to these.
-SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size?=256,local_attention?=16"
+# Of the default model_type, by transformers' names. Rotary positions: with learned ones, so small a model
+# learns no word order in so few minutes.
+SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256,local_attention=16"
+EVAL_MASKED = 0.15  # share of the tokens that evaluations hide; keep it, so that runs can be compared
 
 # ModernBERT-base with the rotary base of its first phase.
 MODERNBERT = """{"vocab_size": 50368, "rope_parameters": {
@@ -69,25 +73,20 @@ class TrainArgs:
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
-    keep_duplicates: bool = False  # keep documents whose text repeats
     validation_fraction: float = 0.03  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row, special tokens included
     max_train_samples: int = 0  # use only so many rows, the first ones; 0: all
-    streaming: bool = False  # read the source while training, prepare nothing; needs max_train_steps
-    stream_gb: float = 4.0  # GB of cache_dir for what is read ahead of training
+    streaming: bool = False  # read the source over the network while it is prepared; download nothing first
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
-    mlm_probability: float = 0.30  # share of the tokens that are predicted in training
-    eval_mlm_probability: float = 0.15  # in evaluations; keep it, so that runs can be compared
+    mlm_probability: float = 0.30  # share of the tokens that training hides
     next_sentence: bool = False  # rows are sentence pairs, the model also tells whether B follows A (BERT)
-    pack_pairs: bool = field(default=True, metadata={"before": False})  # as many pairs into a row as fit
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
-    config_overrides: str = SMALL  # configuration (?=: if the type has it); yours replace all of these
+    config_overrides: str = SMALL  # its configuration, by transformers' names; yours replace all of these
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
-    attn_implementation: str = "auto"  # sdpa, eager, local, window: docs/masked.md
 
     # Optimization
     per_device_train_batch_size: int = 8  # B, rows
@@ -100,13 +99,11 @@ class TrainArgs:
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
-    num_decay_steps: float = 0.2  # of warmup_stable_decay, at its end; below 1: a share
     min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
     max_train_steps: int = 5000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
-    max_skipped_updates: int = 20  # updates in a row that are not finite before the run gives up
 
     # When to log, evaluate, save
     logging_steps: int = 50  # steps
@@ -114,8 +111,6 @@ class TrainArgs:
     eval_steps: int = 1000  # steps; 0: once per epoch
     save_steps: int = 1000  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
-    keep_best: bool = False  # also the model of the lowest evaluation loss, in output_dir/best
-    milestones: list[str] = field(default_factory=list)  # steps, or log: models kept for good; none: off
     max_eval_samples: int = 512  # rows per evaluation; 0: all
     prompts: list[str] = field(default_factory=PROMPTS.copy)  # filled at evaluations; none: off
 
@@ -123,16 +118,12 @@ class TrainArgs:
     output_dir: str = "runs/mlm"  # one run, one folder
     seed: int = 42  # of weights, order, masks, dropout
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
-    preflight: bool = True  # exercise every later stage once before the first step
     eval_only: bool = False  # of model_name_or_path, or of output_dir's run, with its settings
     show: int = 0  # print so many rows as the model is fed them, and end; 0: train
     report_to: str = "none"  # tensorboard, wandb, trackio
-    log_level: str = "error"  # of the libraries
     push_to_hub: bool = False  # publish each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
     hub_private_repo: bool = False  # seen by its owner alone
-    checkpoint_url: str | None = None  # keep checkpoints there, too: s3://..., hf://user/name; none: off
-    hub_timeout: float = 600.0  # seconds to wait for the last push
 
 
 PRESETS = {
@@ -162,7 +153,7 @@ PRESETS = {
         tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=MODERNBERT,
         per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
         learning_rate=8e-4, weight_decay=0.0125, adam_beta2=0.98, lr_scheduler_type="warmup_stable_decay",
-        num_warmup_steps=3815, num_decay_steps=0.2, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
+        num_warmup_steps=3815, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
         prompts=ENGLISH, output_dir="runs/modernbert-base",
     ),
     "bert-24h": dict(  # Cramming's BERT of one GPU and one day, 18 B tokens; not run (docs/masked.md)
@@ -177,145 +168,144 @@ PRESETS = {
 }
 
 
-def check_args(args: TrainArgs) -> list[str]:
-    """Every problem that can be seen in the settings alone, a line each."""
-    problems = common_problems(args)
-    special = 3 if args.next_sentence else 2  # [CLS] A [SEP] B [SEP], or <s> row </s>
-    if args.block_size <= special:
-        problems.append(f"block_size: {special} are special tokens, must be more than {args.block_size}.")
-    if args.streaming and args.next_sentence:
-        problems.append("streaming: sentence pairs are prepared first, set only one of it and next_sentence.")
-    return problems
+# What may differ when a run continues, since it changes what is shown and kept, not what is learnt. Beside it
+# the division of a step's rows into micro-batches and processes, and the length while the rate is constant.
+MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_device_eval_batch_size
+    gradient_accumulation_steps gradient_checkpointing logging_steps eval_at_start eval_steps save_steps
+    save_total_limit max_eval_samples prompts output_dir resume_from_checkpoint eval_only show report_to
+    push_to_hub hub_model_id hub_private_repo""".split()
 
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    # ---- Settings and sources: every mistake at once, before any work
-    args = args or parse_args(TrainArgs, PRESETS, other_data=OTHER_DATA)
-    evaluate_what_is_saved(args)
-    args.pack_pairs &= args.next_sentence  # False without pairs, as in runs before this setting
-    problems = check_args(args)
-    n_special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
-    kind = "pretraining" if args.next_sentence else "masked"
-    pack = args.pack_pairs and packs_pairs(args.model_type, args.model_name_or_path, args.attn_implementation)
-    added = dict(algorithm="unigram", n_special=n_special, saved=saved_data(args), pack_pairs=pack)
-    sources = open_sources(Recipe.of(args, **added), problems)
-    build = dict(
-        kind=kind, model_type=args.model_type, config_overrides=args.config_overrides,
-        model_name_or_path=args.model_name_or_path, block_size=args.block_size, attn=args.attn_implementation,
-    )  # fmt: skip
-    stop_at(problems + model_problems(
-        **build, tokenizer=sources.tokenizer, gradient_checkpointing=args.gradient_checkpointing,
-        eval_only=args.eval_only,
-    ))  # fmt: skip
-
+    args = args or parse_args(TrainArgs, PRESETS, OTHER_DATA)
+    kind = "pretraining" if args.next_sentence else "masked"  # of transformers' models
+    problems = check_settings(args, kind, MAY_CHANGE)  # told with those of the data, before any work
     accelerator = Accelerator(
-        mixed_precision=launcher_precision(),
-        log_with=check_trackers(args.report_to) or None,
+        **launch_options(),  # precision and compiler: of accelerate_configs/*.yaml, also without a launcher
+        log_with=None if args.report_to == "none" else args.report_to.split(","),
         project_dir=args.output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(
             gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
     )
-    run = Run(args, accelerator, MASKED)
+    check_launch(accelerator)  # every process must see the others
+    hub = Hub(args, accelerator)  # with push_to_hub: makes the repository now, pushes in the background
 
-    # ---- Data: tokenizer, rows [n, T], prepared once per machine; masks made for each batch
-    data = prepare(sources, accelerator)
-    data.tokenizer.model_max_length = args.block_size  # saved with it
-    data.collate = MaskTokens(data.tokenizer, args.mlm_probability, args.seed)
-    data.evaluation_collate = MaskTokens(data.tokenizer, args.eval_mlm_probability, args.seed)
-    steps = Steps(args, accelerator, data.length)
+    # ---- Data: rows of T tokens, prepared once per machine; those to evaluate on by name, a single set as ""
+    n_special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
+    tokenizer, rows, eval_rows = load_rows(args, accelerator, problems, "unigram", n_special)
+    steps = Steps(args, accelerator, rows)  # all row arithmetic
+    mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)
+    eval_mask = MaskTokens(tokenizer, EVAL_MASKED, args.seed)  # the same masks in every evaluation
     if args.show:
-        return show_rows(args.show, data, steps)
+        return show_rows(args, accelerator, train_loader(rows, args, collate=mask), tokenizer)
 
-    # ---- Model, loss, optimizer, schedule
+    # ---- Model, optimizer, schedule
     set_seed(args.seed)
-    lm = build_model(**build, tokenizer=data.tokenizer)
-    if args.gradient_checkpointing:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    model = MaskedLMLoss(lm).to(accelerator.device)  # token_loss=... for one of your own
-    lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
-    optimizer = build_optimizer(
-        model, args.learning_rate, args.weight_decay, betas=(0.9, args.adam_beta2),
-        optimizer_type=args.optimizer_type, muon_learning_rate=args.muon_learning_rate,
+    model = MaskedLMLoss(build_model(args, kind, tokenizer))  # batch -> sums over rows and of each row
+    to_device(model, accelerator)
+    optimizer = build_optimizer(model, args)  # grouped weight decay
+    schedule = build_schedule(optimizer, args, steps.last)
+    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
+    guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
+    names = ["train", "train_mlm", *(["train_nsp"] if args.next_sentence else [])]
+    means = Means(accelerator, *names)  # of the whole loss and its parts, for the log
+
+    # ---- Where the run continues
+    checkpoints = Checkpoints(
+        args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
+        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,  # yours: one more name
     )  # fmt: skip
-    warmup, decay = steps.count(args.num_warmup_steps), steps.count(args.num_decay_steps)
-    schedule = build_schedule(
-        optimizer, args.lr_scheduler_type, warmup, steps.last, decay, args.min_lr_ratio
-    )
-    compile_blocks(accelerator, model)  # where accelerate_configs/*.yaml says so
-    model, optimizer = accelerator.prepare(model, optimizer)  # the schedule would step per process
-    autocast_forward(model)
-    guard = UpdateGuard(accelerator, optimizer)
-    means = Means(accelerator, "train_mlm", *(["train_nsp"] if args.next_sentence else []), total="train")
+    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run
+    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)
+    if log.finished:  # by an earlier start; what it could not push is pushed now
+        hub.push(step)
+        sys.exit(int(not hub.finish()))
+    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last), mask)
+    batches = iter(accelerator.prepare(batches))
+    eval_batches = {name: eval_loader(some, args, eval_mask) for name, some in eval_rows.items()}
+    eval_batches = {name: accelerator.prepare(loader) for name, loader in eval_batches.items()}
+    signals = StopSignals(accelerator)  # from now on the first one lets the run save
 
     # A batch: input_ids [B, T], masked; slots [B, K], the positions to predict, and slot_labels; of sentence
     # pairs token_type_ids, attention_mask and next_sentence_label, too; and of each row [B] its position in
-    # the stream, epoch, row (-1: padding of an evaluation) and source, the number of its data set.
-    def update(micro_batches: list[dict]) -> None:
-        """One optimizer step: forward and backward of every micro-batch, then the update."""
-        processes = accelerator.num_processes
-        # Rows differ in their number of predictions: sum it over the step and all processes first.
+    # the stream, epoch, row and source, the number of its data set. row is -1 where the last batch of an
+    # evaluation is filled up.
+    def evaluate() -> dict:
+        """{metric: value} over each evaluation set, each row once; {} if a stop signal ends it."""
+        steps.seed(step)
+        model.eval()
+        record = {}
+        for name, loader in eval_batches.items():
+            sums, numbers = [], []
+            for batch in log.bar(loader):
+                with torch.no_grad():
+                    sums.append(model(batch)["rows"])  # [B, 3 or 6]: losses, predictions, right ones, of each
+                numbers.append(batch["row"])
+                if signals.agreed():
+                    return {}
+            sums, numbers = accelerator.gather((torch.cat(sums), torch.cat(numbers)))
+            sums = sums.cpu().double()[numbers.cpu() >= 0]  # of all processes
+            metrics = masked_metrics(sums)  # adds up, then divides once
+            record |= {f"{metric}/{name}".rstrip("/"): value for metric, value in metrics.items()}
+        model.train()
+        return record
+
+    if args.eval_only:
+        record = evaluate()
+        signals.exit(finished=bool(record))
+        return log.evaluation(step, record)
+
+    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save or push should end at
+    # once; then one optimizer step
+    while True:
+        if steps.due(step, args.eval_steps) and (step or args.eval_at_start) and log.evaluated != step:
+            with log.timed("evaluation"):
+                if record := evaluate():
+                    samples = fill_masks(accelerator, model, tokenizer, args.prompts, eval_rows)
+                    log.evaluation(step, record, samples)
+        stopping = step >= steps.last or signals.agreed()
+        if steps.due(step, args.save_steps) or stopping:
+            with log.timed("save"):
+                checkpoints.save(step, must=stopping or step == 0)  # in the background, unless it must
+                save_model(args, accelerator, model, tokenizer, log.facts)
+                hub.push(step)
+        if stopping:
+            break
+
+        micro_batches = [next(batches) for _ in range(steps.micro_batches(step))]
+        steps.seed(step)  # now random numbers are a function of (seed, step, process)
+        # Rows differ in their number of predictions: count those of the step on all processes first.
         labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
-        counts = [sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels]
-        counts = accelerator.reduce(counts) if processes > 1 else counts
-        for i, batch in enumerate(micro_batches, 1):
-            last = i == len(micro_batches)
+        counts = torch.stack([sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels])
+        counts = accelerator.reduce(counts).clamp(min=1) / accelerator.num_processes
+        losses = torch.zeros(len(labels), device=accelerator.device)
+        for micro_step, batch in enumerate(micro_batches, 1):
+            last = micro_step == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):  # gradients are all-reduced once
-                sums = model(batch)
-                losses = [sums["mlm_loss_sum"] / counts[0].clamp(min=1) * processes]
-                if args.next_sentence:
-                    losses.append(sums["nsp_loss_sum"] / counts[1] * processes)
-                accelerator.backward(sum(losses))  # the all-reduce takes the mean over processes
-            means.add(*losses)
-            if not last:
-                sync()
+                parts = model(batch)["loss_sums"] / counts  # [1 or 2]: masked tokens, next sentence
+                accelerator.backward(parts.sum())  # the all-reduce takes the mean over processes
+            losses += parts.detach()
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then skips the step
-        means.end_step(skipped, len(micro_batches), divide=False)  # they already sum to the mean
+        skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
+        means.add(torch.cat([losses.sum(0, keepdim=True), losses]), skipped)
+        learning_rate = schedule.get_last_lr()[0]  # of this step
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        sync()
+        step += 1
+        log.step(step)
+        if steps.due(step, args.logging_steps):  # here the host waits for the device
+            log.train(step, means.read(grad_norm=guard.norm), learning_rate, guard.read())
 
-    def evaluate(batch: dict) -> dict:
-        """{name: (sums, counts)}, both [B] or both 0-d; padding rows count 0."""
-        sums, tokens = model(batch), (batch["slot_labels"] != -100).sum(1)  # [B]
-        totals = {"loss/mlm": (sums["mlm_row_losses"], tokens)}
-        totals["accuracy"] = sums["mlm_correct"], sums["mlm_tokens"]
-        if args.next_sentence:
-            labels = batch["next_sentence_label"].view(len(tokens), -1)  # of one pair a row, or several
-            totals["loss/nsp"] = sums["nsp_row_losses"], (labels != -100).sum(1)
-            totals["nsp_accuracy"] = sums["nsp_correct"], sums["nsp_rows"]
-        return totals
+    checkpoints.wait()  # for what is written in the background
+    pushed = hub.finish()  # False: a message says how to upload what did not arrive
+    log.finish(step)
+    finished = step >= steps.last and log.evaluated == step
+    signals.exit(finished)  # if a signal stopped it before: 143 after SIGTERM, 130 after Ctrl-C
+    if not pushed:
+        sys.exit(1)
 
-    # ---- The loop
-    # What checkpoints hold. Add objects of your own that have state_dict and load_state_dict.
-    keep = dict(optimizer=optimizer, schedule=schedule, guard=guard, means=means)
-    if args.eval_only:
-        return run.evaluate_only(model, evaluate, data, keep)
-    if not run.start(model, update, evaluate, data, steps, keep, predicted=args.mlm_probability):
-        return
-    for micro_batches in data.batches(steps, run.step):
-        run.seed_step()
-        learning_rate = schedule.get_last_lr()[0]  # of this step; update goes on to the next one's
-        update(micro_batches)
-        run.next_step()
-        if run.due(args.logging_steps):
-            losses = means.read(grad_norm=guard.norm)  # waits for the device
-            run.log({**losses, "learning_rate": learning_rate}, skipped=guard.read())
-            if guard.consecutive > args.max_skipped_updates:
-                run.give_up(guard.consecutive)
-                break
-        if run.due(args.eval_steps):
-            run.evaluate()
-        if run.due(args.save_steps) or run.stopping:
-            run.save()
-        if run.stopping:
-            break
-    run.finish()
-
-
-handle_stop_signals(importing=True)  # the TPU launcher imports this file and must pass a stop signal on
 
 if __name__ == "__main__":
     main()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.runs import PROJECT, environment
+from tests.runs import PATIENCE, PROJECT, environment
 from utils.state.folders import FORMAT
 
-CLM, MLM, PREPARE, TOKENIZER = "train_clm.py", "train_mlm.py", "data.prepare", "data.tokenizer"
+CLM, MLM, PREPARE, TOKENIZER = "train_clm.py", "train_mlm.py", "data.prepare", "data.tokens.tokenizer"
 TEXT = "--dataset_name ../corpus.jsonl --keywords none"  # where a row of a script says nothing else
 
 # what is run | its flags | what its one message says
@@ -27,23 +27,18 @@ CLM | --learning_rate 0                                 | learning_rate: must be
 CLM | --learning_rate nan                               | learning_rate: must be a finite number, is nan.
 CLM | --learning_rate inf                               | learning_rate: must be a finite number, is inf.
 CLM | --weight_decay -1                                 | weight_decay: must be 0 (off) or greater
-CLM | --hub_timeout inf                                 | hub_timeout: must be a finite number
 CLM | --num_train_epochs inf --max_train_steps 0        | num_train_epochs: must be a finite number, is inf.
 CLM | --num_train_epochs 0 --max_train_steps 0          | both are 0, set one of them
 CLM | --max_train_steps -5                              | max_train_steps: must be 0 (off) or greater
 CLM | --max_train_steps 1e3                             | invalid int value: '1e3'
 CLM | --adam_beta2 1                                    | adam_beta2: must be less than 1
-CLM | --milestones 0                                    | milestones: 0: give log, or steps from 1 to 1000, or none
-CLM | --milestones many                                 | milestones: many: give log
-MLM | --milestones log 100                              | milestones: log 100: give log
-CLM | --max_train_steps 12 --num_warmup_steps 0 --milestones 4 13 | milestones: 4 13: give log, or steps from 1 to 12
 CLM | --seed 4294967296                                 | seed: must be less than 4,294,967,296
 CLM | --seed -1                                         | seed: must be 0 (off) or greater
 CLM | --save_steps -1                                   | save_steps: must be 0 (off) or greater
 CLM | --save_total_limit 0                              | save_total_limit: must be greater than 0
 CLM | --block_size 0                                    | block_size: must be greater than 0
-CLM | --block_size 1                                    | block_size: must be at least 2
-MLM | --block_size 2                                    | block_size: 2 are special tokens
+CLM | --block_size 1                                    | block_size: must be more than 1, is 1.
+MLM | --block_size 2                                    | block_size: must be more than 2, is 2.
 MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
 CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
 CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
@@ -63,7 +58,6 @@ CLM | --data_dir ../empty                               | --data_dir: no such se
 MLM | --lr 1                                            | --lr: no such setting; instead: --learning_rate.
 CLM | --fp16 true                                       | --mixed_precision, or accelerate_configs
 CLM | --report_to wandbb                                | report_to is 'wandbb'
-CLM | --log_level loud                                  | log_level is 'loud'
 CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
 CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
 # data
@@ -83,31 +77,25 @@ CLM | --validation_fraction 1                           | validation_fraction: m
 CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
 CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
 CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: the shares sum to 1.1 && '../no.jsonl': no such file
-CLM | --dataset_name ../corpus.jsonl --streaming true   | streaming: set tokenizer_name
-CLM | --dataset_name ../corpus.jsonl --streaming true --tokenizer_name ../words --max_train_steps 0 | set max_train_steps and max_eval_samples
-MLM | --dataset_name ../corpus.jsonl --streaming true --next_sentence true | streaming: sentence pairs are prepared first
 # tokenizer
 CLM | --tokenizer_name ../no-words                      | no-words
 CLM | --tokenizer_name ../words/tokenizer.json          | is a file: name the folder that it is in
 CLM | --vocab_size 0                                    | vocab_size: must be greater than 0
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
 # model
-CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers; near: gpt2
+CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers (near: gpt2
 CLM | --optimizer_type sgd                             | 'sgd' is unknown, give adamw or muon
-MLM | --lr_scheduler_type warmup_stable_decay --num_decay_steps 9999 | num_decay_steps: 9999 and warm-up are more
 CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
-CLM | --model_type gpt2 --config_overrides n_layers=2 | 'n_layers': gpt2 has no such setting; near: n_layer
+CLM | --model_type gpt2 --config_overrides n_layers=2 | gpt2 has no n_layers (near: n_layer
 CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with model_name_or_path; leave it out
-CLM | --model_type gpt2 --config_overrides n_layer | not of the form name=value
-CLM | --model_type longcat_flash                        | 'num_hidden_layers': longcat_flash has no such setting; near: num_layers
+CLM | --model_type gpt2 --config_overrides n_layer | Field 'n_layer' expected int
+CLM | --model_type longcat_flash                        | longcat_flash has no
 CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4':
 CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
-CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | config_overrides: TypeError
+CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | Field 'n_positions' expected int, got list
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
-CLM | --model_type gpt2 --config_overrides n_layer=two | 'two' is no int
-CLM | --model_type gpt2 --config_overrides n_layer=0 | config_overrides, 'n_layer=0': a model without layers
-CLM | --model_type gpt2 --config_overrides n_layer=-1 | a model without layers
-MLM | --config_overrides num_hidden_layers=nan          | 'nan' is no int
+CLM | --model_type gpt2 --config_overrides n_layer=two | Field 'n_layer' expected int, got str (value: 'two')
+MLM | --config_overrides num_hidden_layers=nan          | Field 'num_hidden_layers' expected int, got str (value: 'nan')
 CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5,n_embd=192': && divisible
 CLM | --model_type gpt2 --config_overrides n_positions=64 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
@@ -115,12 +103,6 @@ CLM | --model_name_or_path ../no                        | '../no': no folder wit
 CLM | --model_name_or_path ../old --tokenizer_name none | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
-CLM | --checkpoint_url bucket/run                       | checkpoint_url: bucket/run is not the URL of a folder
-CLM | --checkpoint_url file://                          | checkpoint_url: file:// is not the URL of a folder
-CLM | --checkpoint_url s3:///                           | checkpoint_url: s3:/// is not the URL of a folder
-CLM | --checkpoint_url nosuch://bucket/x --dataset_name ../corpus.jsonl --keywords none | nosuch://bucket/x && cannot be opened: Protocol not known
-CLM | --checkpoint_url s3://KEY:SECRET@bucket/it --dataset_name ../corpus.jsonl --keywords none | s3://***@bucket/it && cannot be opened: credentials cannot be part
-CLM | --checkpoint_url file:///proc/1/no --dataset_name ../corpus.jsonl --keywords none | checkpoint_url file:///proc/1/no cannot be written: && Check its spelling
 # resume
 CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
 CLM | --resume_from_checkpoint ../no                    | resume_from_checkpoint: ../no is no checkpoint
@@ -168,8 +150,8 @@ def around(tmp_path_factory):
     (folder / "unnamed/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     state = folder / "old/checkpoints/step-00000003/state.json"
     state.parent.mkdir(parents=True)
-    extra = {"settings": {"learning_rate": 0.002}, "data": {}}
-    state.write_text(json.dumps({"format": FORMAT, "step": 3, "keep": {}, "classes": {}, "extra": extra}))
+    known = {"rows": 128, "last": 6, "fingerprint": "x", "settings": {"learning_rate": 0.002}, "things": {}}
+    state.write_text(json.dumps({"format": FORMAT, "step": 3, **known}))
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -198,7 +180,7 @@ def test_it_is_told(around, number):
     env.pop("HF_TOKEN", None)
     script = str(PROJECT / run) if run.endswith(".py") else run
     process = forked.start(PROJECT, script, words, log, env=env, cwd=folder)
-    process.join(120)
+    process.join(PATIENCE)
     process.kill()
     output = log.read_text()
     assert process.exitcode == 2, output
@@ -220,5 +202,5 @@ def test_what_the_launcher_asks_for_in_vain_is_told(around, name, value, said):
     env = environment(**{f"ACCELERATE_{name}": value, "CUDA_VISIBLE_DEVICES": ""})
     flags = ["--dataset_name", around / "no.jsonl", "--output_dir", around / "run"]
     done = forked.run("train_clm.py", flags, env=env)
-    assert done.returncode == 2 and said in done.stderr and "no such file" in done.stderr, done.stderr
+    assert done.returncode == 2 and said in done.stderr, done.stderr
     assert not (around / "run").exists()

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from matplotlib.image import imread
 from tests.runs import PROJECT
 from utils.display import curves
 from utils.display.curves import draw_curves
-from utils.display.metrics import MetricsLog
+from utils.display.metrics import Metrics
 
 
 def train_line(step, loss=3.0, **more):
@@ -24,10 +25,18 @@ def train_line(step, loss=3.0, **more):
     }  # fmt: skip
 
 
+def begin(folder, step=0):
+    """The metrics of a run that begins or continues at `step`."""
+    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="auto")
+    metrics = Metrics(args, step, True)
+    metrics.start(step, {}, "rows", {}, {})
+    return metrics
+
+
 def write_run(folder, lines):
-    log = MetricsLog(folder, 0)
+    metrics = begin(folder)
     for line in lines:
-        log.write(line)
+        metrics.write(line)
     return folder
 
 
@@ -105,12 +114,12 @@ def test_the_smoothed_curve_follows_the_loss_and_ignores_spikes():
 
 def test_events_are_marked_where_they_happened(tmp_path, drawn):
     """Three resumes and a skipped update, read back from the axes that were drawn."""
-    log = MetricsLog(tmp_path, 0)
+    metrics = begin(tmp_path)
     for step in range(1, 31):
-        log.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
+        metrics.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
         if step in (10, 20):
-            log = MetricsLog(tmp_path, log.offset, step=step)
-    MetricsLog(tmp_path, log.offset, step=34)  # stopped between two lines of the log
+            metrics = begin(tmp_path, step)
+    begin(tmp_path, 34)  # stopped between two lines of the log
     draw_curves(tmp_path)
     lines = {str(line.get_label()): line for line in drawn[0].lines}
     assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20, 34]

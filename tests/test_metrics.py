@@ -20,18 +20,18 @@ from accelerate.tracking import GeneralTracker
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tests.runs import PROJECT
+from tests.runs import PATIENCE, PROJECT
 from utils.display import throughput
-from utils.display.metrics import MetricsLog, by_set, read_metrics, read_run
-from utils.display.progress import duration, quiet_libraries, readable, summarize
-from utils.display.report import Report
+from utils.display.log import Log
+from utils.display.metrics import Metrics, by_set, newest, read_args, read_metrics
+from utils.display.progress import duration, readable
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import check_trackers, log_to_trackers, start_trackers
 from utils.io.files import replacing
 
 
 def python(code, *arguments, capture_output=True, **options):
-    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=PROJECT, text=True, timeout=120,
+    return subprocess.run([sys.executable, "-c", code, *arguments], cwd=PROJECT, text=True, timeout=PATIENCE,
                           capture_output=capture_output, **options)  # fmt: skip
 
 
@@ -46,11 +46,26 @@ def strict_lines(folder):
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
+LAUNCH = {"device": "cpu", "processes": 1}
+WHAT = ({"seed": 1}, "rows", LAUNCH, {"python": "3"})  # settings, rows, launch, environment
+
+
+def started(folder, step, resume="auto", writes=True):
+    """The metrics of a run that begins or continues at `step`."""
+    args = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=resume)
+    metrics = Metrics(args, step, writes)
+    metrics.start(step, *WHAT)
+    return metrics
+
+
+def starts(folder):
+    return [start["step"] for start in read_args(folder)["starts"]]
+
+
 def test_a_line_is_in_the_file_when_write_returns_and_is_strict_json(tmp_path):
-    log = MetricsLog(tmp_path / "new", 0)
-    log.write({"step": 1, "loss/train": math.nan, "grad_norm": math.inf, "mfu": None})
+    run = started(tmp_path / "new", 0)
+    run.write({"step": 1, "loss/train": math.nan, "grad_norm": math.inf, "mfu": None})
     assert strict_lines(tmp_path / "new") == [{"step": 1, "loss/train": None, "grad_norm": None, "mfu": None}]
-    assert log.offset == (tmp_path / "new" / "metrics.jsonl").stat().st_size
 
 
 def test_a_file_that_could_not_be_written_leaves_nothing_behind(tmp_path):
@@ -62,78 +77,81 @@ def test_a_file_that_could_not_be_written_leaves_nothing_behind(tmp_path):
     assert (tmp_path / "curves.png").read_text() == "old"
 
 
-def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path):
-    """Killed in the middle of a line, two lines after its checkpoint."""
-    whole = MetricsLog(tmp_path / "whole", 0)
-    killed = MetricsLog(tmp_path / "killed", 0)
+@pytest.mark.parametrize("end", ['{"step": 8, "loss/tr', "\0\0\0", "not json\n", "[1]\n", "\n",
+                                 '{"loss": 1}\n', '{"step": "x"}\n', "\udcff\n"])  # fmt: skip
+def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path, end):
+    """Killed two lines after its checkpoint, in the middle of a line or with what a power cut leaves."""
+    whole, killed = started(tmp_path / "whole", 0), started(tmp_path / "killed", 0)
     for step in range(1, 11):
-        whole.write({"step": step, "loss/train": 1 / step})
+        whole.write({"step": step, "loss/train": 1 / step, "seconds": 2.0 * step})
         if step <= 7:
-            killed.write({"step": step, "loss/train": 1 / step})
-        if step == 5:
-            checkpoint = killed.offset
-    with open(killed.path, "a") as file:
-        file.write('{"step": 8, "loss/tr')
-    resumed = MetricsLog(tmp_path / "killed", checkpoint, step=5)
+            killed.write({"step": step, "loss/train": 1 / step, "seconds": 2.0 * step})
+    with open(killed.path, "a", errors="surrogateescape") as file:
+        file.write(end)
+    resumed = started(tmp_path / "killed", 5)
+    assert resumed.seconds == 10 and resumed.run_id == killed.run_id
+    assert newest(resumed.kept, "loss/train") == ({"loss/train": 1 / 5, "seconds": 10.0}, 5)
     for step in range(6, 11):
-        resumed.write({"step": step, "loss/train": 1 / step})
+        resumed.write({"step": step, "loss/train": 1 / step, "seconds": 2.0 * step})
     assert strict_lines(tmp_path / "killed") == strict_lines(tmp_path / "whole")
-    assert resumed.offset == whole.offset
-    assert read_run(tmp_path / "killed")["launches"] == [{"step": 0}, {"step": 5}]
-    assert read_run(tmp_path / "whole")["launches"] == [{"step": 0}]
+    assert starts(tmp_path / "killed") == [0, 5] and starts(tmp_path / "whole") == [0]
+    started(tmp_path / "killed", 3)  # its newest checkpoints were damaged
+    assert starts(tmp_path / "killed") == [0, 3] and len(strict_lines(tmp_path / "killed")) == 3
 
 
-@pytest.mark.parametrize("end", ['{"step": 3, "lo', "\0\0\0", '{"step": 3}'])
-def test_a_last_line_that_is_not_whole_is_dropped(tmp_path, end):
-    """With an offset beyond the end, as a power cut takes lines that a checkpoint counted."""
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n' + end)
-    MetricsLog(tmp_path, 10_000).write({"step": 3})
-    assert strict_lines(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
-def test_a_new_run_starts_an_empty_log_and_a_resumed_one_keeps_its_tracker_id(tmp_path):
-    first = MetricsLog(tmp_path, 0)
+@pytest.mark.parametrize(("step", "resume"), [(0, "auto"), (0, "none")])
+def test_a_new_run_begins_an_empty_log_and_keeps_the_old_one_aside(tmp_path, step, resume, capsys):
+    first = started(tmp_path, 0)
     first.write({"step": 1})
-    run_id = read_run(tmp_path)["id"]
-    MetricsLog(tmp_path, first.offset, step=1)
-    assert read_run(tmp_path) == {"id": run_id, "launches": [{"step": 0}, {"step": 1}]}
-    MetricsLog(tmp_path, 0)
-    assert read_run(tmp_path)["id"] != run_id
-    assert strict_lines(tmp_path) == []
+    first.finish(1)
+    assert started(tmp_path, 1).finished == 1  # args.json says so until the run goes on
+    assert read_args(tmp_path)["finished"] is None
+    new = started(tmp_path, step, resume)
+    assert new.run_id != first.run_id and new.finished is None and strict_lines(tmp_path) == []
+    assert (tmp_path / "replaced-metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert "begins anew" in capsys.readouterr().out
+
+
+def test_args_json_holds_settings_versions_and_the_code(tmp_path):
+    started(tmp_path, 0)
+    known = json.loads((tmp_path / "args.json").read_text())
+    assert known["settings"] == {"seed": 1} and known["rows"] == "rows" and known["python"] == "3"
+    assert known["starts"] == [{"step": 0, **LAUNCH}]
+    for damaged in ("[1]", '{"run_id": 3}', "{", '{"run_id": "x", "settings": {}, "starts": [3]}'):
+        (tmp_path / "args.json").write_text(damaged)
+        assert read_args(tmp_path) == {}
+    assert started(tmp_path, 2).known["settings"] == {"seed": 1}  # and the run goes on
+
+
+def test_a_start_on_other_devices_says_what_has_changed(tmp_path):
+    started(tmp_path, 0)
+    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint="auto")
+    lines = Metrics(args, 3, True).changes({"device": "cpu", "processes": 4, "new": 1})
+    assert lines == ["launch     processes: 1 so far, 4 now"]
 
 
 def test_only_the_main_process_writes(tmp_path):
-    MetricsLog(tmp_path, 0, is_main_process=False).write({"step": 1})
+    metrics = started(tmp_path, 0, writes=False)
+    metrics.write({"step": 1})
+    metrics.finish(1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_costs_lines_not_the_run(tmp_path):
     """RLIMIT_FSIZE cuts a write short, as a full disk does."""
     code = """
-import resource, sys, warnings
-from utils.display.metrics import MetricsLog
-log = MetricsLog(sys.argv[1], 0)
+import resource, sys, types, warnings
+from utils.display.metrics import Metrics
+args = types.SimpleNamespace(output_dir=sys.argv[1], resume_from_checkpoint="auto")
+metrics = Metrics(args, 0, True)
+metrics.start(0, {}, "rows", {}, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 for step in range(9):
-    log.write({"step": step, "text": "x" * 20})
-print(log.offset)
+    metrics.write({"step": step, "text": "x" * 20})
 """
     result = python(code, str(tmp_path))
-    assert result.returncode == 0 and "a line is lost" in result.stderr
+    assert result.returncode == 0 and "a line is lost" in result.stderr, result.stderr
     assert [line["step"] for line in strict_lines(tmp_path)] == [0, 1]
-    assert int(result.stdout) == (tmp_path / "metrics.jsonl").stat().st_size
-
-
-@pytest.mark.parametrize("last", [b"\0\0\0", b"not json", b"[1]", b"", b'{"loss": 1}', b'{"step": "x"}'])
-def test_a_last_line_of_garbage_does_not_end_the_run(tmp_path, last):
-    """Whole lines, but not ours, after a power cut or an editor."""
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n' + last + b"\n")
-    log = MetricsLog(tmp_path, 10_000, step=7)
-    log.write({"step": 8})
-    assert read_run(tmp_path)["launches"] == [{"step": 7}]
-    assert read_metrics(tmp_path)[0] == {"step": 7} and read_metrics(tmp_path)[-1] == {"step": 8}
-    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n")
-    MetricsLog(tmp_path, 10_000)
 
 
 def test_values_of_several_evaluation_sets_are_found_by_name():
@@ -153,19 +171,21 @@ def test_read_metrics_skips_what_is_not_a_line(tmp_path):
     ([0, 1, 0, 1], 40, lambda step: 8 * step, [(38, [296, 304]), (40, [312, 320])]),
     ([1], 1, [0, 16, 48].__getitem__, [(1, [0, 16])]),  # steps of unequal size
 ])  # fmt: skip
-def test_skipped_updates_are_told_with_their_step_and_samples(skipped, last, rows, expected):
-    written, state = [], {"skipped_updates": 0, "seen": []}
-    steps = SimpleNamespace(rows_before=rows, tokens_before=rows, epoch=lambda step: None)
-    report = SimpleNamespace(
-        steps=steps, metrics=SimpleNamespace(write=written.append), log_record=written.append,
-        throughput=SimpleNamespace(measure=lambda step: {}),
+def test_skipped_updates_are_told_with_their_step_and_rows(skipped, last, rows, expected):
+    written = []
+    steps = SimpleNamespace(rows_before=rows, tokens_before=rows, epoch=lambda step: 0)
+    steps.epochs = lambda step: {}
+    log = SimpleNamespace(
+        steps=steps, metrics=SimpleNamespace(write=written.append), _record=written.append, skipped=0,
+        repeating=[], throughput=SimpleNamespace(measure=lambda step: {}),
     )  # fmt: skip
-    Report.training(report, last, state, {}, skipped, {})
+    Log.train(log, last, {}, 1e-3, skipped)
     *events, line = written
     assert events == [
-        {"step": step, "event": "skipped_update", "positions": positions} for step, positions in expected
+        {"step": last, "event": "skipped_update", "update": update, "positions": positions}
+        for update, positions in expected
     ]
-    assert line["skipped_updates"] == state["skipped_updates"] == len(expected)
+    assert line["skipped_updates"] == log.skipped == len(expected)
 
 
 @pytest.fixture
@@ -317,7 +337,7 @@ def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
     tracker = ListTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
     settings = {"seed": 1, "prompts": ["a"], "name": None}
-    start_trackers(accelerator, "project", tmp_path, settings)  # tests/trackers: real ones, and a resume
+    start_trackers(accelerator, "project", tmp_path, "id", settings, 0)  # tests/trackers: real ones
     log_to_trackers(accelerator, {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"})
     assert tracker.settings == {"seed": 1, "prompts": "['a']", "name": "None"}
     assert tracker.logged == [(7, {"loss/train": 2.5})]
@@ -380,38 +400,26 @@ def test_on_a_terminal_the_lines_stand_above_one_bar():
 NOISE = """
 import sys, warnings
 from utils.display.progress import quiet_libraries
-quiet_libraries(sys.argv[1])
+quiet_libraries()
 import datasets, transformers
 transformers.utils.logging.get_logger("transformers.x").warning("transformers warns")
 datasets.utils.logging.get_logger("datasets.x").warning("datasets warns")
 warnings.warn_explicit("a library warns", UserWarning, "x.py", 1, module="some.library")
-warnings.warn_explicit("a file is open", ResourceWarning, "x.py", 1, module="data.sources.corpus")
+warnings.warn_explicit("a file is open", ResourceWarning, "x.py", 1, module="data.documents.source")
 warnings.warn_explicit("ours warns", UserWarning, "x.py", 1, module="utils.state.checkpoint")
 datasets.Dataset.from_dict({"a": [1, 2]}).map(lambda row: row)
 """
 
 
-@pytest.mark.parametrize("level", ["error", "info"])
+@pytest.mark.parametrize("level", [None, "info"])
 def test_libraries_are_silent_unless_asked(level):
-    result = python(NOISE, level, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert result.returncode == 0 and "ours warns" in result.stderr
-    assert "a file is open" not in result.stderr
-    for noise in ("transformers warns", "datasets warns", "a library warns", "Map"):
+    loud = {f"{name}_VERBOSITY": level for name in ("TRANSFORMERS", "DATASETS") if level}
+    result = python(NOISE, env={**os.environ, "HF_HUB_OFFLINE": "1", **loud})
+    assert result.returncode == 0 and "ours warns" in result.stderr, result.stderr
+    for noise in ("a file is open", "a library warns", "Map"):
+        assert noise not in result.stderr
+    for noise in ("transformers warns", "datasets warns"):
         assert (noise in result.stderr) == (level == "info"), noise
-
-
-def test_a_log_level_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="log_level.*'loud'"):
-        quiet_libraries("loud")
-
-
-def test_the_summary_is_printed_and_kept(tmp_path):
-    text = summarize(tmp_path, "gpt2 on code", {"tokens": 2457600, "loss/eval": 2.34567, "model": "runs/clm"},
-                     {"generate": "python -c x"})  # fmt: skip
-    assert "2,457,600" in text and "2.346" in text and "python -c x" in text
-    kept = json.loads((tmp_path / "summary.json").read_text())
-    assert kept["title"] == "gpt2 on code" and kept["tokens"] == 2457600 and kept["loss/eval"] == 2.34567
-    assert kept["next"] == {"generate": "python -c x"}
 
 
 @pytest.mark.parametrize("value, text", [

@@ -17,6 +17,7 @@ from utils.display.plan import describe, estimate, sending, step_seconds
 MEASURE = """
 # The highest resident memory of two real updates, above that of a process that has made a tiny one.
 import json, sys
+from types import SimpleNamespace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from utils.learning.losses import CausalLMLoss
@@ -27,7 +28,8 @@ def update(config, rows, block_size, accumulation, bf16, times):
     lm = AutoModelForCausalLM.from_config(config)
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm).train()
-    optimizer = build_optimizer(model, 1e-3, 0.1)
+    args = dict(optimizer_type="adamw", learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.95)
+    optimizer = build_optimizer(model, SimpleNamespace(**args))
     for _ in range(times):
         for _ in range(accumulation):
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -3,27 +3,24 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
 
 import train_clm
 import train_mlm
-from data.rows import PackedRows
-from data.tokenizer import train_tokenizer
+from data.tokens.tokenizer import train_tokenizer
 from tests import forked
 from tests.hub_data import publish, put_data
 from tests.hub_server import HubServer
 from tests.runs import metrics
-from utils.display.samples import beginnings
 from utils.flags import parse_args
-from utils.learning.configuration import MODEL_CLASSES, configure, meta_model
-from utils.learning.overrides import parse_overrides
+from utils.learning.configuration import MODEL_CLASSES, configure, parse_overrides
+from utils.settings import check_settings
 
 # What each source says, in our names; sizes are those of the models that they make.
 COURSE = {  # Hugging Face course, chapter 7.6, its loop with Accelerate
-    "dataset_name": "huggingface-course/codeparrot-ds-train", "keywords": [],
+    "dataset_name": ["huggingface-course/codeparrot-ds-train"], "keywords": [],
     "eval_dataset_name": ["huggingface-course/codeparrot-ds-valid"],
     "tokenizer_name": "huggingface-course/code-search-net-tokenizer", "block_size": 128,
     "model_type": "gpt2", "per_device_train_batch_size": 32, "per_device_eval_batch_size": 32,
@@ -34,15 +31,16 @@ COURSE = {  # Hugging Face course, chapter 7.6, its loop with Accelerate
 }  # fmt: skip
 # keras.io's mlm_training_tpus, and transformers' examples/tensorflow/language-modeling-tpu for its tokenizer
 KERAS = {
-    "dataset_name": "Salesforce/wikitext", "dataset_config_name": "wikitext-103-raw-v1", "vocab_size": 25_000,
-    "tokenizer_name": None, "model_type": "roberta", "block_size": 512, "mlm_probability": 0.15,
+    "dataset_name": ["Salesforce/wikitext"], "dataset_config_name": ["wikitext-103-raw-v1"],
+    "vocab_size": 25_000, "tokenizer_name": None, "model_type": "roberta", "block_size": 512,
+    "mlm_probability": 0.15,
     "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "gradient_accumulation_steps": 1,
     "learning_rate": 1e-4, "weight_decay": 1e-3, "adam_beta2": 0.999, "lr_scheduler_type": "linear",
     "num_warmup_steps": 0.05, "num_train_epochs": 10, "max_train_steps": 0, "max_grad_norm": 0,
     "eval_steps": 0, "save_steps": 0, "max_eval_samples": 0, "next_sentence": False,
 }  # fmt: skip
 AMD = {  # "Pre-training BERT using Hugging Face & PyTorch on an AMD GPU": its code, and Trainer's defaults
-    "dataset_name": "Salesforce/wikitext", "dataset_config_name": "wikitext-103-raw-v1",
+    "dataset_name": ["Salesforce/wikitext"], "dataset_config_name": ["wikitext-103-raw-v1"],
     "tokenizer_name": "google-bert/bert-base-cased", "model_type": "bert", "next_sentence": True,
     "mlm_probability": 0.15, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
     "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "weight_decay": 0, "adam_beta2": 0.999,
@@ -53,7 +51,7 @@ AMD = {  # "Pre-training BERT using Hugging Face & PyTorch on an AMD GPU": its c
 # rate: 1e-5 / 8e-4 for AdamW. Left out: StableAdamW, eps 1e-6, dropout of 0.1 behind attention
 MODERNBERT = {
     "model_type": "modernbert", "tokenizer_name": "answerdotai/ModernBERT-base", "block_size": 1024,
-    "mlm_probability": 0.3, "eval_mlm_probability": 0.15, "per_device_train_batch_size": 96,
+    "mlm_probability": 0.3, "per_device_train_batch_size": 96,
     "gradient_accumulation_steps": 8, "learning_rate": 8e-4, "weight_decay": 1e-5 / 8e-4, "adam_beta2": 0.98,
     "lr_scheduler_type": "warmup_stable_decay", "num_warmup_steps": int(3e9 / (768 * 1024)) + 1,
     "eval_steps": 4000, "save_steps": 4000, "max_train_steps": 1_719_000_000_000 // (4608 * 1024),
@@ -63,6 +61,7 @@ CRAMMING = {
     "block_size": 128, "mlm_probability": 0.25, "learning_rate": 1e-3, "weight_decay": 0.01,
     "adam_beta2": 0.98, "max_grad_norm": 0.5, "next_sentence": False,
 }  # fmt: skip
+KINDS = {train_clm: "causal", train_mlm: "masked"}
 # preset -> script, source, what differs (its reason stands at the preset), vocabulary, kind, parameters
 TABLE = {
     "codeparrot": (train_clm, COURSE, set(), 50_000, "causal", 124.2),
@@ -80,7 +79,7 @@ TABLE = {
 @pytest.mark.parametrize("preset", TABLE)
 def test_a_preset_says_what_its_source_says(preset):
     script, source, differs, *_ = TABLE[preset]
-    args = vars(parse_args(script.TrainArgs, script.PRESETS, ["--preset", preset]))
+    args = vars(parse_args(script.TrainArgs, script.PRESETS, argv=["--preset", preset]))
     assert {name for name, value in source.items() if args[name] != value} == differs
 
 
@@ -88,16 +87,16 @@ def test_a_preset_says_what_its_source_says(preset):
 def test_its_model_has_the_sources_size(preset):
     """Built without memory: positions and vocabulary as in the source; codeparrot is 124.2 M."""
     script, source, _, vocab_size, kind, millions = TABLE[preset]
-    args = parse_args(script.TrainArgs, script.PRESETS, ["--preset", preset])
+    args = parse_args(script.TrainArgs, script.PRESETS, argv=["--preset", preset])
     config = AutoConfig.for_model(args.model_type)
-    chosen, problems = parse_overrides(config, args.config_overrides)
+    chosen = parse_overrides(config, args.config_overrides)
     positions = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     chosen.setdefault(positions, args.block_size + 2)  # RoBERTa's, counted from its pad id
     with torch.device("meta"):
         given = {"vocab_size": vocab_size, "pad_token_id": 0, **chosen}
         config = AutoConfig.for_model(args.model_type, **given)
         model = MODEL_CLASSES[kind].from_config(config)
-    assert not problems and config.max_position_embeddings >= (512 if source is not CRAMMING else 128)
+    assert config.max_position_embeddings >= (512 if source is not CRAMMING else 128)
     assert round(model.num_parameters() / 1e6, 1) == millions
 
 
@@ -105,8 +104,9 @@ def test_its_model_has_the_sources_size(preset):
 @pytest.mark.parametrize("line", ["--max_train_steps 12", "--eval_steps 0 --save_steps 0"])
 def test_one_setting_may_be_given_alone(script, line, tmp_path):
     """The first things that are tried. tests/test_saved_models.py trains with the first line."""
-    args = parse_args(script.TrainArgs, script.PRESETS, [*line.split(), "--output_dir", str(tmp_path)])
-    assert script.check_args(args) == []
+    words = [*line.split(), "--output_dir", str(tmp_path)]
+    args = parse_args(script.TrainArgs, script.PRESETS, argv=words)
+    assert check_settings(args, KINDS[script], script.MAY_CHANGE) == []
 
 
 def test_the_default_warmup_is_a_share_of_all_steps():
@@ -116,22 +116,21 @@ def test_the_default_warmup_is_a_share_of_all_steps():
 
 
 def test_the_gpt2_preset_is_the_default_with_another_shape():
-    default, gpt2 = (vars(parse_args(train_clm.TrainArgs, train_clm.PRESETS, line))
+    default, gpt2 = (vars(parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=line))
                      for line in ([], ["--preset", "gpt2"]))  # fmt: skip
     differs = {name for name in default if default[name] != gpt2[name]}
     assert differs == {"preset", "output_dir", "model_type", "config_overrides", "learning_rate"}
-    assert train_clm.check_args(train_clm.TrainArgs(**gpt2)) == []
-    tokenizer = train_tokenizer(["import os"], "bpe", 4096, "gpt2")
-    sizes = []
-    for args in (default, gpt2):
-        chosen = args["model_type"], args["config_overrides"], None, 128, tokenizer
-        sizes.append(meta_model("causal", configure("causal", *chosen)[0]).num_parameters())
+    tokenizer, sizes = train_tokenizer(["import os"], "bpe", 4096, "gpt2"), []
+    for settings in (default, gpt2):
+        _, model, problems = configure(train_clm.TrainArgs(**settings), "causal", tokenizer)
+        assert problems == []
+        sizes.append(model.num_parameters())
     assert abs(sizes[0] - sizes[1]) < 5e4
 
 
 # ---- Each preset on a Hub with what it names
 
-SIZE = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size?=64"
+SIZE = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
 TINY = {
     "config_overrides": SIZE, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2,
     "gradient_accumulation_steps": 1, "max_train_steps": 3, "num_warmup_steps": 1, "logging_steps": 1,
@@ -146,7 +145,7 @@ def hub(tmp_path_factory, hub_port, _home):
         yield hub
 
 
-def started(hub, script, folder, **flags) -> dict:
+def started(hub, script, folder, **flags) -> tuple[dict, set]:
     """Trains three steps and evaluates. Returns how many documents it has read of {split: documents}, and the
     parquet files of data sets that it has asked for."""
     flags |= {"output_dir": folder / "run", "cache_dir": folder / "cache", "vocab_size": 600}
@@ -156,9 +155,8 @@ def started(hub, script, folder, **flags) -> dict:
     lines = metrics(folder / "run")
     assert lines[-1]["step"] == 3 and "loss/eval" in lines[-1]
     manifests = [json.loads(path.read_text()) for path in folder.glob("cache/*-*/manifest.json")]
-    accounts = [made["accounting"] for made in manifests if "most" not in made["settings"]]  # not a stream's
-    asked = re.findall(r"/resolve/[^/]+/(\S+\.parquet)", " ".join(entry["line"] for entry in hub.log))
-    return {split: found["read"] for splits in accounts for split, found in splits.items()} or {*asked}
+    read = {split: found["read"] for made in manifests for split, found in made["accounting"].items()}
+    return read, {*re.findall(r"/resolve/[^/]+/(\S+\.parquet)", " ".join(entry["line"] for entry in hub.log))}
 
 
 SCRIPTS = {name: script for script in (train_clm, train_mlm) for name in script.PRESETS}
@@ -171,8 +169,9 @@ ON_THE_HUB = {  # what each trains on and evaluates; streams only have files
 
 @pytest.mark.parametrize("preset", ON_THE_HUB)
 def test_it_starts_on_the_hub_and_evaluates_on_what_it_names(preset, hub, tmp_path):
-    found, expected = started(hub, SCRIPTS[preset], tmp_path, preset=preset), ON_THE_HUB[preset]
-    assert found == expected or found and all(file.startswith(expected) for file in found)
+    expected = ON_THE_HUB[preset]
+    read, asked = started(hub, SCRIPTS[preset], tmp_path, preset=preset)
+    assert read == expected or asked and all(file.startswith(expected) for file in asked)
 
 
 def test_no_preset_is_left_out():
@@ -186,11 +185,10 @@ WIKITEXT = "Salesforce/wikitext"
 @pytest.mark.parametrize(("train", "evaluated", "read"), [
     (WIKITEXT, f"{WIKITEXT}:test", {"train": 50, "validation": 15}),
     (WIKITEXT, f"{WIKITEXT}:validation", {"train": 50, "validation": 10}),
-    (f"{WIKITEXT}:validation", f"{WIKITEXT}:validation", {"train": 10, "validation": 10}),  # the AMD article
 ])  # fmt: skip
 def test_a_split_of_the_same_data_set_keeps_its_configuration(preset, train, evaluated, read, hub, tmp_path):
     names = {"dataset_name": train, "eval_dataset_name": evaluated}
-    assert started(hub, train_mlm, tmp_path, preset=preset, **names) == read
+    assert started(hub, train_mlm, tmp_path, preset=preset, **names)[0] == read
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
@@ -199,7 +197,7 @@ def test_an_evaluation_set_without_a_train_split_is_its_validation_or_its_test(s
     rows = [{"content": f"{i} " * 200} for i in range(7)]
     put_data(hub, name, {"default": {split: file}}, {file: rows})
     asked = {"preset": "codeparrot", "eval_dataset_name": name}
-    assert started(hub, train_clm, tmp_path / "named", **asked) == {"train": 90, "validation": 7}
+    assert started(hub, train_clm, tmp_path / "named", **asked)[0] == {"train": 90, "validation": 7}
     command = ["--preset", "codeparrot", "--dataset_name", name]
     done = forked.run("train_clm.py", command, env=hub.env())
     assert done.returncode == 2 and f"dataset_name '{name}' has no split 'train'" in done.stderr
@@ -208,7 +206,7 @@ def test_an_evaluation_set_without_a_train_split_is_its_validation_or_its_test(s
 @pytest.mark.parametrize("script", [train_clm, train_mlm], ids=["clm", "mlm"])
 def test_keywords_and_prompts_of_a_preset_are_for_its_own_data(script):
     def parsed(*words):
-        args = parse_args(script.TrainArgs, script.PRESETS, list(words), script.OTHER_DATA)
+        args = parse_args(script.TrainArgs, script.PRESETS, script.OTHER_DATA, list(words))
         return args.keywords, args.prompts
 
     default = script.TrainArgs()
@@ -218,16 +216,3 @@ def test_keywords_and_prompts_of_a_preset_are_for_its_own_data(script):
     assert parsed("--dataset_name", "texts/", "--keywords", "pandas") == (["pandas"], ["rows"])
     for preset, changes in script.PRESETS.items():
         assert parsed("--preset", preset)[1] == changes.get("prompts", default.prompts)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_prompts_from_rows_are_their_first_tokens(masked):
-    text = "import os\nprint(os.getcwd())\nfor name in os.listdir('.'):\n    print(name)\n" * 9
-    tokenizer = train_tokenizer([text], *(("unigram", 60, "roberta") if masked else ("bpe", 300, "gpt2")))
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16)
-    prompts = beginnings(PackedRows([ids], 32), tokenizer, masked)
-    assert len(prompts) == 3
-    rows = np.linspace(0, len(ids) // 32, 3, endpoint=False).astype(int)
-    for prompt, row in zip(prompts, rows, strict=True):
-        kept = [ids[row * 32 :][part] for part in ((slice(8), slice(9, 16)) if masked else (slice(16),))]
-        assert prompt == " [MASK] ".join(tokenizer.decode(part).strip() for part in kept)

@@ -8,25 +8,21 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from data.tokenizer import keytoken_ids
+from tests.checked import MASKED, apply, copy_project
 from tests.forked import finish, start, start_all
-from tests.runs import PROJECT, TINY, write_corpus
-from tests.test_edits import FOLDER, apply
-from tests.test_train_mlm import KINDS, SHAPE, write_english
+from tests.runs import PROJECT, TINY, write_corpus, write_english
+from utils.learning.losses import keytoken_table
 
 ROWS = 10  # of the first two steps of eight
 KEYTOKENS = ["import", "self", "plot"]
 CASES = {  # edit, script, settings
-    "causal": ("metric-per-layer", "train_clm.py", {}),  # which changes nothing that is fed
-    "stream": ("metric-per-layer", "train_clm.py", {"streaming": True}),
-    "masked": ("label-smoothing", "train_mlm.py", KINDS["mlm"]),  # nor does this
-    "pairs": ("label-smoothing", "train_mlm.py", KINDS["nsp"]),
-    "whole words": ("whole-word-masking", "train_mlm.py", KINDS["mlm"]),
-    "decaying rate": ("decaying-mask-rate", "train_mlm.py", KINDS["mlm"]),
+    "causal": (None, "train_clm.py", {}),
+    "masked": (None, "train_mlm.py", {}),
+    "pairs": (None, "train_mlm.py", {"model_type": "bert", "next_sentence": True, "block_size": 96}),
+    "whole words": ("whole-word-masking", "train_mlm.py", {}),
 }
 SAVE = """
-                import torch
-                torch.save((batch, locals().get("weights")), f"{run.step}.fed")
+                torch.save((batch, locals().get("weights")), f"{step}.fed")
 """
 
 
@@ -38,15 +34,14 @@ def workspace(tmp_path_factory):
              for one in whole for at in range(0, 4000, 200)]  # fmt: skip
     (folder / "corpus.jsonl").write_text("\n".join(parts))  # most rows hold the end of a document
     write_english(folder / "english.jsonl")
-    write_english(folder / "notes.jsonl", part=120)  # several pairs to a row
+    write_english(folder / "notes.jsonl", part=120)  # pairs that do not fill a row
     return folder
 
 
 def settings(workspace, script, **changes):
     own = {"dataset_name": workspace / "corpus.jsonl", "keytokens": KEYTOKENS}
     if script == "train_mlm.py":
-        own = {"dataset_name": workspace / "english.jsonl", "config_overrides": SHAPE, "prompts": "none",
-               **KINDS["mlm"]}  # fmt: skip
+        own = {"dataset_name": workspace / "english.jsonl", **MASKED}
     if changes.get("next_sentence"):
         own["dataset_name"] = workspace / "notes.jsonl"
     return {**TINY, **own, "max_train_steps": 2, "eval_at_start": False, "cache_dir": workspace / "cache",
@@ -69,11 +64,9 @@ def case(request, workspace):
     edit, script, changes = CASES[request.param]
     folder, run = workspace / request.param, workspace / f"{request.param}-run"
     folder.mkdir()
-    apply(FOLDER / f"{edit}.diff", folder)
-    if "streaming" in changes:
-        before = settings(workspace, script, output_dir=workspace / "tokenizer")
-        finish([start(PROJECT, script, before, folder / "log")], folder / "log")
-        changes = changes | {"tokenizer_name": workspace / "tokenizer"}
+    copy_project(folder)
+    if edit:
+        apply(PROJECT / f"docs/edits/{edit}.diff", folder)
     text = shown(workspace, script, folder, **changes)
     code, last = (folder / script).read_text(), "                accelerator.backward("
     assert code.count(last) == 1
@@ -118,7 +111,7 @@ def test_rows_are_those_of_the_first_steps_decoded(case):
         expected = case.tokenizer.decode(ids[:real], clean_up_tokenization_spaces=False)
         assert squeezed("".join(map(label_text, lines))) == squeezed(expected)
         assert f"{real} tokens" in facts and (f"{len(ids) - real} of padding" in facts) == (real < len(ids))
-    if case.name in ("causal", "stream"):  # with every space and line, each document's end closing a line
+    if case.name == "causal":  # with every space and line, each document's end closing a line
         eos = case.tokenizer.eos_token
         assert eos in case.text.split("step 1")[0]
         for (_, lines), row in zip(found, case.rows, strict=True):
@@ -152,22 +145,20 @@ def test_pairs_have_their_parts_and_their_label(case):
     if case.name != "pairs":
         pytest.skip("no pairs")
     assert "label 0: B, after A and [SEP], follows A; 1: B is from another" in case.text.split("step 1")[0]
-    all_labels = set()
+    labels = set()
     for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
-        labels = [label for label in row["next_sentence_label"] if label != -100]
-        all_labels |= {*labels}
-        pairs = "1 pair" if len(labels) == 1 else f"{len(labels)} pairs"
-        assert facts.endswith(f"{pairs}, label {' '.join(map(str, labels))}")
+        labels.add(row["next_sentence_label"])
+        assert facts.endswith(f"label {row['next_sentence_label']}")
         parts = [line for line in lines if line.endswith("[SEP]")]
-        assert len(parts) == 2 * len(labels) and lines[-1] is parts[-1]
-        assert [part.startswith("[CLS]") for part in parts] == [True, False] * len(labels)
-    assert all_labels == {0, 1} and any(" pairs, label " in facts for facts, *_ in blocks(case.text))
+        assert len(parts) == 2 and lines[-1] is parts[-1]
+        assert [part.startswith("[CLS]") for part in parts] == [True, False]
+    assert labels == {0, 1}
 
 
 def test_key_tokens_are_marked_and_rows_weigh_what_the_loss_takes(case):
-    if case.name not in ("causal", "stream"):
+    if case.name != "causal":
         pytest.skip("no key tokens")
-    key, _ = keytoken_ids(case.tokenizer, KEYTOKENS)
+    key = keytoken_table(KEYTOKENS, case.tokenizer, "cpu").nonzero().flatten().tolist()
     weights = set()
     for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
         expected = [case.tokenizer.decode([token]).strip() for token in row["input_ids"] if token in key]

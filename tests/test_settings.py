@@ -1,14 +1,12 @@
 """Settings: defaults < preset < flags; every mistake in one message with exit status 2."""
 
-import hashlib
 import json
 import re
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import asdict, dataclass, field, fields
 
 import pytest
+import torch
 from accelerate import Accelerator
 
 import train_clm
@@ -16,16 +14,9 @@ import train_mlm
 from tests.runs import PROJECT
 from utils.flags import ELSEWHERE, parse_args
 from utils.io.mistakes import user_mistakes
-from utils.learning.optim import stable_steps
-from utils.resume import Resume
-from utils.settings import (
-    changed_settings,
-    code_version,
-    folder_problems,
-    number_problems,
-    save_args,
-    stop_at,
-)
+from utils.learning.optim import build_schedule
+from utils.settings import OR_OFF, POSITIVE, folder_problems, number_problems
+from utils.state.experiment import changed_settings, check_experiment, experiment
 from utils.steps import Steps
 
 
@@ -36,23 +27,21 @@ class Args:
     keywords: list[str] = field(default_factory=lambda: ["a", "b"])  # none: off
     name: str | None = "x"  # none: off
     push: bool = False
-    focus: float = field(default=2.0, metadata={"before": 0.0})  # what runs did before there was this field
 
 
 PRESETS = {"small": {}, "large": {"learning_rate": 0.5, "keywords": ["c"]}}
 
 
 def test_flags_win_over_the_preset_and_the_preset_over_defaults():
-    assert parse_args(Args, PRESETS, []).learning_rate == 0.1
-    assert parse_args(Args, PRESETS, ["--focus", "1"]).focus == 1
-    assert parse_args(Args, PRESETS, ["--preset", "large"]).learning_rate == 0.5
-    args = parse_args(Args, PRESETS, ["--learning_rate", "3e-4", "--preset=large", "--push", "true"])
+    assert parse_args(Args, PRESETS, argv=[]).learning_rate == 0.1
+    assert parse_args(Args, PRESETS, argv=["--preset", "large"]).learning_rate == 0.5
+    args = parse_args(Args, PRESETS, argv=["--learning_rate", "3e-4", "--preset=large", "--push", "true"])
     assert (args.learning_rate, args.keywords, args.preset, args.push) == (3e-4, ["c"], "large", True)
 
 
 def test_weights_come_with_their_tokenizer_and_configuration():
     def parsed(*words):
-        args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, [*words])
+        args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=[*words])
         return args.tokenizer_name, args.config_overrides
 
     default = None, train_clm.SMALL
@@ -64,7 +53,8 @@ def test_weights_come_with_their_tokenizer_and_configuration():
 
 def test_evaluating_a_run_takes_its_settings(tmp_path):
     settings = asdict(train_clm.TrainArgs(dataset_name=["texts"], keywords=[], block_size=64, prompts=["a"]))
-    save_args(tmp_path, settings | {"not_known_any_more": 1}, {})
+    known = {"settings": settings | {"not_known_any_more": 1}, "run_id": "x", "starts": []}
+    (tmp_path / "args.json").write_text(json.dumps(known))
 
     def parsed(*words):
         words = ["--output_dir", str(tmp_path), *words]
@@ -85,7 +75,7 @@ def test_evaluating_a_run_takes_its_settings(tmp_path):
 
 
 def test_none_switches_off():
-    args = parse_args(Args, PRESETS, ["--keywords", "none", "--name", "none"])
+    args = parse_args(Args, PRESETS, argv=["--keywords", "none", "--name", "none"])
     assert args.keywords == [] and args.name is None
 
 
@@ -102,7 +92,7 @@ def test_none_switches_off():
 )
 def test_mistakes_are_named(argv, words):
     with pytest.raises(ValueError) as error:
-        parse_args(Args, PRESETS, argv)
+        parse_args(Args, PRESETS, argv=argv)
     for word in words:
         assert word in str(error.value)
 
@@ -113,7 +103,7 @@ def test_names_of_other_scripts_say_what_does_it_here():
         for name, there in ELSEWHERE.items():
             assert not hasattr(script.TrainArgs(), name)
             with pytest.raises(ValueError) as error:
-                parse_args(script.TrainArgs, script.PRESETS, [f"--{name}", "3"])
+                parse_args(script.TrainArgs, script.PRESETS, argv=[f"--{name}", "3"])
             said = str(error.value).splitlines()
             assert said == [f"--{name}: no such setting; instead: {there}.", "`--help` lists every setting."]
             for flag in re.findall(r"--(\w+)", there):
@@ -122,23 +112,23 @@ def test_names_of_other_scripts_say_what_does_it_here():
             for file in re.findall(r"accelerate_configs/\w+\.yaml", there):
                 assert (PROJECT / file).exists()
     with pytest.raises(ValueError, match="--EPOCHS: no such setting; instead: --num_train_epochs"):
-        parse_args(Args, PRESETS, ["--EPOCHS", "5"])
+        parse_args(Args, PRESETS, argv=["--EPOCHS", "5"])
     with pytest.raises(ValueError, match="--fp16: .*mixed_precision, or accelerate_configs"):
-        parse_args(Args, PRESETS, ["--fp16"])
+        parse_args(Args, PRESETS, argv=["--fp16"])
     with pytest.raises(ValueError, match="(?s)--warmup-steps=5: .*--lost=1: .*stray: "):
-        parse_args(Args, PRESETS, ["--warmup-steps=5", "--lost=1", "stray"])
+        parse_args(Args, PRESETS, argv=["--warmup-steps=5", "--lost=1", "stray"])
 
 
 def test_help_is_the_comment_of_each_setting(capsys):
     with pytest.raises(SystemExit) as end:
-        parse_args(Args, PRESETS, ["--help"])
+        parse_args(Args, PRESETS, argv=["--help"])
     assert end.value.code == 0 and "peak, 100 % of it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", [train_clm, train_mlm])
 def test_help_has_every_setting_under_a_heading_with_its_default_and_what_it_is(script, capsys):
     with pytest.raises(SystemExit):
-        parse_args(script.TrainArgs, script.PRESETS, ["--help", "--preset", list(script.PRESETS)[1]])
+        parse_args(script.TrainArgs, script.PRESETS, argv=["--help", "--preset", list(script.PRESETS)[1]])
     out = capsys.readouterr().out
     for setting in fields(script.TrainArgs):
         assert re.search(rf"^  --{setting.name} \S.*  \S", out, re.M), setting.name
@@ -168,13 +158,10 @@ def test_problems_are_collected():
         "learning_rate: must be greater than 0, is 0.0.", "seed: must be 0 (off) or greater, is -1.",
         "adam_beta2: must be less than 1, is 1.0.", "mine: must be a finite number, is inf.",
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="(?s)learning_rate.*seed.*mine"):
-        stop_at(problems)
-    stop_at([])
 
 
 def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
-    """A field that the run does not know counts as what that run did; a single name equals a list of one."""
+    """One that the run does not know counts as its default; a single name equals a list of one."""
 
     @dataclass
     class Now:
@@ -182,36 +169,71 @@ def test_changed_settings_are_named_and_new_ones_lock_no_run_out():
         seed: int = 1
         output_dir: str = "b"
         eval_dataset_name: list[str] = field(default_factory=list)
-        z_loss: float = 0.0  # its default is what runs did before it was there
-        rate: float = field(default=0.5, metadata={"before": 0.1})
+        z_loss: float = 0.0
 
-    saved = {"learning_rate": 1e-3, "seed": 1, "output_dir": "a", "eval_dataset_name": None}
-    assert changed_settings(saved, Now(rate=0.1)) == []
-    assert changed_settings(saved | {"eval_dataset_name": "x"}, Now(rate=0.1, eval_dataset_name=["x"])) == []
-    lines = changed_settings(saved | {"old": 2, "rows": 8}, Now(seed=2, z_loss=1e-4), {"rows": 16})
-    assert lines[0].startswith("b holds a run with other settings")
-    assert lines[1:] == [
-        "old: 2 in the run, missing now", "rate: 0.1 in the run, 0.5 now", "rows: 8 in the run, 16 now",
+    saved = {"learning_rate": 1e-3, "seed": 1, "output_dir": "a", "eval_dataset_name": None, "gone": 7}
+    assert changed_settings(saved, Now(), {"output_dir"}) == []
+    one = saved | {"eval_dataset_name": "x"}
+    assert changed_settings(one, Now(eval_dataset_name=["x"]), {"output_dir"}) == []
+    assert changed_settings(saved, Now(seed=2, z_loss=1e-4, eval_dataset_name=["x", "y"]), set()) == [
+        "eval_dataset_name: none in the run, x y now", "output_dir: a in the run, b now",
         "seed: 1 in the run, 2 now", "z_loss: 0.0 in the run, 0.0001 now",
     ]  # fmt: skip
 
 
-def test_what_shapes_no_row_may_change():
-    """Where the run is kept, how its batch is divided, how far a stream is read ahead: not what is learnt."""
-    args = train_clm.TrainArgs()
-    other = dict(output_dir="b", per_device_train_batch_size=4, gradient_accumulation_steps=2, stream_gb=1.0)
-    assert changed_settings(asdict(args), replace(args, **other)) == []
-    lines = changed_settings(asdict(args), replace(args, **other, block_size=64))
-    assert lines[1:] == ["block_size: 128 in the run, 64 now"]
+@pytest.mark.parametrize("script", [train_clm, train_mlm])
+def test_what_may_change_are_settings_that_shape_no_row(script):
+    """Where the run is kept, how its batch is divided, what is shown: not what is learnt."""
+    names = {setting.name for setting in fields(script.TrainArgs)}
+    assert set(script.MAY_CHANGE) <= names and len(script.MAY_CHANGE) == len(set(script.MAY_CHANGE))
+    learnt = """dataset_name mixture keywords validation_fraction tokenizer_name vocab_size block_size
+        max_train_samples model_type config_overrides model_name_or_path optimizer_type learning_rate
+        weight_decay adam_beta2 lr_scheduler_type num_warmup_steps max_train_steps seed""".split()
+    assert set(learnt) <= names - set(script.MAY_CHANGE)
 
 
-def test_who_wants_a_longer_run_is_told_how():
-    args = train_clm.TrainArgs(max_train_steps=400, output_dir="b")
-    saved = asdict(args)
-    longer = replace(args, max_train_steps=800)
-    *_, length, remedy = changed_settings(saved, longer, {"max_steps": 800})
-    assert length.startswith("max_train_steps: 400") and "--model_name_or_path b" in remedy
-    assert "docs/learning.md" not in changed_settings(saved, replace(longer, seed=1))[-1]
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "was", "now", "step", "goes_on"),
+    [
+        ("constant", 0.04, 1000, 10_000, 250, True),
+        ("constant_with_warmup", 400, 1000, 10_000, 250, True),
+        ("constant_with_warmup", 0.04, 1000, 2000, 90, True),  # both are at the peak
+        ("constant_with_warmup", 0.04, 1000, 2000, 60, False),
+        ("warmup_stable_decay", 10, 100, 110, 80, True),
+        ("warmup_stable_decay", 10, 100, 110, 90, False),
+        ("cosine", 10, 100, 110, 50, False),
+        ("cosine", 10, 100, 100, 50, True),
+    ],
+)
+def test_a_run_may_grow_where_the_rate_of_its_step_stays_the_same(schedule, warmup, was, now, step, goes_on):
+    found = []
+    for last in (was, now):
+        args = train_clm.TrainArgs(lr_scheduler_type=schedule, max_train_steps=last, num_warmup_steps=warmup)
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
+        found.append((args, Steps(args, Accelerator(cpu=True), range(10**6)), optimizer))
+    (args, steps, optimizer), (now_args, now_steps, another) = found
+    rates = build_schedule(optimizer, args, steps.last)
+    for _ in range(step):
+        optimizer.step()
+        rates.step()
+    state = experiment(args, steps, step, "rows") | {"step": step}
+    state |= {"things": {"schedule": {"state": rates.state_dict()}}}
+
+    def check(fingerprint="rows"):
+        after = build_schedule(another, now_args, now_steps.last)
+        check_experiment(state, now_args, now_steps, fingerprint, set(), after)
+
+    refused = pytest.raises(ValueError, match="(?s)learning rate of step .* --model_name")
+    with nullcontext() if goes_on else refused:
+        check()
+    with pytest.raises(ValueError, match="the run had other content" if goes_on else "learning rate of step"):
+        check("other rows")
+
+
+@pytest.mark.parametrize("script", [train_clm, train_mlm])
+def test_the_range_of_every_number_is_known(script):
+    numbers = {setting.name for setting in fields(script.TrainArgs) if setting.type in (int, float)}
+    assert numbers <= {*POSITIVE, *OR_OFF}
 
 
 def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):
@@ -228,49 +250,3 @@ def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):
     assert end.value.code == 2 and capsys.readouterr().err == "error: block_size: 0\n"
     with pytest.raises(ValueError), user_mistakes():
         json.loads("{")
-
-
-def test_args_json_holds_settings_and_versions(tmp_path):
-    @dataclass
-    class Here(Args):
-        output_dir: str = str(tmp_path)
-
-    save_args(tmp_path, asdict(Here()), code_version(Here()))
-    record = json.loads((tmp_path / "args.json").read_text())
-    assert record["settings"]["learning_rate"] == 0.1 and record["versions"]["torch"]
-    assert record["code"]["script"] == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-
-
-def test_a_run_that_began_before_its_stable_steps_were_counted_goes_on():
-    cosine = train_clm.TrainArgs()
-    saved = asdict(cosine) | {"max_steps": 6}
-    assert changed_settings(saved, cosine, {"max_steps": 6, "stable": [2, 6]}) == []
-    assert "max_steps: 6 in the run, 8 now" in changed_settings(saved, cosine, {"max_steps": 8})
-    stable = train_clm.TrainArgs(lr_scheduler_type="warmup_stable_decay")
-    assert changed_settings(asdict(stable) | {"max_steps": 6}, stable, {"max_steps": 8}) == []
-
-
-@pytest.mark.parametrize(
-    ("was", "now", "step", "resumes"),
-    [
-        (("constant", 1000, 0.04, 0), ("constant", 10_000, 0.04, 0), 250, True),
-        (("constant_with_warmup", 1000, 400, 0), ("constant_with_warmup", 10_000, 400, 0), 250, True),
-        (("constant_with_warmup", 1000, 0.04, 0), ("constant_with_warmup", 10_000, 0.04, 0), 250, False),
-        (("warmup_stable_decay", 100, 10, 20), ("warmup_stable_decay", 110, 10, 30), 80, True),
-        (("warmup_stable_decay", 100, 10, 20), ("warmup_stable_decay", 110, 10, 30), 90, False),
-    ],
-)  # fmt: skip
-def test_a_run_may_grow_where_the_rate_so_far_stays_the_same(tmp_path, was, now, step, resumes):
-    data = SimpleNamespace(length=10**6, fingerprints={"tokenizer": "t", "train": "t", "eval": {}})
-    accelerator, found = Accelerator(cpu=True), []
-    for schedule, length, warmup, decay in (was, now):
-        args = train_clm.TrainArgs(lr_scheduler_type=schedule, max_train_steps=length, num_decay_steps=decay,
-                                   num_warmup_steps=warmup, output_dir=str(tmp_path))  # fmt: skip
-        steps = Steps(args, accelerator, data.length)
-        found.append(Resume(args, accelerator, steps, data, stable_steps(args, steps), {}))
-        found[-1].lock.release()
-    first, second = found
-    saved = {"state": {"step": step}, "settings": asdict(first.args) | first.counts, "metrics_offset": 0,
-             "rows": first.steps.rows_before(step), "data": data.fingerprints, "code": {}}  # fmt: skip
-    with nullcontext() if resumes else pytest.raises(ValueError, match="rate of step .* would be different"):
-        second.check(saved)

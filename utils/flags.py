@@ -1,18 +1,16 @@
 """One flat dataclass per script <-> the command line."""
 
 import argparse
-import copy
 import difflib
 import inspect
-import json
 import re
 import shlex
 import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
+
+from utils.display.metrics import read_args
 
 # Settings of transformers' scripts and of nanoGPT, and what takes their place here.
 ELSEWHERE = {
@@ -43,16 +41,8 @@ ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names
 
 
 class _Parser(HfArgumentParser):
-    """Drops field.metadata, which transformers' parser would pass to argparse."""
-
     def error(self, message):
         raise ValueError(f"{message}\n`--help` lists every setting.")
-
-    @staticmethod
-    def _parse_dataclass_field(parser, field):
-        field = copy.copy(field)
-        field.metadata = {}
-        HfArgumentParser._parse_dataclass_field(parser, field)
 
     def format_help(self):
         """The settings under the headings of the source, each with its default and its comment."""
@@ -74,8 +64,8 @@ class _Parser(HfArgumentParser):
         return "\n".join(lines) + "\n"
 
 
-def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None,
-               other_data: dict[str, Any] | None = None) -> Any:
+def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data: dict[str, Any] | None = None,
+               argv: list[str] | None = None) -> Any:
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
     other_data: defaults where --dataset_name is not the preset's. --model_name_or_path comes with its own
@@ -102,7 +92,8 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
     parser.set_defaults(**presets[name])
     weights = (given.model_name_or_path or "none").lower() != "none"
     if given.eval_only.lower() in YES and not weights:
-        run = run_settings(given.output_dir or parser.get_default("output_dir"))
+        folder = given.output_dir or parser.get_default("output_dir")
+        run = read_args(folder).get("settings", {})
         if given.preset in (None, run.get("preset")):
             same = (get_type_hints(args_class).keys() & run.keys()) - OF_A_START
             parser.set_defaults(**{name: run[name] for name in same})
@@ -119,10 +110,13 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[
 
 
 def _apply_none(args: Any) -> None:
-    """`none` becomes None, or in a list no item. ValueError for blank texts."""
+    """`none` becomes None, or in a list no item; "x" of a preset becomes ["x"] where the field is a list.
+    ValueError for blank texts."""
     blank = []
     for name, kind in get_type_hints(type(args)).items():  # the parser changes the types in fields()
         value = getattr(args, name)
+        if str(kind).startswith("list"):
+            setattr(args, name, value := as_list(value))
         if isinstance(value, list) and [str(item).lower() for item in value] == ["none"]:
             setattr(args, name, [])
         elif isinstance(value, str) and value.lower() in ("none", "") and "None" in str(kind):
@@ -146,13 +140,6 @@ def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]
             lines.append(f"{word}: no such setting." + (f" Did you mean {near[0]}?" if near else ""))
         before = word if word.startswith("-") else before
     return lines
-
-
-def run_settings(output_dir: str) -> dict[str, Any]:
-    """The settings of the run in that folder, from its args.json; {} if there is none."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        return dict(json.loads(Path(output_dir, "args.json").read_text())["settings"])
-    return {}
 
 
 def as_list(value: Any) -> Any:

@@ -6,34 +6,45 @@ the endless stream of training rows.
 
 from collections.abc import Callable
 
+from accelerate import PartialState
+from accelerate.utils import set_seed
+
 
 class Steps:
     """The steps of one run. ValueError if there are too few rows for one step.
 
-    Two functions of the step: micro_batches per process, if a batch grows (else gradient_accumulation_steps),
-    and row_tokens, if rows are shortened (else block_size)."""
+    rows: what is trained on. last: the number of steps. Two functions of the step: micro_batches per process,
+    if a batch grows (else gradient_accumulation_steps), and row_tokens, if rows are shortened (else
+    block_size)."""
 
-    def __init__(self, args, accelerator, rows: int | None, micro_batches: Callable[[int], int] | None = None,
+    def __init__(self, args, accelerator, rows, micro_batches: Callable[[int], int] | None = None,
                  row_tokens: Callable[[int], int] | None = None):
-        self.rows = rows  # of one epoch; None for a stream
+        self.rows, self._seed = rows, args.seed
         self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
         self._row_tokens = row_tokens or (lambda step: args.block_size)
         self._constant = micro_batches is None and row_tokens is None
         self._rows_each = args.per_device_train_batch_size * accelerator.num_processes
         self._sums = [(0, 0)]  # rows and tokens before each step, extended on demand
         first, self.last = self.rows_before(1), args.max_train_steps
+        if getattr(args, "eval_only", False):  # it has no training rows
+            self.last = self.last or 1
+        elif len(rows) < first:
+            raise ValueError(f"dataset_name: too few rows of {args.block_size} tokens: it gives {len(rows)}, "
+                             f"and one step takes {first}. Take more text, or lower block_size, "
+                             "per_device_train_batch_size or gradient_accumulation_steps.")
         if not self.last:
-            wanted = int(rows * args.num_train_epochs)
+            wanted = int(len(rows) * args.num_train_epochs)
             while self.rows_before(self.last + 1) <= wanted:
                 self.last += 1
-        if rows is not None and rows < first:
-            raise ValueError(f"dataset_name: too few rows of {args.block_size} tokens: it gives {rows}, and "
-                             f"one step takes {first}. Take more text, or lower block_size, "
-                             "per_device_train_batch_size or gradient_accumulation_steps.")
-        if self.last < 1:
-            raise ValueError(f"num_train_epochs: {args.num_train_epochs:g} of {rows} rows are {wanted}, and "
-                             f"one step takes {first}. Give more epochs, or max_train_steps.")
-        self.per_epoch = max(1, (rows or 0) // first)
+            if self.last < 1:
+                part = f"{args.num_train_epochs:g} of {len(rows)} rows are {wanted}"
+                raise ValueError(f"num_train_epochs: {part}, and one step takes {first}. Give more epochs, "
+                                 "or max_train_steps.")
+
+    def seed(self, step: int) -> None:
+        """Makes random numbers, those of dropout and of the script's own, a function of (seed, step,
+        process)."""
+        set_seed((self._seed * 1_000_003 + step * 4099 + PartialState().process_index) % 2**32)
 
     def rows_before(self, step: int) -> int:
         """Rows that all processes together take before `step`."""
@@ -43,17 +54,23 @@ class Steps:
         """Tokens of these rows, padding included."""
         return self._before(step)[1]
 
-    def epoch(self, step: int) -> float | None:
-        """Passes over the rows before `step`; None for a stream."""
-        return self.rows_before(step) / self.rows if self.rows else None
+    def epoch(self, step: int) -> float:
+        """Passes over the rows before `step`."""
+        return self.rows_before(step) / len(self.rows)
 
-    def every(self, steps: int) -> int:
-        """`steps`; if 0, an epoch's steps at the first batch size."""
-        return steps or self.per_epoch
+    def epochs(self, step: int) -> dict[str, float]:
+        """The same for each data set of a mixture by its name; {} without one."""
+        return self.rows.epochs(self.rows_before(step)) if hasattr(self.rows, "epochs") else {}
 
-    def count(self, steps: float) -> int:
-        """`steps`; if it is below 1, this share of all steps."""
-        return int(steps * (self.last if steps < 1 else 1))
+    def due(self, step: int, every: int) -> bool:
+        """Whether something is due after `step` steps: at 0, at the last, every `every` steps; for 0 at the
+        end of each pass over the rows."""
+        if step in (0, self.last):
+            return True
+        if every:
+            return step % every == 0
+        before, now = (self.rows_before(s) // len(self.rows) for s in (step - 1, step))
+        return now > before
 
     def _before(self, step):
         if self._constant:

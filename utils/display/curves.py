@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.display.metrics import by_set, read_metrics, read_run
+from utils.display.metrics import by_set, read_args, read_metrics
 from utils.display.progress import format_metric, readable
 from utils.io.files import replacing
 
@@ -38,8 +38,8 @@ def draw_curves(output_dir) -> None:
 def _fill(figure, run: Path, lines: list[dict]) -> None:
     from matplotlib.ticker import EngFormatter
 
-    logged, state = dict.fromkeys(key for line in lines for key in line), read_run(run)
-    resumes = [launch["step"] for launch in state["launches"][1:]]
+    logged = dict.fromkeys(key for line in lines for key in line)
+    resumes = [start["step"] for start in read_args(run).get("starts", [])[1:]]
     below = PANELS + (["accuracy"] if by_set(logged, "accuracy") else [])
     axes = figure.subplot_mosaic([["loss"] * len(below), below], height_ratios=[2, 1])
     loss = axes["loss"]
@@ -59,7 +59,7 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.yaxis.set_major_formatter(lambda value, _: readable(value))
         _set_limits(axis, from_zero=axis is not loss)
-    loss.set_title(_title(run.resolve().name, state.get("origin"), lines))
+    loss.set_title(_title(run.resolve().name, lines))
     loss.set_xlabel("step")
     loss.set_ylabel("loss (nats per token)")
     if loss.get_ylim()[1] < 30:  # else the run has diverged
@@ -104,10 +104,8 @@ def _set_limits(axis, from_zero: bool) -> None:
         axis.set_ylim(low - margin, high + margin)
 
 
-def _title(name: str, origin: dict | None, lines: list[dict]) -> str:
+def _title(name: str, lines: list[dict]) -> str:
     last = next((line for line in reversed(lines) if by_set(line, "loss/eval")), {})
-    if origin:  # a branch
-        name += f", from {origin['run']} at step {origin['step']:,}"
     if loss := format_metric(last, "loss/eval", ".3f"):
         name += f": evaluation loss {loss}"
     if perplexity := format_metric(last, "perplexity", ",.2f"):

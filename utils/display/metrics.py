@@ -1,4 +1,4 @@
-"""What a run measures, in metrics.jsonl; what it runs on and where it was resumed, in run.json."""
+"""metrics.jsonl, what a run measures, and args.json, what it is: settings, versions, starts."""
 
 import contextlib
 import json
@@ -9,50 +9,80 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils.io.files import write_json
+from utils.io.files import set_aside, write_json
 
 
-class MetricsLog:
+class Metrics:
     """output_dir/metrics.jsonl: one JSON object per line and event, written when `write` returns.
 
-    offset: in bytes, saved in checkpoints: the file is truncated there, so that a resumed run repeats no
-    line; 0 starts anew. A line that a crash cut short is dropped. step: where the run continues.
+    step: where the run continues. Lines of later steps are dropped, so that a resumed run repeats none, and
+    so is a line that a crash cut short. writes: only this process writes; the others read.
 
-    run.json has the trackers' run id, the step of each start and what it computed with (`launch`), and the
-    origin of a branch: {"run": name, "step": step}."""
+    Of args.json: run_id, of the trackers; finished: the step after which the run had nothing left to do."""
 
-    def __init__(self, output_dir, offset: int, is_main_process=True, step=0, origin=None, launch=None):
-        self.path, self.file, self.offset = Path(output_dir) / "metrics.jsonl", None, offset
-        if not is_main_process:
+    def __init__(self, args, step: int, writes: bool):
+        self.folder, self.step, self.writes = Path(args.output_dir), step, writes
+        self.path, self.file = self.folder / "metrics.jsonl", None
+        lines = [line for line in read_metrics(self.folder) if isinstance(line.get("step"), int)]
+        self.kept = [line for line in lines if line["step"] <= step]
+        self.known = read_args(self.folder)
+        if step == 0 or args.resume_from_checkpoint == "none":
+            self.kept, self.known = [], {}
+        self.run_id = self.known.get("run_id") or secrets.token_hex(4)
+        self.finished = self.known.get("finished")
+        self.seconds = next((line["seconds"] for line in reversed(self.kept) if "seconds" in line), 0.0)
+
+    def start(self, step: int, settings: dict, rows: str | None, launch: dict, environment: dict) -> None:
+        """Drops the lines of later steps and writes args.json. rows: their fingerprint."""
+        if not self.writes:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.kept and self.path.exists() and self.path.stat().st_size:
+            set_aside(self.path)
+            print(f"run        begins anew: the previous metrics were moved to replaced-{self.path.name}")
+        elif step and not self.path.exists():
+            print(f"warning    {self.path} is missing: the lines up to step {step} are lost")
+        lines = [json.dumps(finite(line), allow_nan=False) + "\n" for line in self.kept]
         self.path.touch()
         self.file = open(self.path, "r+b", buffering=0)
-        kept = self.file.read()[:offset]
-        self.offset = kept.rfind(b"\n") + 1
-        self.file.truncate(self.offset)
-        run = read_run(output_dir) if self.offset else _new_run()
-        if origin:
-            run["origin"] = origin
-        # Not in metrics.jsonl, which reads like one uninterrupted run.
-        earlier = [start for start in run["launches"] if start["step"] < step]
-        run["launches"] = [*earlier, {"step": step, **(launch or {})}]
-        write_json(self.path.with_name("run.json"), run)
+        if (content := "".join(lines).encode()) != self.file.read():
+            self.file.seek(0)
+            self.file.write(content)
+            self.file.truncate()
+        starts = [start for start in self.known.get("starts", []) if start["step"] < step]
+        self.known = {"settings": settings, "rows": rows, "run_id": self.run_id, "finished": None,
+                      "starts": [*starts, {"step": step, **launch}], **environment}  # fmt: skip
+        write_json(self.folder / "args.json", self.known)
+
+    def changes(self, launch: dict) -> list[str]:
+        """A line for each part of `launch` that was another one in the newest start."""
+        before = (self.known.get("starts") or [launch])[-1]
+        changed = [name for name, now in launch.items() if before.get(name, now) != now]
+        return [f"launch     {name}: {before[name]} so far, {launch[name]} now" for name in changed]
 
     def write(self, record: dict) -> None:
         """Append a line; NaN and infinity become null. On a full disk the line is lost, with a warning."""
         if self.file is None:
             return
-        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        line, end = (json.dumps(finite(record), allow_nan=False) + "\n").encode(), self.file.seek(0, 2)
         try:
-            self.file.seek(self.offset)
             if self.file.write(line) < len(line):
                 raise OSError("no space left")
-            self.offset += len(line)
         except OSError as error:
             warnings.warn(f"{self.path}: a line is lost ({error}), training goes on", stacklevel=2)
             with contextlib.suppress(OSError):
-                self.file.truncate(self.offset)
+                self.file.truncate(end)
+
+    def finish(self, step: int) -> None:
+        """Remembers that nothing is left to do after `step`."""
+        if self.writes:
+            write_json(self.folder / "args.json", self.known | {"finished": step})
+
+
+def newest(lines: list[dict], metric: str) -> tuple[dict, int | None]:
+    """(the last record that has this metric, of one set or of several, without its counts; its step)"""
+    line = next((line for line in reversed(lines) if by_set(line, metric)), {})
+    return {key: value for key, value in line.items() if key not in ("step", "tokens")}, line.get("step")
 
 
 def read_metrics(output_dir) -> list[dict]:
@@ -64,6 +94,16 @@ def read_metrics(output_dir) -> list[dict]:
     return [record for record in records if isinstance(record, dict)]
 
 
+def read_args(output_dir) -> dict:
+    """args.json; {} if it is missing or damaged."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+        known = json.loads((Path(output_dir) / "args.json").read_text())
+        starts = all(isinstance(start["step"], int) for start in known["starts"])
+        if starts and isinstance(known["run_id"], str) and isinstance(known["settings"], dict):
+            return known
+    return {}
+
+
 def finite(record: Mapping) -> dict[str, Any]:
     """The record with None, JSON's null, in the place of NaN and infinity, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -73,16 +113,3 @@ def by_set(record: Mapping, metric: str) -> dict[str, Any]:
     """{evaluation set: value} of the keys METRIC/NAME. A single set has the key METRIC and the name ""."""
     named = {key: value for key, value in record.items() if f"{key}/".startswith(f"{metric}/")}
     return {key[len(metric) + 1 :]: value for key, value in named.items()}
-
-
-def read_run(output_dir) -> dict:
-    """run.json; a new run's if it is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError):
-        run = _new_run() | json.loads((Path(output_dir) / "run.json").read_text())
-        if isinstance(run["id"], str) and all(isinstance(start["step"], int) for start in run["launches"]):
-            return run
-    return _new_run()
-
-
-def _new_run() -> dict:
-    return {"id": secrets.token_hex(4), "launches": []}

@@ -172,8 +172,7 @@ def main():
         parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=what)
     parser.add_argument("--devices", type=int, nargs="+", default=[1], help="one or several (default: 1)")
     args = parser.parse_args()
-    model = args.kind, args.model_type, args.config_overrides, args.model_name_or_path
-    config, problems = configure(*model, args.block_size, tokenizer=None)
+    config, _, problems = configure(args, args.kind)
     if problems:
         parser.exit(2, "\n".join(problems) + "\n")
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps

@@ -1,21 +1,21 @@
-"""What the model is fed: `--show 5` prints the first rows of a run as `update` gets them, and ends."""
+"""What the model is fed: `--show 5` prints the first rows of a run as the loop gets them, and ends."""
 
 import os
 import sys
 from itertools import groupby, islice
 
-from utils.display.doctor import counted
+from utils.launch import counted
 from utils.learning.losses import keytoken_row_weights
 
 
-def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> None:
-    """Prints the first rows that the main process takes in this run. All processes call it.
+def show_rows(args, accelerator, loader, tokenizer, keytokens=None) -> None:
+    """Prints the first args.show rows that the main process trains on. All processes call it.
 
-    keytokens, alpha: as for keytoken_row_weights; None if rows have no weights."""
-    rows = list(islice(_rows(data, steps, keytokens, alpha), number))
-    if not data.accelerator.is_main_process:
+    loader: of all positions from 0; keytokens [V]: 1 at key tokens, None if rows have no weights."""
+    alpha = args.keytoken_alpha if keytokens is not None and keytokens.any() else 0.0
+    rows = list(islice(_rows(accelerator.prepare(loader), keytokens if alpha else None, alpha), args.show))
+    if not accelerator.is_main_process:
         return
-    tokenizer, sources = data.tokenizer, list(data.train.sources)
     end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
     lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run"]
     lines.append(f"  {end} ends a document; all special tokens are shown by their names")
@@ -26,24 +26,25 @@ def show_rows(number: int, data, steps, keytokens=None, alpha: float = 0.0) -> N
         lines.append(f"  «the→{mask}» is to be predicted: the model must say «the», and {hidden}")
     if "next_sentence_label" in rows[0]:
         lines.append(f"  label 0: B, after A and {end}, follows A; 1: B is from another document")
-    for row in rows:
-        total = sources[row["source"]] if len(sources) > 1 else data.length and f"{data.length:,}"
-        lines.append(f"\n{_facts(row, total)}{_text(row, tokenizer, end)}")
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    sources = list(getattr(loader.dataset, "sources", []))
+    for number, row in enumerate(rows):
+        total = sources[row["source"]] if len(sources) > 1 else f"{len(loader.dataset):,}"
+        lines.append(f"\n{_facts(row, 1 + number // per_step, total)}{_text(row, tokenizer, end)}")
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:  # of `| head`: Python must not fail again when it flushes the rest at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _rows(data, steps, keytokens, alpha):
-    """The rows of this process's micro-batches, {name: list or number} with their `step`."""
-    for step, micro_batches in enumerate(data.batches(steps, 0), start=1):
-        for batch in micro_batches:
-            if keytokens is not None and keytokens.any():
-                weights = keytoken_row_weights(batch["input_ids"], keytokens, alpha)
-                batch = batch | {"key": keytokens[batch["input_ids"]], "weight": weights}
-            for values in zip(*(column.tolist() for column in batch.values()), strict=True):
-                yield dict(zip(batch, values, strict=True)) | {"step": step}
+def _rows(batches, keytokens, alpha):
+    """The rows of this process's micro-batches, {name: list or number}."""
+    for batch in batches:
+        if keytokens is not None:
+            weights = keytoken_row_weights(batch["input_ids"], keytokens, alpha)
+            batch = batch | {"key": keytokens[batch["input_ids"]], "weight": weights}
+        for values in zip(*(column.tolist() for column in batch.values()), strict=True):
+            yield dict(zip(batch, values, strict=True))
 
 
 def _tokens(row: dict) -> list[int]:
@@ -52,7 +53,7 @@ def _tokens(row: dict) -> list[int]:
     return ids[: len(ids) - row.get("attention_mask", []).count(0)]
 
 
-def _facts(row: dict, total: str | None) -> str:
+def _facts(row: dict, step: int, total: str) -> str:
     tokens, padding = len(_tokens(row)), row.get("attention_mask", []).count(0)
     facts = [counted(tokens, "token")] + ([f"{padding} of padding"] if padding else [])
     if "slots" in row:
@@ -60,10 +61,8 @@ def _facts(row: dict, total: str | None) -> str:
     if "weight" in row:
         facts.append(f"{counted(int(sum(row['key'])), 'key token')}, weight {row['weight']:g}")
     if "next_sentence_label" in row:
-        labels = row["next_sentence_label"]
-        labels = [label for label in labels if label != -100] if isinstance(labels, list) else [labels]
-        facts.append(f"{counted(len(labels), 'pair')}, label {' '.join(map(str, labels))}")
-    return f"step {row['step']}, row {row['row']:,}{f' of {total}' if total else ''}: {', '.join(facts)}"
+        facts.append(f"label {row['next_sentence_label']}")
+    return f"step {step}, row {row['row']:,} of {total}: {', '.join(facts)}"
 
 
 def _text(row: dict, tokenizer, end: str) -> str:

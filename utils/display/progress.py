@@ -5,12 +5,11 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 
 from tqdm.auto import tqdm
 
 from utils.display.metrics import by_set
-from utils.io.files import write_json
+from utils.display.slow import show_slow_paths
 
 SHOWN = {  # name in the line -> metric, format
     "eval loss": ("loss/eval", ".4f"),
@@ -70,30 +69,25 @@ class Progress:
         self.bar.close()
 
 
-def quiet_libraries(log_level: str = "error") -> None:
-    """Show libraries' messages from `log_level` on; processes other than the first show only errors. Python's
-    warnings need "warning", progress bars "info"."""
-    levels = ("debug", "info", "warning", "error", "critical")
-    if log_level not in levels:
-        raise ValueError(f"log_level is {log_level!r}: choose one of {', '.join(levels)}.")
-    level = logging.ERROR if os.environ.get("RANK", "0") != "0" else getattr(logging, log_level.upper())
+def quiet_libraries(level: int = logging.ERROR) -> None:
+    """Show libraries' messages from `level` on, and no progress bars of theirs; TRANSFORMERS_VERBOSITY and
+    the like override that. Warnings of our own modules are for the user."""
     import huggingface_hub.utils
     import transformers
 
     # datasets reads these when it is imported, which takes 60 MB and half a second: only if it is needed.
-    os.environ["DATASETS_VERBOSITY"] = logging.getLevelName(level).lower()
+    os.environ.setdefault("DATASETS_VERBOSITY", logging.getLevelName(level).lower())
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for name in ("transformers", "huggingface_hub", "accelerate", "torch", "fsspec", "httpx"):
-        logging.getLogger(name).setLevel(level)
-    if level == logging.ERROR and os.environ.get("RANK", "0") == "0":  # waiting for the Hub is no silence
+        if f"{name.upper()}_VERBOSITY" not in os.environ:
+            logging.getLogger(name).setLevel(level)
+    if os.environ.get("RANK", "0") == "0":  # waiting for the Hub is no silence
         logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)
-    if level > logging.WARNING:
-        warnings.filterwarnings("ignore")
-        # The warnings of our own modules are for the user.
-        warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
-    if level > logging.INFO:
-        transformers.utils.logging.disable_progress_bar()
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-        huggingface_hub.utils.disable_progress_bars()
+        show_slow_paths(level)
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
 
 
 def duration(seconds: float) -> str:
@@ -116,13 +110,3 @@ def readable(value) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def summarize(output_dir, title: str, results: dict, commands: dict) -> str:
-    """The lines printed at the end of a run; also writes output_dir/summary.json.
-
-    results: label -> text or number; commands: purpose -> what to type."""
-    write_json(Path(output_dir) / "summary.json", {"title": title, **results, "next": commands})
-    width = max(map(len, [*results, *commands]))
-    lines = [title, *(f"  {label:<{width}}  {readable(value)}" for label, value in results.items())]
-    return "\n".join([*lines, "Next:", *(f"  {label:<{width}}  {text}" for label, text in commands.items())])

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
-from utils.learning.evaluation import eval_mode
-from utils.learning.overrides import setting
+from utils.learning.configuration import setting
+from utils.learning.losses import eval_mode
 
 # Always the most likely token. The scores of tokens that have occurred are divided by 1.2 (CTRL, arXiv
 # 1909.05858, section 4.1), or small or young models would repeat one phrase forever.
@@ -17,8 +17,12 @@ MASK = "[MASK]"  # in prompts, replaced by the tokenizer's own mask token
 ROWS = ["rows"]  # the setting prompts: take the beginnings of evaluation rows
 
 
-def beginnings(rows, tokenizer, masked: bool) -> list[str]:
-    """The first 16 tokens of three evaluation rows; masked: with a mask in their middle."""
+def chosen_prompts(prompts: list[str], eval_rows: dict, tokenizer, masked: bool) -> list[str]:
+    """The prompts, or for ROWS the first 16 tokens of three evaluation rows; masked: with a mask in their
+    middle."""
+    if prompts != ROWS:
+        return prompts
+    rows = next(iter(eval_rows.values()))
     numbers = np.unique([len(rows) * i // 3 for i in range(3)])
     ids = rows.columns(numbers, 0 * numbers)["input_ids"]
     parts = (ids[:, :8], ids[:, 9:16]) if masked else (ids[:, :16],)
@@ -35,16 +39,16 @@ def _for_samples(accelerator, model):
         yield lm
 
 
-def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
-    """The last line of each prompt and its completion; quick: two tokens, to see that it works. [] on other
-    processes than the first, under FSDP (nobody holds all weights), on XLA (each length is a graph)."""
+def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
+    """The last line of each prompt and its completion. [] on other processes than the first, under FSDP
+    (nobody holds all weights), on XLA (each length is a graph)."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []
-    texts, most = [], 2 if quick else 48
+    texts, most = [], 48
     with _for_samples(accelerator, model) as lm:
         positions = setting(lm.config, "max_position_embeddings") or tokenizer.model_max_length
-        for prompt in prompts:
+        for prompt in chosen_prompts(prompts, eval_rows, tokenizer, masked=False):
             ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
             ids = ids[:, -max(positions - most, 1) :].to(accelerator.device)  # [1, prompt tokens]
             options = {"max_new_tokens": min(most, positions - ids.shape[1]), **DECODING}
@@ -56,9 +60,10 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], quick: b
     return texts
 
 
-def fill_masks(accelerator, model, tokenizer, prompts: list[str], quick: bool = False) -> list[str]:
+def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
     """A line per mask, with its most likely tokens and their probabilities. [] on all processes but the
-    first, and under FSDP. All prompts are one batch of fixed shape, one graph on XLA, and always quick."""
+    first, and under FSDP. All prompts are one batch of fixed shape, one graph on XLA."""
+    prompts = chosen_prompts(prompts, eval_rows, tokenizer, masked=True)
     if accelerator.distributed_type == DistributedType.FSDP or not accelerator.is_main_process or not prompts:
         return []
     texts, lines = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts], []

@@ -9,7 +9,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from utils.learning.overrides import setting
+from utils.learning.configuration import setting
 
 # Dense matrix-multiply peak in TFLOP/s with bf16 inputs (fp16 where the chip has no bf16), without sparsity,
 # from the makers' public data sheets. "Device" is what torch calls one: one of the two dies of an MI250X, one

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from utils.display.metrics import read_run
-
 
 def check_trackers(report_to: str) -> list[str]:
     """report_to ("none", or names separated by commas) as Accelerator(log_with=...) takes it. ValueError if a
@@ -18,11 +16,11 @@ def check_trackers(report_to: str) -> list[str]:
     return names
 
 
-def start_trackers(accelerator, project: str, output_dir, settings: dict, step: int = 0) -> None:
+def start_trackers(accelerator, project: str, output_dir, run_id: str, settings: dict, step: int) -> None:
     """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves."""
     if not accelerator.log_with:
         return
-    run_id, name = read_run(output_dir)["id"], Path(output_dir).resolve().name
+    name = Path(output_dir).resolve().name
     options = {
         "wandb": {"id": run_id, "name": name, "resume": "allow"},
         "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},

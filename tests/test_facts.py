@@ -14,19 +14,13 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+import train_clm
 from tests import forked
 from tests.runs import environment
 from utils.devices import forget_peak, peak_memory
-from utils.display.doctor import (
-    check_devices,
-    check_launcher,
-    device_warnings,
-    launch_facts,
-    launched,
-    precision_warnings,
-    report,
-)
+from utils.display.facts import device_warnings, launch_facts, launched, precision_warnings, start_lines
 from utils.io.mistakes import lost_peer
+from utils.launch import check_devices, check_launcher
 from utils.steps import Steps
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -34,28 +28,35 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CPU = torch.device("cpu")
 
 
-def block(model="m", parameters=1, start=0, micro_batches=None):
+def block(model="m", parameters=1, start=0, micro_batches=None, rows=10**6, **changes):
     """32 rows x 8 micro-batches of 128 tokens, 600 steps."""
     accelerator = Accelerator(cpu=True)
-    settings = SimpleNamespace(per_device_train_batch_size=32, gradient_accumulation_steps=8, block_size=128,
-                               max_train_steps=600)  # fmt: skip
-    steps = Steps(settings, accelerator, None, micro_batches)
-    return report(accelerator, steps, start, launch_facts(accelerator, "sdpa"), model, parameters)
+    args = train_clm.TrainArgs(gradient_accumulation_steps=8, max_train_steps=600, **changes)
+    steps = Steps(args, accelerator, range(rows), micro_batches)
+    facts = {"launch": launch_facts(accelerator, "sdpa"), "model_type": model, "parameters": parameters,
+             "settings": vars(args)}  # fmt: skip
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))])
+    return "\n".join(start_lines(args, accelerator, steps, start, optimizer, facts)) + "\n"
 
 
-def test_the_block_multiplies_the_batch_out():
+def test_the_block_says_what_is_trained_on_what_and_multiplies_the_batch_out():
     text = block("gpt2", 124_000_000, start=100)
     assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step\n" in text
-    assert "600 steps = 19.7 M tokens; 100 are done" in text
-    assert "gpt2, 124.0 M parameters, attention: sdpa" in text
+    assert "600 steps = 19.7 M tokens\n" in text
+    assert "gpt2 from scratch on installed-python, 124.0 M parameters, attention: sdpa" in text
     assert "one process, cpu" in text and "float32" in text
+    assert "continues at step 100, in runs/clm; stop it any time; the same command resumes it" in text
+    assert "run        begins, in runs/clm" in block() and "19.7 M tokens = 15.4 passes" in block(rows=10_000)
+    new = dict(resume_from_checkpoint="none", model_name_or_path="runs/other", dataset_name=[*"abcde"])
+    other = block("gpt2", **new)
+    assert "any time\n" in other and "weights of runs/other on a, b, c and 2 more" in other
 
 
 @pytest.mark.parametrize(
     "has, parameters, says", [(True, 124e6, True), (True, 1e6, False), (False, 124e6, False)]
 )
 def test_a_cpu_that_is_faster_in_bfloat16_is_named(has, parameters, says, monkeypatch):
-    monkeypatch.setattr("utils.display.doctor.cpu_has_bfloat16", lambda: has)
+    monkeypatch.setattr("utils.display.facts.cpu_has_bfloat16", lambda: has)
     assert ("--mixed_precision bf16 is faster" in block("gpt2", int(parameters))) == says
 
 
@@ -94,7 +95,7 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
         pytest.skip("this machine has an accelerator: the launch is right")
     script = tmp_path / "script.py"
     script.write_text(
-        "from accelerate import Accelerator\nfrom utils.display.doctor import check_devices, check_launch\n"
+        "from accelerate import Accelerator\nfrom utils.launch import check_devices, check_launch\n"
         "check_devices()\ncheck_launch(Accelerator(mixed_precision='no'))\nprint('trains')\n"
     )
     words = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2", str(script)]
@@ -125,7 +126,7 @@ def test_an_environment_that_would_divide_losses_twice_is_refused():
 
 
 def test_fp16_on_xla_is_refused_with_the_settings(monkeypatch):
-    monkeypatch.setattr("utils.display.doctor.is_xla", lambda: True)
+    monkeypatch.setattr("utils.launch.is_xla", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ValueError, match="mixed_precision: fp16 .* bf16 or no on XLA"):
         check_launcher()
@@ -134,7 +135,7 @@ def test_fp16_on_xla_is_refused_with_the_settings(monkeypatch):
 def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path, monkeypatch):
     def lines(device="xpu", devices=2, processes=2, env=None, drivers=None):
         monkeypatch.setattr("os.environ", env or {})
-        monkeypatch.setattr("utils.display.doctor.DRIVERS", drivers or {})
+        monkeypatch.setattr("utils.display.facts.DRIVERS", drivers or {})
         return "\n".join(device_warnings(device, devices, processes))
 
     on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
@@ -154,7 +155,7 @@ def test_precision_is_judged_by_what_the_device_says(monkeypatch):
     assert precision_warnings("bfloat16 autocast", CPU) == []
     for native in (True, False):
         module = SimpleNamespace(is_bf16_supported=lambda including_emulation, native=native: native)
-        monkeypatch.setattr("utils.display.doctor.module_of", lambda device, module=module: module)
+        monkeypatch.setattr("utils.display.facts.module_of", lambda device, module=module: module)
         assert bool(precision_warnings("bfloat16 autocast", CPU)) == (not native)
     monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
     assert "bfloat16 autocast\n" in block() and "use --mixed_precision fp16" in block()
