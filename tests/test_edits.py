@@ -1,497 +1,350 @@
-"""docs/edits: each applied to a copy of the scripts keeps what the scripts promise, and does what it says.
-
-A run that is killed and continued ends with the same bits, two processes train like one, transformers loads
-what is saved.
-"""
+"""docs/edits: each one keeps what utils/check.py checks, and does what it says."""
 
 import itertools
 import json
 import math
-import os
 import re
-import shutil
-import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from data.order import evaluation_rows
-from tests.forked import finish, start, start_all
-from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from tests.checked import ForkedCheck, apply, copy_project
+from tests.forked import run
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+from utils.compare import settings
 
-FOLDER = PROJECT / "docs" / "edits"
-DIFFS = sorted(FOLDER.glob("*.diff"))
-STEPS, KILL_AFTER, SAVE_STEPS = 15, 6, 5
-LONGER = {"distillation": 25, "growing-sequence-length": 25, "isolated-documents": 40}  # others: 15 lines
-FLAGS = {
-    **TINY, "gradient_accumulation_steps": 2, "max_train_steps": STEPS, "preflight": True, "eval_steps": 10,
-    "save_steps": SAVE_STEPS, "save_total_limit": STEPS, "max_eval_samples": 20,
-    "eval_at_start": False, "prompts": "none",
-}  # fmt: skip
-MASKED = {
-    "model_type": "roberta", "prompts": ["The [MASK] of a list."],
-    "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,"
-    "hidden_dropout_prob=0,attention_probs_dropout_prob=0",
-}  # fmt: skip
+DIFFS = sorted((PROJECT / "docs" / "edits").glob("*.diff"))
+STEPS, ROWS, T = 12, 8, 32  # of the runs of utils/check.py: steps, rows of a step, tokens of a row
+HIGH = {"learning_rate": 1, "muon_learning_rate": 1, "num_warmup_steps": 0}  # rates: the loss rises
+LONGER = {"distillation": 25, "early-stopping": 25, "isolated-documents": 30, "fill-in-the-middle": 40}
 
 
 @dataclass
 class Edit:
+    check: Callable  # that it does what it says: of the finished check, and of that of the script as it is
     script: str = "train_clm.py"
-    flags: dict = field(default_factory=dict)  # of the script as it is, too; "{workspace}" is the folder
     settings: dict = field(default_factory=dict)  # of the edit: few steps for things that take thousands
     observes: bool = False  # it trains the same weights as the script as it is; all others must not
-    two_processes: bool = True  # which give the same losses
-    slow: bool = False  # others go through the same places; all are applied
-    check: Callable = lambda runs: None  # that it does what it says
+    short: bool = False  # on short documents
+    fast: bool = False  # the others run with -m slow
+    fails: list = field(default_factory=list)  # what utils/check.py must find, as the edit means it
 
 
-# ---- What they say
+def state(check, name: str, run: str = "whole", step: int = STEPS) -> dict:
+    """What is no tensor in the checkpoint of a step."""
+    file = check.folder / run / f"checkpoints/step-{step:08d}/state.json"
+    return json.loads(file.read_text())["things"][name]
 
 
-def check_z_loss(runs):
+def saved(check, step: int, thing: str = "model", run: str = "whole") -> dict:
+    """Tensors of one thing in the checkpoint of a step."""
+    folder = check.folder / run / f"checkpoints/step-{step:08d}"
+    if thing == "model":
+        return load_file(folder / "model.safetensors")
+    return {name.removeprefix(f"{thing}/"): tensor for name, tensor in
+            load_file(folder / "state.safetensors").items() if name.startswith(f"{thing}/")}  # fmt: skip
+
+
+def records(check, key: str = "loss/train", run: str = "whole") -> list[dict]:
+    return [line for line in metrics(check.folder / run) if key in line]
+
+
+def again(check, run: str, **flags) -> list[str]:
+    """Another run to its end; what it said."""
+    assert check.run(run, *arguments(flags)) == 0, (check.folder / f"{run}.log").read_text()[-3000:]
+    return (check.folder / f"{run}.log").read_text().splitlines()
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def z_loss(edited, plain):
     """A new model's logits are small: log(V) is their normalizer, and the loss; squared it is the penalty."""
-    with_it, without = metrics(runs.whole)[0], metrics(runs.plain)[0]
-    vocabulary = json.loads((runs.whole / "config.json").read_text())["vocab_size"]
-    assert with_it["loss/train"] / without["loss/train"] - 1 == pytest.approx(
-        1e-4 * math.log(vocabulary), rel=0.02
-    )
+    with_it, without = records(edited)[0], records(plain)[0]
+    vocabulary = json.loads((edited.folder / "whole/config.json").read_text())["vocab_size"]
+    ratio = with_it["loss/train"] / without["loss/train"]
+    assert ratio - 1 == pytest.approx(1e-4 * math.log(vocabulary), rel=0.02)
     assert with_it["loss/train_plain"] == without["loss/train_plain"]
 
 
-def check_label_smoothing(runs):
+def label_smoothing(edited, plain):
     """It keeps the loss from falling far; evaluation is plain, so both begin alike."""
-    smoothed, plain = (metrics(folder) for folder in (runs.whole, runs.plain))
-    assert smoothed[0]["loss/train"] == pytest.approx(plain[0]["loss/train"], rel=0.01)
-    assert smoothed[-1]["loss/eval"] == pytest.approx(plain[-1]["loss/eval"], rel=0.05)
+    assert records(edited)[0]["loss/train"] == pytest.approx(records(plain)[0]["loss/train"], rel=0.01)
+    last = [records(check, "loss/eval")[-1]["loss/eval"] for check in (edited, plain)]
+    assert last[0] == pytest.approx(last[1], rel=0.05)
 
 
-def check_ema(runs):
-    """The average of the weights that were saved after each step, computed here; evaluated, too."""
-    folder, average = runs.again(max_train_steps=5, save_steps=1), {}
-    for step in range(1, 6):
-        for name, weight in saved(folder, step, "model").items():
-            average[name] = average[name].lerp(weight, 1 - 0.9) if step > 1 else weight
-    kept, exported = saved(folder, 5, "ema"), load_file(folder / "ema" / "model.safetensors")
+def ema(edited, plain):
+    """The average of the weights that were saved after each step, computed here; evaluated and exported."""
+    again(edited, "again", save_steps=1, save_total_limit=20)
+    average = saved(edited, 1, run="again")
+    for step in range(2, STEPS + 1):
+        weights = saved(edited, step, run="again")
+        average = {name: value.lerp(weights[name], 1 - 0.9) for name, value in average.items()}
+    kept, exported = saved(edited, STEPS, "ema"), load_file(edited.folder / "whole/ema/model.safetensors")
     for name, weight in average.items():
-        torch.testing.assert_close(kept[f"module.{name}"], weight)
-        torch.testing.assert_close(exported[name.removeprefix("lm.")], weight)
-    assert forward(runs, runs.whole / "ema")
-    middle = next(line for line in metrics(runs.whole) if "loss/eval" in line)
-    assert 0.001 < middle["loss/ema"] - middle["loss/eval"] < 1  # behind, as the loss still falls
-    runs.again(eval_only=True, max_train_steps=5)
-    last, alone = metrics(folder)[-1], json.loads(runs.log.read_text().splitlines()[-1])
-    assert alone["loss/ema"] == pytest.approx(last["loss/ema"], rel=1e-6) != alone["loss/eval"]
+        torch.testing.assert_close(kept[f"lm.{name}"], weight)
+        torch.testing.assert_close(exported[name], weight)
+    AutoModelForCausalLM.from_pretrained(edited.folder / "whole/ema")
+    line = records(edited, "loss/eval")[-1]
+    assert 0.001 < line["loss/ema"] - line["loss/eval"] < 1  # behind, as the loss still falls
 
 
-def check_outlier_updates(runs):
+def outlier_updates(edited, plain):
     """The rule once more, of the norms in the log: skipped above 1.2 times the median of five accepted."""
-    lines = metrics(runs.whole)
     norms, expected = [math.inf] * 5, []
-    for line in lines:
-        if "grad_norm" in line:
-            if line["grad_norm"] > 1.2 * sorted(norms)[2]:
-                expected.append(line["step"])
-            else:
-                norms = [*norms[1:], line["grad_norm"]]
+    for line in records(edited):
+        if line["grad_norm"] > 1.1 * sorted(norms)[2]:
+            expected.append(line["step"])
+        else:
+            norms = [*norms[1:], line["grad_norm"]]
+    lines = metrics(edited.folder / "whole")
     assert [line["step"] for line in lines if line.get("event") == "skipped_update"] == expected
     assert 0 < len(expected) < STEPS - 5
 
 
-def check_early_stopping(runs):
-    """At rates that are far too high some loss is worse than the one before; there the run is finished."""
-    folder = runs.again(patience=1, eval_steps=2, learning_rate=1.0, muon_learning_rate=1.0, logging_steps=1)
-    losses = [line["loss/eval"] for line in metrics(folder) if "loss/eval" in line]
-    assert len(losses) < STEPS // 2 and losses[-1] >= min(losses[:-1])
-    assert losses[:-1] == sorted(losses[:-1], reverse=True)
-    last = metrics(folder)[-1]["step"]
-    assert last == 2 * len(losses) and checkpoint(folder, last).exists() and forward(runs, folder)
-    lines = (folder / "metrics.jsonl").read_text()
-    runs.again(patience=1, eval_steps=2, learning_rate=1.0, muon_learning_rate=1.0, logging_steps=1)
-    assert (folder / "metrics.jsonl").read_text() == lines, "finished"
+def early_stopping(edited, plain):
+    """At rates that are far too high some loss is worse than the one before: there the run is finished, and
+    stays so. With one evaluation set and with two."""
+    high = HIGH | {"patience": 1, "eval_steps": 2, "max_train_steps": 40}
+    corpus = Path(edited.flags[edited.flags.index("--dataset_name") + 1])
+    two = {"eval_dataset_name": [corpus.with_name("short.jsonl"), corpus.with_name("long.jsonl")]}
+    for run_name, sets in (("one-set", {}), ("two-sets", two)):
+        again(edited, run_name, **high, **sets)
+        lines = [line for line in metrics(edited.folder / run_name) if "loss/eval" in " ".join(line)]
+        losses = [sum(line[key] for key in line if re.fullmatch("loss/eval(/.*)?", key)) for line in lines]
+        assert 1 < len(losses) < 20 and losses[-1] >= losses[-2]
+        assert losses[:-1] == sorted(losses[:-1], reverse=True)
+        assert len(lines[0].keys() & {"loss/eval", "loss/eval/short", "loss/eval/long"}) == len(sets) + 1
+        last = max((edited.folder / run_name / "checkpoints").glob("step-*"))
+        assert last.name == f"step-{2 * len(losses) - 2:08d}"
+        before = (edited.folder / run_name / "metrics.jsonl").read_text()
+        assert any("this run is finished" in line for line in again(edited, run_name, **high, **sets))
+        assert (edited.folder / run_name / "metrics.jsonl").read_text() == before
 
 
-def check_growing_batch(runs):
-    """Steps of 16 rows of 32 tokens, then of 32 rows, then of 48; what is reported follows."""
-    each = [16 * (1 + step // 7) for step in range(STEPS)]
-    lines = [line for line in metrics(runs.whole) if "samples" in line]
-    assert [line["samples"] for line in lines] == [*itertools.accumulate(each)]
-    assert [line["tokens"] for line in lines] == [32 * line["samples"] for line in lines]
-    settings = state(runs.whole)["extra"]["settings"]
-    assert lines[-1]["epoch"] == pytest.approx(sum(each) / settings["training_rows"])
+def growing_batch(edited, plain):
+    """Steps of 8 rows, then of 16, then of 24; what is reported follows."""
+    each = [ROWS * (1 + step // 5) for step in range(STEPS)]
+    assert [line["samples"] for line in records(edited)] == [*itertools.accumulate(each)]
+    assert [line["tokens"] for line in records(edited)] == [*itertools.accumulate(T * rows for rows in each)]
 
 
-def check_second_optimizer(runs):
+def growing_sequence_length(edited, plain):
+    """Rows of 32 tokens, in eighths of which two are taken at first, and all after 8 steps."""
+    lengths = [T // 8 * (2 + 6 * step // 8) if step < 8 else T for step in range(STEPS)]
+    assert [line["tokens"] for line in records(edited)] == [*itertools.accumulate(ROWS * n for n in lengths)]
+    assert records(edited)[-1]["samples"] == ROWS * STEPS
+    assert records(edited)[0]["loss/train"] != records(plain)[0]["loss/train"]
+
+
+def second_optimizer(edited, plain):
     """Each weight has one optimizer, Adafactor the embeddings; and neither stands still."""
-    adafactor, adamw = ({path.rpartition("/")[0] for path in saved(runs.whole, STEPS, name)}
-                   for name in ("adafactor", "optimizer"))  # fmt: skip
-    early, late = (saved(runs.whole, step, "model") for step in (SAVE_STEPS, STEPS))
-    assert adafactor == {"lm.model.embed_tokens.weight"}
-    assert adamw == late.keys() - adafactor
+    adafactor, others = (state(edited, name)["parameters"] for name in ("adafactor", "optimizer"))
+    early, late = saved(edited, 4), saved(edited, STEPS)
+    assert adafactor == [["lm.model.embed_tokens.weight"]]
+    assert {name.removeprefix("lm.") for group in others + adafactor for name in group} == late.keys()
+    assert sum(map(len, others)) + 1 == len(late)
     assert not any(torch.equal(early[name], late[name]) for name in late)
-    assert state(runs.whole)["keep"]["adafactor"]["groups"][0]["lr"] == 0  # at the end of the cosine
 
 
-def check_layer_wise_learning_rates(runs):
+def layer_wise_learning_rates(edited, plain):
     """Of two blocks, the norm above and the embeddings below; each weight once."""
-    groups = state(runs.whole)["keep"]["optimizer"]["groups"]
-    rates = {name: group["initial_lr"] for group in groups for name in group["params"]}
-    assert rates.keys() == saved(runs.whole, STEPS, "model").keys()
-    assert sum(len(group["params"]) for group in groups) == len(rates)
-    depths = {"norm": 0, "layers.1": 1, "layers.0": 2, "embed_tokens": 3}
-    for part, depth in depths.items():
-        found = {rate for name, rate in rates.items() if name.startswith(f"lm.model.{part}.")}
+    optimizer = state(edited, "optimizer")
+    groups = zip(optimizer["state"]["param_groups"], optimizer["parameters"], strict=True)
+    rates = [(name, group["initial_lr"]) for group, names in groups for name in names]
+    assert sorted(name.removeprefix("lm.") for name, _ in rates) == sorted(saved(edited, STEPS))
+    for part, depth in {"norm": 0, "layers.1": 1, "layers.0": 2, "embed_tokens": 3}.items():
+        found = {rate for name, rate in rates if name.startswith(f"lm.model.{part}.")}
         assert found == {2e-3 * 0.5**depth}, part
-    logged = [[line.get("learning_rate") for line in metrics(folder)] for folder in (runs.whole, runs.plain)]
-    assert logged[0] == logged[1]  # the top's
 
 
-def check_frozen_embeddings(runs):
-    """Until step 10 not a bit changes, decay included; then they learn. The others learn from the start."""
-    names = "lm.model.embed_tokens.weight", "lm.model.layers.0.self_attn.q_proj.weight"
-    tokens, others = ([saved(runs.whole, step, "model")[name] for step in (5, 10, 15)] for name in names)
+def frozen_embeddings(edited, plain):
+    """Until step 8 not a bit changes, decay included; then they learn. The others learn from the start."""
+    names = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+    tokens, others = ([saved(edited, step)[name] for step in (0, 8, STEPS)] for name in names)
     assert torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
     assert not torch.equal(others[0], others[1])
-    assert tokens[0].std() == pytest.approx(0.02, rel=0.05)  # as it begins
 
 
-def check_evaluation_is_comparable(runs):
-    """As many predictions as the script makes as it is, of which the two models think differently."""
-    lines, plain = ([line for line in metrics(folder) if "loss/eval" in line]
-                    for folder in (runs.whole, runs.plain))  # fmt: skip
-    assert [line["eval_tokens"] for line in lines] == [line["eval_tokens"] for line in plain]
-    assert [line["loss/eval"] for line in lines] != [line["loss/eval"] for line in plain]
+def masks_otherwise(edited, plain):
+    """As many predictions in the evaluation as before, of which the two models think differently."""
+    lines, without = (records(check, "loss/eval") for check in (edited, plain))
+    assert [line["eval_tokens"] for line in lines] == [line["eval_tokens"] for line in without]
+    assert lines[-1]["loss/eval"] != without[-1]["loss/eval"]
 
 
-def check_isolated_documents(runs):
+def rows_of(check) -> tuple:
+    """The tokenizer, training and evaluation rows, and the settings."""
+    args = settings(check.module, [*check.flags, "--output_dir", str(check.folder / "whole")])
+    return *check.module.load_rows(args, Accelerator(cpu=True), []), args
+
+
+def isolated_documents(edited, plain):
     """The loss of the saved model on rows of several documents, computed of one document after the other."""
-    [file] = runs.whole.parent.parent.glob("short-cache/**/validation-*.npy")
-    model, losses, documents = AutoModelForCausalLM.from_pretrained(runs.whole), [], 0
-    ids, T = np.load(file), FLAGS["block_size"]
-    rows = ids[: len(ids) // T * T].reshape(-1, T)
-    for row in torch.from_numpy(rows[evaluation_rows(len(rows), FLAGS["max_eval_samples"], 42)]).long():
-        ends = [int(end) + 1 for end in (row == model.config.eos_token_id).nonzero()]
-        for begin, end in itertools.pairwise(sorted({0, *ends, len(row)})):
-            targets, documents = row[begin + 1 : end + 1], documents + 1
-            with torch.no_grad():
-                logits = model(row[None, begin:end]).logits[0, : len(targets)]
-            losses.append(cross_entropy(logits, targets, reduction="none"))
-    assert documents > 2 * FLAGS["max_eval_samples"]
-    last = [line["loss/eval"] for line in metrics(runs.whole) if "loss/eval" in line][-1]
-    assert torch.cat(losses).double().mean() == pytest.approx(last, rel=1e-5)
+    tokenizer, _, eval_rows, args = rows_of(edited)
+    model, losses, documents = AutoModelForCausalLM.from_pretrained(edited.folder / "whole"), [], 0
+    for batch in edited.module.eval_loader(eval_rows[""], args):
+        for row in batch["input_ids"][batch["row"] >= 0]:
+            ends = [int(end) + 1 for end in (row == tokenizer.eos_token_id).nonzero()]
+            for begin, end in itertools.pairwise(sorted({0, *ends, len(row)})):
+                targets, documents = row[begin + 1 : end + 1], documents + 1
+                with torch.no_grad():
+                    logits = model(row[None, begin:end]).logits[0, : len(targets)]
+                losses.append(cross_entropy(logits, targets, reduction="none"))
+    assert documents > 2 * 16
+    assert torch.cat(losses).mean() == pytest.approx(records(edited, "loss/eval")[-1]["loss/eval"], rel=1e-5)
 
 
-def check_metric_per_layer(runs):
+def fill_in_the_middle(edited, plain):
+    """Put back in order, documents are what they were, up to the last one, which may be cut off. About half
+    were rearranged; the saved tokenizer and model know the three tokens."""
+    tokenizer, rows, _, args = rows_of(edited)
+    tokenizer.add_tokens(edited.module.FIM, special_tokens=True)
+    pre, suf, mid = tokenizer.convert_tokens_to_ids(edited.module.FIM)
+    rearrange, documents, rearranged = edited.module.FillInMiddle(tokenizer, 0.5, 1), 0, 0
+    for batch in itertools.islice(edited.module.train_loader(rows, args), 20):
+        of_both = batch["input_ids"].tolist(), rearrange(batch)["input_ids"].tolist()
+        for before, after in zip(*of_both, strict=True):
+            in_order = []
+            for is_end, group in itertools.groupby(after, tokenizer.eos_token_id.__eq__):
+                document, documents = [*group], documents + (not is_end)
+                if document[0] == pre:
+                    rearranged += 1
+                    if after[-len(document) :] == document:  # it may lack its end
+                        break
+                    i, j = document.index(suf), document.index(mid)
+                    document = document[1:i] + document[j + 1 :] + document[i + 1 : j]
+                in_order += document
+            assert in_order == before[: len(in_order)]
+    assert 0.4 < rearranged / documents < 0.6
+    assert len(AutoTokenizer.from_pretrained(edited.folder / "whole")) == len(tokenizer)
+    assert json.loads((edited.folder / "whole/config.json").read_text())["vocab_size"] == len(tokenizer)
+
+
+def metric_per_layer(edited, plain):
     """A norm for each of two blocks; together no more than that of all, which is clipped to 1."""
-    lines = [line for line in metrics(runs.whole) if "grad_norm" in line]
+    lines = records(edited, "grad_norm")
     assert len(lines) == STEPS
     for line in lines:
         assert 0 < math.hypot(line["grad_norm/0"], line["grad_norm/1"]) <= min(1, line["grad_norm"]) + 1e-6
 
 
-def check_own_corpus(runs):
-    assert state(runs.whole)["extra"]["settings"]["preset"] == "topics"
-    tokenizers = [(folder / "tokenizer.json").read_text() for folder in (runs.whole, runs.plain)]
-    assert tokenizers[0] != tokenizers[1]
-
-
-def check_distillation(runs):
+def distillation(edited, plain):
     """Half of the new model's cross-entropy, and half a divergence that is smaller, are trained."""
-    with_it, without = metrics(runs.whole)[0], metrics(runs.plain)[0]
+    with_it, without = records(edited)[0], records(plain)[0]
     assert with_it["loss/train_plain"] == pytest.approx(without["loss/train_plain"])
-    assert 0.5 < with_it["loss/train"] / without["loss/train"] < 0.9
+    assert 0.5 < with_it["loss/train"] / without["loss/train"] < 0.95
 
 
-def check_growing_sequence_length(runs):
-    """Rows of 32 tokens, in eighths of which two are taken at first, and all after 12 steps."""
-    lengths = [4 * (2 + 6 * step // 12) if step < 12 else 32 for step in range(STEPS)]
-    lines = [line for line in metrics(runs.whole) if "loss/train" in line]
-    assert [line["tokens"] for line in lines] == [*itertools.accumulate(16 * length for length in lengths)]
-    assert [line["samples"] for line in lines] == [16 * (step + 1) for step in range(STEPS)]
+def milestones(edited, plain):
+    """The models of the steps, as the checkpoints of these steps have them; no others."""
+    folders = {path.name: path for path in (edited.folder / "whole/milestones").iterdir()}
+    assert folders.keys() == {"step-0", "step-4", "step-7"}
+    assert equal(load_file(folders["step-4"] / "model.safetensors"), saved(edited, 4))
+    AutoModelForCausalLM.from_pretrained(folders["step-7"])
+
+
+def keep_best(edited, plain):
+    """At rates that are too high the best evaluation is not the last one."""
+    again(edited, "again", **HIGH, eval_steps=4)
+    losses = {line["step"]: line["loss/eval"] for line in records(edited, "loss/eval", "again")}
+    assert (best := min(losses, key=losses.get)) != STEPS
+    assert equal(load_file(edited.folder / "again/best/model.safetensors"), saved(edited, best, run="again"))
+    AutoModelForCausalLM.from_pretrained(edited.folder / "whole/best")
 
 
 EDITS = {
-    "z-loss": Edit(check=check_z_loss, slow=True),
-    "label-smoothing": Edit("train_mlm.py", check=check_label_smoothing),
-    "ema": Edit(settings={"ema_decay": 0.9}, observes=True, check=check_ema),
-    "outlier-updates": Edit(
-        settings={"outlier_factor": 1.2, "usual_updates": 5}, check=check_outlier_updates
-    ),
-    "early-stopping": Edit(observes=True, check=check_early_stopping),
-    "growing-batch": Edit(settings={"batch_growth_steps": 7}, check=check_growing_batch),
-    "second-optimizer": Edit(check=check_second_optimizer),
-    "layer-wise-learning-rates": Edit(
-        settings={"layer_decay": 0.5}, check=check_layer_wise_learning_rates, slow=True
-    ),
-    "frozen-embeddings": Edit(settings={"frozen_embedding_steps": 10}, check=check_frozen_embeddings),
-    "whole-word-masking": Edit("train_mlm.py", check=check_evaluation_is_comparable),
-    "decaying-mask-rate": Edit("train_mlm.py", check=check_evaluation_is_comparable, slow=True),
-    "isolated-documents": Edit(
-        flags={"dataset_name": "{workspace}/short.jsonl", "cache_dir": "{workspace}/short-cache"},
-        check=check_isolated_documents,
-    ),
-    "metric-per-layer": Edit(observes=True, check=check_metric_per_layer, slow=True),
-    "own-corpus": Edit(
-        settings={"preset": "topics", "dataset_name": "python-topics"}, check=check_own_corpus, slow=True
-    ),
-    "distillation": Edit(
-        flags={"tokenizer_name": "{workspace}/teacher"},
-        settings={"teacher": "{workspace}/teacher"},
-        check=check_distillation,
-    ),
-    "growing-sequence-length": Edit(settings={"grow_steps": 12}, check=check_growing_sequence_length),
+    "z-loss": Edit(z_loss),
+    "label-smoothing": Edit(label_smoothing, "train_mlm.py"),
+    "ema": Edit(ema, settings={"ema_decay": 0.9}, observes=True, fast=True),
+    "outlier-updates": Edit(outlier_updates, settings={"outlier_factor": 1.1, "usual_updates": 5}),
+    "early-stopping": Edit(early_stopping, observes=True, fast=True),
+    "growing-batch": Edit(growing_batch, settings={"batch_growth_steps": 5}),
+    "growing-sequence-length": Edit(growing_sequence_length, settings={"grow_steps": 8}),
+    "second-optimizer": Edit(second_optimizer, fast=True),
+    "layer-wise-learning-rates": Edit(layer_wise_learning_rates, settings={"layer_decay": 0.5}),
+    "frozen-embeddings": Edit(frozen_embeddings, settings={"frozen_embedding_steps": 8}),
+    "whole-word-masking": Edit(masks_otherwise, "train_mlm.py"),
+    "decaying-mask-rate": Edit(masks_otherwise, "train_mlm.py"),
+    "isolated-documents": Edit(isolated_documents, short=True, fails=["the saved model"]),
+    "fill-in-the-middle": Edit(fill_in_the_middle, short=True),
+    "metric-per-layer": Edit(metric_per_layer, observes=True),
+    "distillation": Edit(distillation),
+    "milestones": Edit(milestones, settings={"milestones": [0, 4, 7]}, observes=True),
+    "keep-best": Edit(keep_best, observes=True),
 }
 
 
-# ---- Running them
-
-
-def checkpoint(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step-{step:08d}"
-
-
-def state(folder: Path) -> dict:
-    """All that is not a tensor in the last checkpoint."""
-    return json.loads((checkpoint(folder, STEPS) / "state.json").read_text())
-
-
-def saved(folder: Path, step: int, name: str) -> dict:
-    """Tensors of one of the things that are kept."""
-    tensors = load_file(checkpoint(folder, step) / f"{name}.safetensors")
-    return {f"lm.{path}": value for path, value in tensors.items()} if name == "model" else tensors
-
-
-def forward(runs, folder: Path) -> bool:
-    """Whether transformers loads the model, whole, and its logits are finite."""
-    kind = AutoModelForMaskedLM if runs.edit.script == "train_mlm.py" else AutoModelForCausalLM
-    model, report = kind.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    return bool(model(torch.arange(8)[None]).logits.isfinite().all())
-
-
-PLAIN = {}  # output folders of unedited scripts
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Files in one folder; the cache keeps prepared rows and tokenizers for all tests."""
+    folder = tmp_path_factory.mktemp("edits")
+    lines = write_corpus(folder / "corpus.jsonl").read_text().splitlines()
+    for name, characters in (("short", 40), ("long", 400)):  # parts of the documents
+        parts = [json.dumps({"content": json.loads(line)["content"][start:][:characters]})
+                 for line in lines for start in range(0, 800, characters)]  # fmt: skip
+        (folder / f"{name}.jsonl").write_text("\n".join(parts))
+    return {"dataset_name": folder / "corpus.jsonl", "cache_dir": folder / "cache"}
 
 
 @pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    """With prepared rows, a trained tokenizer, and a model that can teach."""
-    folder = tmp_path_factory.mktemp("edits")
-    write_corpus(folder / "corpus.jsonl")
-    lines = (folder / "corpus.jsonl").read_text().splitlines()
-    short = [json.dumps({"content": json.loads(line)["content"][:start][-40:]})
-             for line in lines for start in range(40, 800, 40)]  # fmt: skip
-    (folder / "short.jsonl").write_text("\n".join(short))
-    finish([start(PROJECT, "train_clm.py", flags(folder, Edit(), folder / "teacher"), folder / "log")],
-           folder / "log")  # fmt: skip
-    PLAIN["train_clm.py", "{}"] = folder / "teacher"
-    return folder
+def unedited(corpus, tmp_path_factory):
+    """The finished run of a script as it is, on some data."""
+    made = {}
+
+    def check(script, data):
+        key = script, str(data)
+        if key not in made:
+            made[key] = ForkedCheck(copy_project(tmp_path_factory.mktemp("plain")), script, corpus | data)
+            assert made[key].run("whole") == 0
+        return made[key]
+
+    return check
 
 
-def flags(workspace, edit: Edit, output_dir: Path, **changes) -> dict:
-    found = {
-        **FLAGS, **(MASKED if edit.script == "train_mlm.py" else {}),
-        "dataset_name": workspace / "corpus.jsonl", "cache_dir": workspace / "cache",
-        "output_dir": output_dir, **edit.flags, **changes,
-    }  # fmt: skip
-    return {
-        name: value.replace("{workspace}", str(workspace)) if isinstance(value, str) else value
-        for name, value in found.items()
-    }
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if edit.fast else pytest.mark.slow) for name, edit in EDITS.items()])
+def test_it_keeps_what_is_promised_and_does_what_it_says(name, corpus, unedited, tmp_path):
+    edit = EDITS[name]
+    data = {"dataset_name": corpus["dataset_name"].with_name("short.jsonl")} if edit.short else {}
+    if name == "distillation":
+        data["tokenizer_name"] = edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
+    apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
+    edited = ForkedCheck(tmp_path, edit.script, corpus | data, **edit.settings)
+    plain = unedited(edit.script, data)
+    assert edited.whole() == edit.fails
+    assert equal(saved(edited, STEPS), saved(plain, STEPS)) == edit.observes
+    edit.check(edited, plain)
 
 
-def apply(diff: Path, folder: Path) -> None:
-    """To a copy of what the scripts need, with their compiled modules."""
-    for part in ("data", "utils"):
-        half_written = shutil.ignore_patterns("*.pyc.*")  # by another worker
-        shutil.copytree(PROJECT / part, folder / part, ignore=half_written)
-    for script in PROJECT.glob("train_*.py"):
-        shutil.copy2(script, folder)
-    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}  # a folder outside any repository
-    result = subprocess.run(["git", "apply", str(diff)], cwd=folder, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-
-
-def steps_logged(folder: Path) -> int:
-    file = folder / "metrics.jsonl"
-    lines = file.read_bytes().splitlines()[-3:] if file.exists() else []
-    return max((int(found[1]) for line in lines if (found := re.match(rb'{"step": (\d+),', line))), default=0)
-
-
-def killed(process, folder: Path, log: Path) -> None:
-    """SIGKILL after KILL_AFTER steps, when there is a checkpoint to continue from."""
-    end = time.monotonic() + 60
-    while steps_logged(folder) < KILL_AFTER or not checkpoint(folder, SAVE_STEPS).exists():
-        assert process.is_alive() and time.monotonic() < end, log.read_text()[-4000:]
-        time.sleep(0.002)
-    process.kill()
-    process.join()
-    assert process.exitcode == -9 and steps_logged(folder) < STEPS
-
-
-@pytest.fixture(
-    scope="module", ids=lambda diff: diff.stem,
-    params=[pytest.param(diff, marks=[pytest.mark.slow] * EDITS[diff.stem].slow) for diff in DIFFS],
-)  # fmt: skip
-def runs(request, workspace):
-    """Output folders of one edit's runs: whole, killed and continued, of two processes; and of the script
-    as it is. Two at a time."""
-    edit, folder = EDITS[request.param.stem], workspace / request.param.stem
-    code = folder / "code"
-    code.mkdir(parents=True)
-    apply(request.param, code)
-    whole, broken, two, log = (folder / name for name in ("whole", "broken", "two", "log"))
-
-    def begin(output_dir, log=log, env=None, **changes):
-        settings = flags(workspace, edit, output_dir, **edit.settings | changes)
-        return start(code, edit.script, settings, log, env=env)
-
-    unrehearsed = {"preflight": False}  # which leaves no trace: the whole run rehearses
-    one, other = begin(whole), begin(broken, folder / "killed", **unrehearsed)
-    killed(other, broken, folder / "killed")
-    finish([one, begin(broken, **unrehearsed)], log)
-    key = edit.script, json.dumps(edit.flags)
-    unedited = []
-    if key not in PLAIN:
-        PLAIN[key] = folder / "plain"
-        unedited = [start(PROJECT, edit.script, flags(workspace, edit, PLAIN[key], **unrehearsed), log)]
-    half = flags(workspace, edit, two, **edit.settings, per_device_train_batch_size=4)
-    finish([*start_all(code, edit.script, half, log, processes=2), *unedited], log)
-
-    def again(**changes) -> Path:
-        finish([begin(folder / "again", **changes)], log)
-        return folder / "again"
-
-    made = {"whole": whole, "broken": broken, "two": two, "plain": PLAIN[key], "again": again, "log": log}
-    return SimpleNamespace(edit=edit, **made)
-
-
-def test_it_goes_on_after_a_kill_as_if_nothing_had_happened(runs):
-    assert metrics(runs.whole) == metrics(runs.broken)
-    assert state(runs.whole)["keep"] == state(runs.broken)["keep"]
-    files = sorted(checkpoint(runs.whole, STEPS).glob("*.safetensors"))
-    assert {"model.safetensors", "optimizer.safetensors"} <= {file.name for file in files}
-    for file in [*files, runs.whole / "model.safetensors"]:
-        expected, found = load_file(file), load_file(runs.broken / file.relative_to(runs.whole))
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected), file.name
-
-
-def test_two_processes_train_like_one(runs):
-    if not runs.edit.two_processes:
-        pytest.skip("depends on the number of processes: see EDITS")
-    assert_same_losses(runs.whole, runs.two)
-
-
-def assert_same_losses(output_dir: Path, other: Path) -> None:
-    """Those in the metrics of two runs."""
-    for a, b in zip(metrics(output_dir), metrics(other), strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            if key.startswith("loss/") and a[key] != b[key]:  # None where a step was skipped
-                rel = 2e-4 if "stderr" in key else 1e-5  # a small difference of large numbers
-                assert a[key] == pytest.approx(b[key], rel=rel), (key, a, b)
-
-
-@pytest.mark.sweep
-def test_compiled_by_blocks_it_trains_the_same(runs):
-    """As on GPUs, with evaluations, samples and saves. aot_eager traces and differentiates as inductor."""
-    dynamo = {"BACKEND": "AOT_EAGER", "USE_REGIONAL_COMPILATION": "True", "USE_DYNAMIC": "False"}
-    env = environment(**{f"ACCELERATE_DYNAMO_{name}": value for name, value in dynamo.items()})
-    compiled, log = runs.again(env=env), runs.log.read_text()
-    assert "compiles   2 x " in log and "warning: not compiled" not in log
-    assert_same_losses(runs.whole, compiled)
-
-
-def test_it_does_what_it_says(runs):
-    plain, edited = (saved(folder, STEPS, "model") for folder in (runs.plain, runs.whole))
-    same = plain.keys() == edited.keys() and all(torch.equal(plain[name], edited[name]) for name in plain)
-    assert same == runs.edit.observes
-    runs.edit.check(runs)
-
-
-def test_transformers_loads_the_result(runs):
-    assert forward(runs, runs.whole)
-
-
-@pytest.mark.parametrize("name", ["ema", "second-optimizer"])
-def test_a_forgotten_keep_is_named(name, workspace, tmp_path):
-    apply(FOLDER / f"{name}.diff", tmp_path)
-    script = tmp_path / EDITS[name].script
-    kept = re.compile(r"(?<=means=means), .*(?=\))|^    keep \|= .*$", re.M)
-    script.write_text(kept.sub("", script.read_text()))
-    process = start(tmp_path, script.name, flags(workspace, EDITS[name], tmp_path / "run"), tmp_path / "log")
-    process.join(120)
-    message = (tmp_path / "log").read_text()
-    assert process.exitcode == 2, message
-    assert re.search(r"error: keep: update changes .*\b(ema|adafactor)\b.*not in keep", message), message
-
-
-@pytest.mark.parametrize("preflight", [True, False])
-def test_forgotten_gradients_are_named(preflight, workspace, tmp_path):
-    """No checkpoint holds them: a resumed run would differ."""
-    apply(FOLDER / "second-optimizer.diff", tmp_path)
-    script = tmp_path / "train_clm.py"
-    script.write_text(re.sub(r"^ *adafactor\.zero_grad\(\)\n", "", script.read_text(), flags=re.M))
-    made = flags(workspace, EDITS["second-optimizer"], tmp_path / "run") | {"preflight": preflight}
-    process = start(tmp_path, script.name, made, tmp_path / "log")
-    process.join(120)
-    message = (tmp_path / "log").read_text()
-    assert process.exitcode == 2, message
-    assert "update leaves gradients of lm.model.embed_tokens.weight, which" in message, message
-
-
-def test_an_optimizer_without_a_guard_and_weights_that_two_move_are_named(workspace, tmp_path):
-    apply(FOLDER / "second-optimizer.diff", tmp_path)
-    script = tmp_path / "train_clm.py"
-    told = []
-    for guarded in ("UpdateGuard(accelerator, optimizer, adafactor)", "UpdateGuard(accelerator, optimizer)"):
-        text = re.sub(r"UpdateGuard\(.*\)", guarded, script.read_text())
-        if told:
-            text = re.sub(r'(group\["params"\]) = \[.*', r"\1 = \1", text)
-        script.write_text(text)
-        (tmp_path / "log").unlink(missing_ok=True)
-        made = flags(workspace, EDITS["second-optimizer"], tmp_path / f"run-{len(told)}", max_train_steps=2)
-        finish([start(tmp_path, script.name, made, tmp_path / "log")], tmp_path / "log")
-        log = (tmp_path / "log").read_text()
-        said = "guard      none for adafactor", "optimizers optimizer and adafactor share weights"
-        told.append([log.count(line) for line in said])
-    assert told == [[0, 0], [1, 1]]
-
-
-def test_processes_of_which_one_is_slower_rehearse_alike(workspace, tmp_path):
-    """One falls behind in the update that is timed: each exchanges gradients as often as the other."""
-    apply(FOLDER / "z-loss.diff", tmp_path)
-    script = tmp_path / "train_clm.py"
-    end = "        optimizer.zero_grad()\n"
-    once = "_calls.append(1) or len(_calls) == 2 and accelerator.process_index"
-    slow = f"{end}        __import__('time').sleep(1.1 * ({once}))\n"
-    code = script.read_text().replace("\n@entry_point", "\n_calls = []\n\n\n@entry_point")
-    assert code.count(end) == 1
-    script.write_text(code.replace(end, slow))
-    settings = {"max_train_steps": 2, "per_device_train_batch_size": 4, "eval_steps": 2, "save_steps": 2}
-    made = flags(workspace, Edit(), tmp_path / "run", **settings)
-    log = tmp_path / "log"
-    finish(start_all(tmp_path, script.name, made, log, processes=2), log, timeout=60)
-    assert log.read_text().count("ms a step") == 1
+@pytest.mark.slow
+def test_a_corpus_of_ones_own_by_the_command_as_it_is_typed(corpus, tmp_path):
+    apply(PROJECT / "docs/edits/own-corpus.diff", copy_project(tmp_path))
+    flags = TINY | {"keywords": "none", "cache_dir": corpus["cache_dir"]}
+    words = ["train_clm.py", *arguments({"preset": "topics", **flags})]
+    done = run("utils.check", words, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("holds: ") == 7
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)
-def test_it_is_short_explained_and_tested(diff, tmp_path):
-    apply(diff, tmp_path)
-    for script in tmp_path.glob("train_*.py"):
-        compile(script.read_text(), script, "exec")
-    text, mark, hunks = diff.read_text().partition("\n--- ")
-    changed = [line for line in (mark + hunks).splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
-    assert 0 < len(changed) <= LONGER.get(diff.stem, 15)
-    sentence = text.split("\ndiff ")[0].strip()
-    assert sentence.endswith(".") and len(sentence) > 40
-    assert diff.stem in EDITS
+def test_it_is_short_explained_tested_and_taken_back(diff, tmp_path):
+    folder = copy_project(tmp_path)
+    before = [script.read_text() for script in sorted(folder.glob("train_*.py"))]
+    apply(diff, folder)
+    assert all(len(line) < 112 for file in folder.glob("train_*.py") for line in open(file, encoding="utf-8"))
+    apply(diff, folder, "-R")
+    assert [script.read_text() for script in sorted(folder.glob("train_*.py"))] == before
+    text, _, hunks = diff.read_text().partition("\n--- ")
+    changed = [line for line in hunks.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
+    assert 0 < len(changed) <= LONGER.get(diff.stem, 18)
+    assert text.strip().endswith(".") and diff.stem in [*EDITS, "own-corpus"]
