@@ -64,57 +64,47 @@ class Collectives(TorchDispatchMode):
         self.open[-1][f"{name} {kind}"] = calls + 1, size + sum(tensor.nbytes for tensor in tensors)
 
 
-def counted_run(folder, script, flags, processes, sharded=False, timeout=300) -> list[list]:
+def counted_run(folder, script, flags, processes, sharded=False) -> list[list]:
     """The records of each process."""
     folder.mkdir()
     words = [folder, script, *arguments(flags)]
     env = fsdp_environment(processes) if sharded else None
-    done = forked.run("tests/collectives.py", words, processes, timeout=timeout, env=env)
+    done = forked.run("tests/collectives.py", words, processes, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 
 def watch(counted, owner, name, phase):
-    """From now on a call of this function or method is a phase, unless made within such a call."""
-    call, within = getattr(owner, name), []
+    """From now on a call of this function or method is a phase."""
+    call = getattr(owner, name)
 
     def watched(*args, **kwargs):
-        if within:
+        with counted.phase(phase):
             return call(*args, **kwargs)
-        within.append(True)
-        try:
-            with counted.phase(phase):
-                return call(*args, **kwargs)
-        finally:
-            within.pop()
 
     setattr(owner, name, watched)
 
 
-def watch_steps(counted, run_class, data_class):
-    """Phases: what a step needs before it begins, and from seed_step (not an evaluation's) to next_step."""
-    seed_step, next_step, batches = run_class.seed_step, run_class.next_step, data_class.batches
+def watch_loop(counted, log_class, steps_class):
+    """Phases: "evaluation" and "save", as they are timed, and "step", from the seed of one to its end."""
+    seed, ends, timed = steps_class.seed, log_class.step, log_class.timed
 
-    def begins(self):
-        if len(counted.open) == 2:  # within "all" alone
+    @contextlib.contextmanager
+    def timed_phase(self, name):
+        with timed(self, name), counted.phase(name):
+            yield
+
+    def begins(self, step):
+        if len(counted.open) == 2:  # within "all" alone: not the seed of an evaluation
             self.counted_step = counted.phase("step")
             self.counted_step.__enter__()
-        with counted.phase("seeding"):
-            seed_step(self)
+        seed(self, step)
 
-    def ends(self):
-        next_step(self)
-        self.counted_step.__exit__(None, None, None)
+    def ended(self, step):
+        self.steps.counted_step.__exit__(None, None, None)
+        ends(self, step)
 
-    def taken(self, *args):
-        rows, batch = batches(self, *args), True
-        while batch:
-            with counted.phase("rows"):
-                batch = next(rows, None)
-            if batch:
-                yield batch
-
-    run_class.seed_step, run_class.next_step, data_class.batches = begins, ends, taken
+    steps_class.seed, log_class.step, log_class.timed = begins, ended, timed_phase
 
 
 def main():
@@ -124,24 +114,30 @@ def main():
         from accelerate.utils import DistributedType
 
         PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-    import data.open
-    from data.batches import Data
-    from utils import resume
+    import data.load
+    from utils.display.log import Log
     from utils.learning.optim import Means
-    from utils.run import Run
-    from utils.state.checkpoint import Checkpoints
+    from utils.state.checkpoints import Checkpoints
+    from utils.state.stop_signals import StopSignals
+    from utils.steps import Steps
 
     counted = Collectives()
-    watch_steps(counted, Run, Data)
+    watch_loop(counted, Log, Steps)
     for owner, name, phase in [
-        (data.open, "open_sources", "open"), (data.open, "prepare", "prepare"), (Run, "start", "start"),
-        (resume, "lock_output_dir", "lock"), (Checkpoints, "load", "load"), (Run, "evaluate", "evaluation"),
-        (Run, "save", "save"), (Run, "finish", "end"), (Means, "read", "log"),
+        (data.load, "load_rows", "rows"), (Checkpoints, "__init__", "lock"), (Checkpoints, "load", "load"),
+        (Log, "__init__", "start"), (Log, "finish", "end"), (Means, "read", "log"),
+        (StopSignals, "agreed", "stop"),
     ]:  # fmt: skip
         watch(counted, owner, name, phase)
     with counted.phase("all"), counted:
-        importlib.import_module(script).main()
+        try:
+            importlib.import_module(script).main.__wrapped__()  # without entry_point, which ends the process
+        except SystemExit as end:
+            if end.code:
+                raise
     (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(counted.records))
+    sys.stdout.flush()
+    os._exit(0)  # as entry_point does, and why
 
 
 if __name__ == "__main__":

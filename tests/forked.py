@@ -28,7 +28,7 @@ from unittest import mock
 
 from huggingface_hub import constants
 
-from tests.runs import PROJECT, arguments, environment
+from tests.runs import PATIENCE, PROJECT, arguments, environment
 
 OURS = ("data", "utils", "train_clm", "train_mlm")
 READ_AT_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE")
@@ -85,7 +85,7 @@ def start_all(folder, what: str, flags: dict | list, log, processes: int, **sett
     return [start(folder, what, flags, log, processes, rank, port, **settings) for rank in range(processes)]
 
 
-def finish(processes: list, log, timeout: float = 120) -> None:
+def finish(processes: list, log, timeout: float = PATIENCE) -> None:
     """Waits; AssertionError with the end of the log if one of them fails."""
     for process in processes:
         process.join(timeout)
@@ -111,8 +111,8 @@ def wait_for(process, log: Path, text: str) -> None:
 
 
 def run(
-    what: str, flags: dict | list, processes: int = 1, timeout: float = 120, folder=PROJECT,
-    env: dict | None = None, picture: bool = False,
+    what: str, flags: dict | list, processes: int = 1, folder=PROJECT, env: dict | None = None,
+    picture: bool = False,
 ) -> subprocess.CompletedProcess:  # fmt: skip
     """Runs to the end: what subprocess.run says of it. The status of several processes: the first failure."""
     with tempfile.TemporaryDirectory() as outputs:
@@ -120,11 +120,11 @@ def run(
         settings = {"env": env, "errors": errors, "picture": picture}
         started = start_all(folder, what, flags, out, processes, **settings)
         for process in started:
-            process.join(timeout)
+            process.join(PATIENCE)
         statuses = [process.exitcode for process in started]
         for process in started:
             process.kill()
-        assert None not in statuses, f"it did not end in {timeout} s: {errors.read_text()[-4000:]}"
+        assert None not in statuses, f"it did not end in {PATIENCE} s: {errors.read_text()[-4000:]}"
         status = next((status for status in statuses if status), 0)
         said = re.sub(r"\[Gloo\] Rank.*\n", "", out.read_text())  # torch 2.9 tells who is connected
         return subprocess.CompletedProcess([what, flags], status, said, errors.read_text())

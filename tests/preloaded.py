@@ -23,10 +23,9 @@ from transformers.models.modernbert import modeling_modernbert  # noqa: F401
 from transformers.models.roberta import modeling_roberta  # noqa: F401
 
 # For the libraries that they bring: a run imports its own.
-import data.masking
-import data.pairs
-import data.rows  # noqa: F401
-import utils.run  # noqa: F401
+import data.batches.masking
+import data.load  # noqa: F401
+import utils.display.log  # noqa: F401
 
 torch.set_num_threads(1)
 conversion_mapping.get_checkpoint_conversion_mapping("gpt2")  # compiles a thousand regular expressions

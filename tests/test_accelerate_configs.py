@@ -15,7 +15,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from tests import forked
-from tests.runs import PROJECT, environment, kill_family
+from tests.runs import PATIENCE, PROJECT, environment, kill_family
 
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
 TARGETS = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
@@ -121,12 +121,12 @@ def test_under_slurm_all_nodes_are_one_group_and_end_before_the_time_limit(tmp_p
     with open(log, "w") as out:
         job = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=out, stderr=out)
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + PATIENCE
         while "begun" not in log.read_text():
             assert time.monotonic() < until and job.poll() is None, log.read_text()
             time.sleep(0.1)
         job.send_signal(signal.SIGUSR1)
-        assert job.wait(120) != 0  # it has not finished
+        assert job.wait(PATIENCE) != 0  # it has not finished
     finally:
         if job.poll() is None:
             kill_family(job.pid)

@@ -47,18 +47,17 @@ def sizes():
 
 @pytest.mark.parametrize("kind, processes", RUNS)
 def test_a_step_sends_each_gradient_and_each_update_once(runs, kind, processes):
-    """And one flag of four bytes for a stop. FSDP gathers a block twice in a micro-batch, the rest once, and
-    scatters each once. In the first two steps DDP arranges its buckets, and FSDP still has the rest from the
-    evaluation before."""
+    """And before it one flag of four bytes for a stop. FSDP gathers a block twice in a micro-batch, the rest
+    once, and scatters each once. In the first two steps DDP arranges its buckets, and FSDP still has the rest
+    from the evaluation before."""
     blocks, rest, matrices, tensors = sizes()
     shapes, precision = 4, PRECISION.get("cpu", torch.float32)
     updates, swapped = precision.itemsize * matrices, f"alltoall_base_ {str(precision)[6:]}"
-    expected = {"allreduce_ int32": [1, 4]}
     if kind == "ddp":
-        expected |= {"allreduce_ float32": [1, 4 * (sum(blocks) + rest)], swapped: [shapes, updates]}
+        expected = {"allreduce_ float32": [1, 4 * (sum(blocks) + rest)], swapped: [shapes, updates]}
     else:
         gathered = MICRO_BATCHES * (2 * sum(blocks) + rest)
-        expected |= {
+        expected = {
             "_allgather_base_ float32": [MICRO_BATCHES * (2 * len(blocks) + 1), 4 * gathered],
             "_reduce_scatter_base_ float32": [len(blocks) + 1, 4 * (sum(blocks) + rest)],
         }
@@ -70,6 +69,8 @@ def test_a_step_sends_each_gradient_and_each_update_once(runs, kind, processes):
         assert {calls for calls, _ in swaps} == {2 * shapes}
         assert sum(size for _, size in swaps) == 2 * 2 * updates  # there and back, in two steps
     assert found == [[expected] * 2] * processes
+    flags = [found for phases in runs[kind, processes] for found in phases["stop"] if found]
+    assert flags and all(found == {"allreduce_ int32": [1, 4]} for found in flags)
 
 
 @pytest.mark.parametrize("kind, processes", RUNS)
@@ -100,6 +101,6 @@ def test_with_more_processes_there_are_no_more_messages(runs, kind):
 def test_the_loop_has_no_barrier(runs, kind, processes):
     for phases in runs[kind, processes]:
         assert phases["log"] == [{"allgather_ float32": [1, processes * 4 * 4]}]  # 2 losses, steps, norm
-        loop = [found for name in ("step", "log", "evaluation", "save") for found in phases[name]]
+        loop = [found for name in ("step", "stop", "log", "evaluation", "save") for found in phases[name]]
         assert not [name for found in loop for name in found if "barrier" in name]
-        assert phases["open"] == [{}] and phases["end"] == [{}]
+        assert phases["end"] == [{}]

@@ -18,9 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
-
-BOUND = 60  # seconds: a machine ends that soon after another has died (gloo sees the closed connection)
+from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, metrics, tolerance, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +97,14 @@ def workers(namespace) -> dict[int, str]:
 def test_two_machines_train_like_one_process(machines, workspace):
     flags = settings(workspace, "two")
     for rank, process in enumerate(start(machines, flags)):
-        assert process.wait(240) == 0, log_of(flags, rank)[-3000:]
+        assert process.wait(PATIENCE) == 0, log_of(flags, rank)[-3000:]
     assert "2 processes on 2 machines" in log_of(flags, 0)
     one = settings(workspace, "one", per_device_train_batch_size=8)
     assert forked.run("train_clm.py", one).returncode == 0
     for a, b in zip(metrics(one["output_dir"]), metrics(flags["output_dir"]), strict=True):
         assert a.keys() == b.keys()
         for key in a:
-            # A small difference of large numbers; the gradient at weights that Muon has rounded to bfloat16.
-            rel = 1e-4 if "stderr" in key or key == "grad_norm" else 1e-5
-            assert a[key] == pytest.approx(b[key], rel=rel), (a, b)
+            assert a[key] == pytest.approx(b[key], rel=tolerance(key)), (a, b)
     assert (workspace / "two" / "model.safetensors").exists()
 
 
@@ -119,7 +115,7 @@ def test_when_a_machine_dies_the_other_ends_and_the_same_command_continues(machi
     for killed in (1, 0):
         before = newest_checkpoint(flags)
         processes = start(machines, flags)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + PATIENCE
         while newest_checkpoint(flags) == before:
             assert time.monotonic() < deadline and processes[0].poll() is None, log_of(flags, 0)[-3000:]
             time.sleep(0.05)
@@ -127,16 +123,16 @@ def test_when_a_machine_dies_the_other_ends_and_the_same_command_continues(machi
         for pid in workers(machines[killed][0]):
             os.kill(pid, signal.SIGKILL)
         since = time.monotonic()
-        assert processes[1 - killed].wait(BOUND) != 0
+        assert processes[1 - killed].wait(PATIENCE) != 0
         print(f"machine {killed} was killed, the other ended {time.monotonic() - since:.1f} s later")
-        processes[killed].wait(10)
+        processes[killed].wait(PATIENCE)
         address, survivor = re.escape(machines[killed][2]), log_of(flags, 1 - killed)
         assert re.search(rf"\[{address}\].*by peer|by peer \[{address}\]", survivor), survivor[-3000:]
         assert not workers(machines[0][0]) and not workers(machines[1][0])
 
     for rank, process in enumerate(start(machines, flags)):
-        assert process.wait(240) == 0, log_of(flags, rank)[-3000:]
-    assert "are done" in log_of(flags, 0)  # it did not begin anew
+        assert process.wait(PATIENCE) == 0, log_of(flags, rank)[-3000:]
+    assert "continues at step" in log_of(flags, 0)  # it did not begin anew
     steps = [line["step"] for line in metrics(flags["output_dir"]) if "loss/train" in line]
     assert steps == list(range(1, 301))
 
@@ -156,7 +152,7 @@ def test_machines_come_and_go_and_the_losses_are_those_of_an_undisturbed_run(mac
         time.sleep(rng.uniform(0, 0.2))
         end_machine(machines[killed], launchers[killed])
         if killed == 0:
-            assert launchers[1].wait(120) != 0
+            assert launchers[1].wait(PATIENCE) != 0
             launchers[0] = start_elastic(machines, 0, flags)
         alone = saved_by(1, launchers[:1], flags, after=both)
         launchers[1] = start_elastic(machines, 1, flags)
@@ -165,12 +161,12 @@ def test_machines_come_and_go_and_the_losses_are_those_of_an_undisturbed_run(mac
     for launcher in launchers:
         launcher.send_signal(signal.SIGTERM)
     for launcher in launchers:
-        launcher.wait(120)
+        launcher.wait(PATIENCE)
     found = [line for line in metrics(flags["output_dir"]) if "loss/train" in line]
     steps = newest_checkpoint(flags)
     assert [line["step"] for line in found[:steps]] == list(range(1, steps + 1))
     straight = flags | {"output_dir": workspace / "straight", "max_train_steps": steps}
-    assert forked.run("train_clm.py", straight, 2, timeout=600).returncode == 0
+    assert forked.run("train_clm.py", straight, 2).returncode == 0
     expected = [line for line in metrics(straight["output_dir"]) if "loss/train" in line]
     for a, b in zip(found[:steps], expected, strict=True):
         assert a["loss/train"] == pytest.approx(b["loss/train"], rel=1e-5), (a, b)
@@ -194,18 +190,18 @@ def end_machine(machine, launcher):
     pids = subprocess.run(["ip", "netns", "pids", machine[0]], capture_output=True, text=True).stdout.split()
     for pid in pids:
         os.kill(int(pid), signal.SIGKILL)
-    launcher.wait(10)
+    launcher.wait(PATIENCE)
 
 
 def saved_by(processes, launchers, flags, after=0) -> int:
     """The step of a checkpoint that so many processes have saved, once there is one."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and all(launcher.poll() is None for launcher in launchers):
-        if (step := newest_checkpoint(flags)) > after:
-            state = Path(flags["output_dir"], f"checkpoints/step-{step:08d}/state.json")
-            with contextlib.suppress(OSError):  # deleted meanwhile
-                if json.loads(state.read_text())["processes"] == processes:
-                    return step
+        with contextlib.suppress(OSError, ValueError):  # being written
+            start = json.loads(Path(flags["output_dir"], "args.json").read_text())["starts"][-1]
+            step = newest_checkpoint(flags)
+            if start["processes"] == processes and step > max(after, start["step"]):
+                return step
         time.sleep(0.02)
     raise AssertionError(log_of(flags, 0)[-3000:] + log_of(flags, 1)[-3000:])
 

@@ -7,7 +7,7 @@ import sys
 
 from tests import forked
 from tests.forked import free_port
-from tests.runs import PROJECT, TINY, arguments, environment, metrics, write_corpus
+from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, metrics, write_corpus
 from train_clm import PRESETS, TrainArgs
 from utils.flags import parse_args
 
@@ -27,13 +27,13 @@ def cell(tmp_path, **changes):
 def test_notebook_launcher_trains_and_returns(tmp_path):
     words = [sys.executable, "-c", cell(tmp_path)]
     done = subprocess.run(
-        words, cwd=PROJECT, env=environment(2), timeout=240, capture_output=True, text=True
+        words, cwd=PROJECT, env=environment(2), timeout=PATIENCE, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert "and the notebook goes on" in done.stdout
     assert metrics(tmp_path / "run")[-1]["step"] == 6
     _, script, *words = shlex.split(re.search(r"^ +evaluate +(.*)$", done.stdout, re.M)[1])
-    told = parse_args(TrainArgs, PRESETS, words)
+    told = parse_args(TrainArgs, PRESETS, argv=words)
     assert script == "train_clm.py" and told.eval_only and told.output_dir == str(tmp_path / "run")
     assert told.max_eval_samples == 0 and told.vocab_size == TINY["vocab_size"]
 

@@ -27,9 +27,9 @@ TINY = arguments({
     "max_eval_samples": 4, "vocab_size": 600,
 })  # fmt: skip
 MORE = {  # behind a command that begins so; behind other commands that train: TINY
-    "python -m data.tokenizer": ["--vocab_size", "600"],
+    "python -m data.tokens.tokenizer": ["--vocab_size", "600"],
     "python -m data.prepare --dataset_name Salesforce/wikitext": ["--output_dir", "shards"],  # not gs://
-    "python train_mlm.py --preset wikitext-roberta --dataset_name records/": [*TINY, "--block_size", "32"],
+    "python train_mlm.py --preset wikitext-roberta --dataset_name records-": [*TINY, "--block_size", "32"],
     "accelerate launch --config_file mine.yaml": [*TINY, "--output_dir", "runs/mine"],
     "accelerate launch --cpu": [*TINY, "--output_dir", "runs/cpu"],
 }
@@ -39,7 +39,7 @@ SAID = {  # what its output holds, by the command's beginning
     "python train_clm.py --preset codeparrot --push": r"this run is finished",
     "python train_mlm.py --preset wikitext-bert-nsp --show": r"label 0: B, after A and \[SEP\], follows A",
     "python -m utils.display.plan --config": r"parameters +124.2 M",
-    "from data.sources.corpus": r"repo_name: python/cpython\npath: .*\ncopies: 1\nsize: \d+\ncontent: ",
+    "from datasets import": r"repo_name: python/cpython\npath: .*\ncopies: 1\nsize: \d+\ncontent: ",
     "from transformers": r"\[\[0\.\d+, 0\.\d+\]\]",
 }
 
@@ -52,10 +52,11 @@ def reader(tmp_path_factory, hub_port, _home):
     shutil.copytree(PROJECT / "tests/tfrecords", folder / "records")
     write_corpus(folder / "corpus.jsonl")
     (folder / "mine.yaml").write_text((PROJECT / "accelerate_configs/cpu.yaml").read_text())
-    ids, half = np.random.default_rng(0).integers(10, 500, (40, 128)), np.arange(128) >= 64
-    pairs = {"input_ids": ids, "token_type_ids": half * np.ones_like(ids), "next_sentence_label": [0, 1] * 20,
-             "attention_mask": np.ones_like(ids)}  # fmt: skip
-    datasets.Dataset.from_dict(pairs).save_to_disk(folder / "wikiTokenizedValid.hf")
+    for seed, name in enumerate(("Valid", "Test")):
+        ids = np.random.default_rng(seed).integers(10, 500, (40, 128))
+        pairs = {"input_ids": ids, "token_type_ids": (np.arange(128) >= 64) * np.ones_like(ids),
+                 "next_sentence_label": [0, 1] * 20, "attention_mask": np.ones_like(ids)}  # fmt: skip
+        datasets.Dataset.from_dict(pairs).save_to_disk(folder / f"wikiTokenized{name}.hf")
     with HubServer(tmp_path_factory.mktemp("hub"), hub_port, home=_home) as hub:
         publish(hub)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -74,7 +75,8 @@ def run(step: str, folder: Path, env: dict):
     start = max((start for start in MORE if step.startswith(start)), key=len, default=None)
     small = MORE[start] if start else TINY if re.search(r"train_[cm]lm\.py", step) else []
     if small and " train_clm.py" in step and "--preset" not in step:
-        small = [*small, "--dataset_name", "corpus.jsonl", "--keywords", "none"]
+        qwen3 = f"{SIZE},num_key_value_heads=2,head_dim=16"
+        small = [*small, "--dataset_name", "corpus.jsonl", "--keywords", "none", "--config_overrides", qwen3]
     if "\n" in step:
         return forked.run_code(step, folder=folder, env=env)
     words = shlex.split(step)

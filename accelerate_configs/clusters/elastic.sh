@@ -1,8 +1,8 @@
 #!/bin/bash
 # 1 to 4 machines of 8 GPUs that join and leave, with torchrun only. Run the same line on each of them:
-#   HOST=node1 bash accelerate_configs/clusters/elastic.sh train_clm.py --preset gpt2-124m --checkpoint_url s3://bucket/run
+#   HOST=node1 bash accelerate_configs/clusters/elastic.sh train_clm.py --preset gpt2-124m
 # node1 must stay: it hosts the rendezvous, and when it ends, all end. All machines mount the folder of
-# output_dir; the bucket keeps checkpoints even if that folder is lost.
+# output_dir.
 # When a machine joins or leaves, all processes restart from the newest checkpoint. Rows per step stay those of
 # PROCESSES with one micro-batch each. If the number of processes does not divide PROCESSES, the job waits for
 # machines to join or leave. 32 works for 1, 2 and 4 machines, 96 also for 3.

@@ -28,6 +28,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 from tests.benchmarks.measure import interleaved, machine, peak_memory
 from tests.launches import counted
@@ -74,7 +75,8 @@ def inside(script: str, argv: list[str]) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         steps = watch_steps()
-        importlib.import_module(script).main()
+        with contextlib.suppress(SystemExit):  # as a script ends
+            importlib.import_module(script).main()
     from torch._dynamo.utils import counters
 
     waits = sum("synchronizing" in str(warning.message) for warning in told)
@@ -89,26 +91,27 @@ def watch_steps() -> dict:
     GPU the host only enqueues; its queue is bounded, so it waits where it is faster than the device."""
     from torch.profiler import ProfilerActivity, profile
 
-    from utils.run import Run
+    from utils.display.log import Log
+    from utils.steps import Steps
 
-    seed_step, next_step, found = Run.seed_step, Run.next_step, {"ms": [], "launches": 0}
+    seed, ended, found = Steps.seed, Log.step, {"ms": [], "launches": 0}
 
-    def begin(run):
-        seed_step(run)
-        if run.step == PROFILED and not found["launches"]:
+    def begin(steps, step):
+        seed(steps, step)
+        if step == PROFILED and not found["launches"]:
             found["profiler"] = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             found["profiler"].start()
         found["start"] = time.perf_counter()
 
-    def end(run):
+    def end(log, step):
         if profiler := found.pop("profiler", None):
             profiler.stop()
             found["launches"] = counted(profiler)
         else:
             found["ms"].append(1000 * (time.perf_counter() - found["start"]))
-        next_step(run)
+        ended(log, step)
 
-    Run.seed_step, Run.next_step = begin, end
+    Steps.seed, Log.step = begin, end
     return found
 
 
@@ -121,7 +124,7 @@ class Bench:
         """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
         out = self.folder / name
         command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
-        settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache", "log_level": "warning"}
+        settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache"}
         settings |= {"dataset_name": self.dataset_name} if self.dataset_name else {}
         with open(f"{out}.log", "w") as log:
             process = subprocess.Popen(
@@ -205,8 +208,9 @@ class Bench:
         head = 1.0 if script == "clm" else 0.3  # the share of positions that it sees
         kind, model_type = ("causal", "gpt2") if script == "clm" else ("masked", "modernbert")
         tokenizer = AutoTokenizer.from_pretrained(self.folder / name)
-        overrides = settings["config_overrides"]
-        lm = build_model(kind, model_type, overrides, None, settings["block_size"], tokenizer)
+        named = {name: settings[name] for name in ("config_overrides", "block_size")}
+        named |= dict(model_type=model_type, model_name_or_path=None, gradient_checkpointing=False)
+        lm = build_model(SimpleNamespace(**named), kind, tokenizer)
         flops = flops_per_token(lm, settings["block_size"], head_share=head)
         mfu, mib = rate * flops / peak, done["peak"] / 2**20
         told = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"

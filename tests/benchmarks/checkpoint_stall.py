@@ -13,12 +13,13 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
 
 from tests.benchmarks.measure import print_table
-from utils.state.checkpoint import Checkpoints
+from utils.state.checkpoints import Checkpoints
 
 
 def seconds(function, *args):
@@ -43,7 +44,6 @@ def main():
     for parameter in model.parameters():  # as after a step, without taking one
         moments = {"exp_avg": torch.rand_like(parameter), "exp_avg_sq": torch.rand_like(parameter)}
         optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
-    keep = {"optimizer": optimizer}
     tensors = [p.detach() for p in model.parameters()]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     size = sum(tensor.nbytes for tensor in tensors)
@@ -57,16 +57,22 @@ def main():
 
     seconds(copy)  # into pages that the system must find first
     folder = Path(tempfile.mkdtemp(dir=args.folder))
-    background = Checkpoints(accelerator, folder / "background", save_total_limit=1)
-    foreground = Checkpoints(accelerator, folder / "foreground", save_total_limit=1)
-    first = {"seconds": seconds(background.save, 0, model, keep, {})}
+    steps = SimpleNamespace(last=args.rounds, rows_before=lambda step: step)
+    things = dict(model=model, optimizer=optimizer)
+
+    def checkpoints(name):
+        settings = SimpleNamespace(output_dir=str(folder / name), save_total_limit=1, eval_only=False)
+        return Checkpoints(settings, accelerator, steps, "", [], **things)
+
+    background, foreground = checkpoints("background"), checkpoints("foreground")
+    first = {"seconds": seconds(background.save, 0)}
     background.wait()
     dd = ["dd", "if=/dev/zero", f"of={folder}/dd", "bs=16M", f"count={size >> 24}", "conv=fsync"]
     rows = []
     for step in range(1, args.rounds + 1):
-        copied, stalled = seconds(copy), seconds(background.save, step, model, keep, {})
+        copied, stalled = seconds(copy), seconds(background.save, step)
         background.wait()
-        written = seconds(foreground.save, step, model, keep, {}, True)
+        written = seconds(foreground.save, step, True)
         shutil.rmtree(folder / "foreground")
         rows.append((copied, stalled, seconds(lambda: subprocess.run(dd, capture_output=True)), written))
         (folder / "dd").unlink()

@@ -19,9 +19,9 @@ from tests.collectives import counted_run
 from tests.runs import TINY, write_corpus
 
 PHASES = {
-    "open": "open the sources", "prepare": "prepare rows (they are there)", "lock": "lock the folder",
-    "load": "look for a checkpoint", "start": "start", "evaluation": "evaluate", "seeding": "seed a step",
-    "rows": "take a step's rows", "step": "a step", "log": "log", "save": "save, the last time", "end": "end",
+    "rows": "open and prepare rows (they are there)", "lock": "lock the folder",
+    "load": "look for a checkpoint", "start": "start", "evaluation": "evaluate", "stop": "agree on a stop",
+    "step": "a step", "log": "log", "save": "save, the last time", "end": "end",
 }  # fmt: skip
 
 
@@ -52,14 +52,14 @@ def measured(folder: Path, processes: int, args) -> dict[str, str]:
     if not (folder / "corpus.jsonl").exists():
         write_corpus(folder / "corpus.jsonl")
         counted_run(folder / "cached", "train_clm", flags | {"output_dir": folder / "first"}, 1)
-    first = counted_run(folder / f"first-{processes}", "train_clm", flags, processes, args.fsdp, 900)
+    first = counted_run(folder / f"first-{processes}", "train_clm", flags, processes, args.fsdp)
     cells = {told: cell(first, phase) for phase, told in PHASES.items()}
     shutil.rmtree(output / f"checkpoints/step-{args.steps:08d}")
     shutil.copytree(output, again)
-    same = counted_run(folder / f"same-{processes}", "train_clm", flags, processes, args.fsdp, 900)
+    same = counted_run(folder / f"same-{processes}", "train_clm", flags, processes, args.fsdp)
     half = flags | {"output_dir": again, "gradient_accumulation_steps": 2 * rows // processes}
     sharded = args.fsdp and processes > 2  # else by one process, whole
-    fewer = counted_run(folder / f"half-{processes}", "train_clm", half, processes // 2, sharded, 900)
+    fewer = counted_run(folder / f"half-{processes}", "train_clm", half, processes // 2, sharded)
     cells["load by as many"], cells["load by half as many"] = cell(same, "load"), cell(fewer, "load")
     return cells | {"all of the run": cell(first, "all", messages=False)}
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from tests.benchmarks.measure import PROJECT, print_table
-from tests.shard_data import all_ids
+from tests.data_runs import all_ids
 from utils.display.metrics import read_metrics
 
 # The defaults until Muon was one, every setting that matters written out.
@@ -81,19 +81,15 @@ def train_with_trainer(argv: list[str]) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
     import train_clm
-    from data.open import Recipe, open_sources, prepare
+    from data.load import eval_loader, load_rows
     from utils.flags import parse_args
     from utils.learning.model import build_model
-    from utils.settings import stop_at
 
-    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv)
-    problems = []
-    sources = open_sources(Recipe.of(args, algorithm="bpe"), problems)
-    stop_at(problems)
-    data = prepare(sources, Accelerator())
+    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, train_clm.OTHER_DATA, argv)
+    tokenizer, packed, evals = load_rows(args, Accelerator(), [])
+    [held_out] = evals.values()
     set_seed(args.seed)
-    build = "causal", args.model_type, args.config_overrides, args.model_name_or_path, args.block_size
-    lm = build_model(*build, data.tokenizer)
+    lm = build_model(args, "causal", tokenizer)
     out, size = Path(args.output_dir), args.per_device_train_batch_size
     out.mkdir(parents=True, exist_ok=True)
     spent, told = 0.0, (out / "metrics.jsonl").open("w")
@@ -113,18 +109,17 @@ def train_with_trainer(argv: list[str]) -> None:
 
     def evaluate(step):
         lm.eval()
-        (rows,) = data.evals.values()
         with torch.no_grad():
             losses = [
                 lm(input_ids=ids, labels=ids).loss.item() * len(ids)
-                for batch in data.evaluation("")
+                for batch in eval_loader(held_out, args)
                 if len(ids := batch["input_ids"][batch["row"] >= 0])
             ]
-        loss = sum(losses) / len(rows)
+        loss = sum(losses) / len(held_out)
         tokens = step * size * args.block_size
         if step:
             say({"step": step, "tokens": tokens, "tokens_per_second": tokens / spent})
-        say({"step": step, "loss/eval": loss, "bits_per_byte": loss / math.log(2) / rows.bytes_per_token})
+        say({"step": step, "loss/eval": loss, "bits_per_byte": loss / math.log(2) / held_out.bytes_per_token})
         lm.train()
 
     evaluate(0)
@@ -133,7 +128,6 @@ def train_with_trainer(argv: list[str]) -> None:
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
         seed=args.seed,
     )  # fmt: skip
-    [packed] = data.train.sources.values()
     ids = all_ids(packed)
     rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in ids))
     Trainer(

@@ -6,7 +6,7 @@
 Both take the same masked rows and the same AdamW; each runs in a process of its own, in turn.
 """
 
-from tests.benchmarks.measure import Clock, compared, peak_memory, print_table
+from tests.benchmarks.measure import ADAMW, Clock, compared, peak_memory, print_table
 
 SHAPE = {"vocab_size": 50265, "layers": 4, "width": 256, "block_size": 512, "batch_size": 4, "steps": 6}
 
@@ -27,7 +27,7 @@ def contender(kind: str, args) -> dict:
     lm = AutoModelForMaskedLM.from_config(config)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = MaskedLMLoss(lm).to(device)
-    optimizer = build_optimizer(lm, 1e-4, 0.01)
+    optimizer = build_optimizer(lm, ADAMW)
     shape = args.batch_size, args.block_size
     slots = round(0.15 * args.block_size)
     clock = Clock()
@@ -37,8 +37,8 @@ def contender(kind: str, args) -> dict:
         positions = torch.rand(shape).argsort(1)[:, :slots].sort(1).values.to(device)  # [B, K]
         labels = input_ids.gather(1, positions)
         if kind == "sparse head":
-            sums = model({"input_ids": input_ids, "slots": positions, "slot_labels": labels})
-            loss = sums["mlm_loss_sum"] / sums["mlm_tokens"]
+            batch = {"input_ids": input_ids, "slots": positions, "slot_labels": labels}
+            loss = model(batch)["loss_sums"][0] / labels.numel()
         else:
             all_labels = torch.full_like(input_ids, -100).scatter(1, positions, labels)
             loss = lm(input_ids=input_ids, labels=all_labels).loss

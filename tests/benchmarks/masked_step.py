@@ -6,12 +6,23 @@ HF Trainer is at its defaults otherwise: the head on all positions, transformers
 of its own, in turn. The loss is that of other rows after the last step, calculated by the same code.
 """
 
-from tests.benchmarks.attention import modernbert
-from tests.benchmarks.measure import Clock, compared, peak_memory, print_table
+from tests.benchmarks.measure import ADAMW, Clock, compared, peak_memory, print_table
 from tests.benchmarks.throughput import train_with_trainer
 
 SHAPE = {"vocab_size": 8192, "layers": 6, "width": 128, "window": 128, "block_size": 1024, "batch_size": 2,
          "steps": 8}  # fmt: skip
+
+
+def modernbert(args):
+    from transformers import AutoConfig, AutoModelForMaskedLM
+
+    config = AutoConfig.for_model(
+        "modernbert", vocab_size=args.vocab_size, num_hidden_layers=args.layers, hidden_size=args.width,
+        num_attention_heads=args.width // 64, intermediate_size=args.width * 3 // 2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1, cls_token_id=1, sep_token_id=1,
+        max_position_embeddings=args.block_size, local_attention=args.window,
+    )  # fmt: skip
+    return AutoModelForMaskedLM.from_config(config)
 
 
 def contender(kind: str, args) -> dict:
@@ -20,7 +31,7 @@ def contender(kind: str, args) -> dict:
     from transformers import set_seed
 
     set_seed(0)
-    lm, B, T, clock = modernbert(args, args.block_size), args.batch_size, args.block_size, Clock()
+    lm, B, T, clock = modernbert(args), args.batch_size, args.block_size, Clock()
     ids = 3 + np.random.default_rng(0).zipf(1.3, ((args.steps + 2) * B, T)) % (args.vocab_size - 3)
     ids = torch.from_numpy(ids)
     slots = torch.rand(ids.shape).argsort(1)[:, : int(0.3 * T)].sort(1).values  # [rows, K]
@@ -34,7 +45,7 @@ def contender(kind: str, args) -> dict:
         rows = {"input_ids": read[:n].numpy(), "labels": labels[:n].numpy()}
         train_with_trainer(lm, rows, args, False, clock, train_sampling_strategy="sequential")
     report = clock.report(B * T) | {"mib": peak_memory() / 2**20}
-    lm.eval().set_attn_implementation("sdpa")
+    lm.eval()
     with torch.no_grad():
         return report | {"loss": lm(read[n:].to(lm.device), labels=labels[n:].to(lm.device)).loss.item()}
 
@@ -43,26 +54,24 @@ def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one mi
     from accelerate import Accelerator
 
     from utils.learning.losses import MaskedLMLoss
-    from utils.learning.model import use_one_kernel_gelu
+    from utils.learning.model import to_device, use_one_kernel_gelu
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
 
     accelerator = Accelerator()
     use_one_kernel_gelu(lm)
-    lm.set_attn_implementation("local")  # what attn_implementation auto takes for such rows
-    model = MaskedLMLoss(lm).to(accelerator.device)
-    lm.tie_weights()
-    optimizer = build_optimizer(model, 1e-3, 0.1)
-    schedule = build_schedule(optimizer, "linear", 2, args.steps)
+    model = MaskedLMLoss(lm)
+    to_device(model, accelerator)
+    optimizer = build_optimizer(model, ADAMW)
+    schedule = build_schedule(optimizer, ADAMW, args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train_mlm", total="train")
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train_mlm")
     clock.start()
     for start in range(0, len(rows["slots"]), args.batch_size):
         part = slice(start, start + args.batch_size)
         batch = {name: column[part].to(accelerator.device) for name, column in rows.items()}
-        loss = model(batch)["mlm_loss_sum"] / (batch["slot_labels"] != -100).sum()
-        accelerator.backward(loss)
-        means.add(loss)
-        means.end_step(guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        losses = model(batch)["loss_sums"] / (batch["slot_labels"] != -100).sum()
+        accelerator.backward(losses.sum())
+        means.add(losses, guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

@@ -6,8 +6,8 @@
 A type is ok where its loss and gradients are those of transformers' `model(input_ids, labels=...)` at weights
 away from their initial values, one and two processes log the same three steps, and a run that is killed after
 the second ends bit for bit like one that was not. Where Muon's bfloat16 makes processes differ, AdamW has to
-agree, and the line says so. It is refused where the script says in one line, before any data are prepared,
-what the architecture needs beside text. Whatever else happens is failed.
+agree, and the line says so. It is refused where the script says in one line why it cannot be trained on text
+alone. Whatever else happens is failed.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import time
 import traceback
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a fork would not have its threads
 
@@ -142,7 +143,8 @@ def settings(mapping: str, model_type: str, folder: Path) -> dict:
 
 
 # Their own losses compare each token's logits with its own label; those of the others with the next one's.
-UNSHIFTED = ("cpmant", "xlm", "xlnet")
+UNSHIFTED = """bart bigbird_pegasus blenderbot blenderbot-small cpmant marian mbart mvp pegasus plbart trocr
+    whisper xlm xlnet""".split()
 
 
 def compare(mapping: str, saved: Path, tokenizer) -> None:
@@ -155,7 +157,8 @@ def compare(mapping: str, saved: Path, tokenizer) -> None:
     from utils.learning.model import build_model
 
     own = MODEL_CLASSES[mapping].from_pretrained(saved, dtype=torch.float32).train()
-    lm = build_model(mapping, None, "", str(saved), T, tokenizer)
+    named = dict(model_type=None, config_overrides="", model_name_or_path=str(saved), block_size=T)
+    lm = build_model(SimpleNamespace(**named, gradient_checkpointing=False), mapping, tokenizer)
     model = (CausalLMLoss if mapping == "causal" else MaskedLMLoss)(lm).train()
     own.load_state_dict(lm.state_dict())
     noise = torch.Generator().manual_seed(0)
@@ -182,8 +185,9 @@ def compare(mapping: str, saved: Path, tokenizer) -> None:
         if mapping == "causal":
             loss, row_losses = model(batch)
             return loss, row_losses.mean()
-        sums = model(batch)
-        return [sums[name].sum() / slots.numel() for name in ("mlm_loss_sum", "mlm_row_losses")]
+        found = model(batch)
+        plain = found["rows"][:, 0].sum() if "rows" in found else None
+        return found["loss_sums"][0] / slots.numel(), None if plain is None else plain / slots.numel()
 
     if hasattr(own.config, "use_cache"):
         own.config.use_cache = False
@@ -232,16 +236,16 @@ def run_script(mapping: str, flags: dict, log: Path, die_after: int = 0, **env) 
     os.environ.update(environment(int(env.get("WORLD_SIZE", 1)), **env))
     script = importlib.import_module(SCRIPTS[mapping])
     if die_after:
-        from utils.run import Run
+        from utils.display.log import Log
 
-        count = Run.next_step
+        count = Log.step
 
-        def next_step(run):
-            count(run)
-            if run.step > die_after:
+        def done(log, step):
+            count(log, step)
+            if step > die_after:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        Run.next_step = next_step
+        Log.step = done
     sys.argv = [f"{SCRIPTS[mapping]}.py", *arguments(flags)]
     script.main()
 
@@ -280,7 +284,8 @@ def _check(mapping: str, flags: dict, work: Path) -> tuple[str, str]:
     (status,) = finished(script("whole"))
     if status == 2:
         message = (work / "whole.log").read_text().partition("error:")[2].strip().splitlines()
-        verdict = "refused" if len(message) == 1 and message[0].startswith("model_type,") else "failed"
+        told = len(message) == 1 and message[0].startswith(("model_type,", "config_overrides,"))
+        verdict = "refused" if told else "failed"
         return verdict, " / ".join(message)
     if status:
         return "failed", f"one process: {end_of('whole')}"

@@ -57,13 +57,12 @@ def write_bins(folder: Path) -> None:
     from accelerate import Accelerator
 
     import train_clm
-    from data.open import Recipe, open_sources, prepare
+    from data.load import load_rows
 
-    args = train_clm.TrainArgs(cache_dir=str(folder / "cache"))
-    data = prepare(open_sources(Recipe.of(args, algorithm="bpe"), []), Accelerator())
-    data.tokenizer.save_pretrained(folder)
-    (train,), (val,) = data.train.sources.values(), data.evals.values()
-    for name, rows in ("train", train), ("val", val):
+    args = train_clm.TrainArgs(cache_dir=str(folder / "cache"), output_dir=str(folder / "none"))
+    tokenizer, train, evals = load_rows(args, Accelerator(), [])
+    tokenizer.save_pretrained(folder)
+    for name, rows in ("train", train), ("val", evals[""]):
         rows.ids(np.arange(len(rows))).astype(np.uint16).tofile(folder / f"{name}.bin")
 
 
@@ -115,27 +114,29 @@ def train_nanogpt(source: Path, data: Path, out: Path, size: Size) -> Models:
 
 
 def train_ours(data: Path, out: Path, size: Size, flags: list[str]) -> Models:
-    every = size.steps // POINTS
+    every, shards, log = size.steps // POINTS, data / "shards", out.with_suffix(".log")
+    if not shards.exists():
+        words = [data / "*.bin", shards, "--tokenizer_name", data]
+        run([sys.executable, "-m", "data.convert", *map(str, words)], PROJECT, log)
     settings = dict(
-        dataset_name=data / "train.bin", eval_dataset_name=data / "val.bin", tokenizer_name=data,
+        dataset_name=shards,
         block_size=size.block, per_device_train_batch_size=size.rows,
         gradient_accumulation_steps=size.micro_batches, max_train_steps=size.steps, logging_steps=every,
-        eval_steps=size.steps, save_steps=size.steps, eval_at_start=False, preflight=False, prompts="none",
+        eval_steps=size.steps, save_steps=every, save_total_limit=POINTS, eval_at_start=False, prompts="none",
         keywords="none", keytokens="none", output_dir=out, cache_dir=out / "cache",
     )  # fmt: skip
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    steps = [str(step) for step in range(every, size.steps + 1, every)]
     start = [sys.executable]
     if torch.cuda.is_available():
         config = PROJECT / "accelerate_configs" / "single_gpu.yaml"
         start += ["-m", "accelerate.commands.launch", "--config_file", str(config)]
-    run([*start, "train_clm.py", *words, "--milestones", *steps, *flags], PROJECT, out.with_suffix(".log"))
+    run([*start, "train_clm.py", *words, *flags], PROJECT, log)
     models, seconds, tokens = [], 0.0, 0
     for line in read_metrics(out):
         if "tokens_per_second" in line:
             seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
             tokens = line["tokens"]
-            models.append((line["step"], seconds, out / "milestones" / f"step-{line['step']}"))
+            models.append((line["step"], seconds, out / f"checkpoints/step-{line['step']:08d}"))
     return models
 
 

@@ -4,7 +4,7 @@
 
 Same documents (installed Python source), same tokenizer, same cores, each in a process of its own, in turn:
     tokenizers   encode_batch_fast on texts in memory, and nothing else
-    ours         prepare_rows: filter, duplicates, split, tokenize, EOS, rows on disk, from text in memory
+    ours         prepare_text: filter, duplicates, split, tokenize, EOS, rows on disk, from text in memory
     run_clm      datasets.map(tokenize), datasets.map(group_texts), as transformers' example does by default
 Prints medians over the rounds, and the peak memory of each process. CPU seconds beside the clock's: on a
 machine with other work they say more.
@@ -21,11 +21,12 @@ import tempfile
 import time
 from dataclasses import replace
 
-from data.filters import Accounting, clean_documents
-from data.preparation import TokenMaker
-from data.sources.corpus import Corpus, Source, load_corpus
-from data.text import prepare_rows
-from data.tokenizer import load_tokenizer
+from data.documents.filters import Accounting, HoldOut, clean_documents
+from data.documents.source import Corpus, Source, open_corpus
+from data.tokens.preparation import TokenMaker
+from data.tokens.sets import prepare_text
+from data.tokens.shards import Shards
+from data.tokens.tokenizer import load_tokenizer
 from tests.benchmarks.measure import interleaved, print_table
 
 BLOCK_SIZE = 1024
@@ -35,11 +36,11 @@ METHODS = ("run_clm", "tokenizers", "ours")
 def read_texts(megabytes: float) -> list[str]:
     """Every third document of the installed source, up to a size, without what the filters would drop."""
     texts, size = [], 0
-    corpus = load_corpus(Source("installed-python"))
+    corpus = open_corpus(Source("installed-python"))
     some = replace(corpus, readers=[lambda: itertools.islice(corpus, 0, None, 3)])
-    for document in clean_documents(some, Accounting()):
-        texts.append(document["content"])
-        size += len(document["content"])
+    for text, _, _ in clean_documents(some, Accounting()):
+        texts.append(text)
+        size += len(text)
         if size >= megabytes * 1e6:
             break
     return texts
@@ -53,9 +54,9 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 def ours(texts, tokenizer, folder) -> int:
     corpus = Corpus(Source("memory"), "text", "memory", [lambda: ({"text": text} for text in texts)])
-    prepared = prepare_rows(corpus, TokenMaker(tokenizer), block_size=BLOCK_SIZE, validation_fraction=0.05,
-                            cache_dir=folder)
-    return sum(account["tokens"] for account in prepared.accounting.values())
+    parts = prepare_text(corpus, TokenMaker(tokenizer), BLOCK_SIZE, folder, hold_out=HoldOut(0, 0.05))
+    accounting = Shards(parts["train"]["folder"]).manifest["accounting"]
+    return sum(account["tokens"] for account in accounting.values())
 
 
 def run_clm(texts, tokenizer, folder) -> int:

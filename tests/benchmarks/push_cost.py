@@ -19,7 +19,7 @@ from tests.benchmarks.measure import print_table
 from tests.hub_server import Fault, HubServer
 from tests.runs import PROJECT, TINY, arguments, write_corpus
 
-SIZES = "num_hidden_layers=2,hidden_size=128,num_attention_heads=4"
+SIZES = "num_hidden_layers=2,hidden_size=128,num_attention_heads=4,num_key_value_heads=4,head_dim=32"
 
 
 def step_seconds(hub: HubServer, folder: Path, args: argparse.Namespace, push: bool) -> list[float]:

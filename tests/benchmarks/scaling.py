@@ -13,7 +13,7 @@ import sys
 import tempfile
 from contextlib import nullcontext
 
-from tests.benchmarks.measure import Clock, T, interleaved, print_table
+from tests.benchmarks.measure import ADAMW, Clock, T, interleaved, print_table
 
 
 def worker(args) -> dict | None:
@@ -33,7 +33,7 @@ def worker(args) -> dict | None:
     )  # fmt: skip
     lm = AutoModelForCausalLM.from_config(config)
     model = CausalLMLoss(lm).to(accelerator.device)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, 1e-3, 0.1))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, ADAMW))
     sent = 0
 
     def count(group, bucket):

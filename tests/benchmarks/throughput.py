@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 
-from tests.benchmarks.measure import Clock, T, interleaved, peak_memory, print_table
+from tests.benchmarks.measure import ADAMW, Clock, T, interleaved, peak_memory, print_table
 
 EVAL_ROWS = 64
 
@@ -60,38 +60,31 @@ def contender(kind: str, args) -> dict:
 
 def train_ours(lm, rows, args, bf16, clock):
     import numpy as np
+    import torch
     from accelerate import Accelerator
 
-    from data.batches import Data
-    from data.mixture import MixedRows, Mixture
-    from data.open import Recipe
-    from data.rows import PackedRows
+    from data.batches.rows import PackedRows
+    from data.load import train_loader
     from utils.learning.losses import CausalLMLoss
-    from utils.learning.model import use_one_kernel_gelu
+    from utils.learning.model import to_device, use_one_kernel_gelu
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
-    from utils.steps import Steps
 
-    settings = argparse.Namespace(
-        dataset_name="zipf", block_size=args.block_size, per_device_train_batch_size=args.batch_size, seed=0,
-        gradient_accumulation_steps=1, max_train_steps=args.steps,
-    )  # fmt: skip
+    settings = argparse.Namespace(per_device_train_batch_size=args.batch_size, seed=0)
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
     use_one_kernel_gelu(lm)
-    model = CausalLMLoss(lm).to(accelerator.device)
-    lm.tie_weights()
-    optimizer = build_optimizer(model, 1e-3, 0.1)
-    schedule = build_schedule(optimizer, "linear", 2, args.steps)
+    model = CausalLMLoss(lm)
+    to_device(model, accelerator)
+    optimizer = build_optimizer(model, ADAMW)
+    schedule = build_schedule(optimizer, ADAMW, args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
     guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train", "train_plain")
 
-    def update(micro_batches):  # that of train_clm.py, without row weights
-        [batch] = micro_batches
+    def update(batch):  # that of train_clm.py, without row weights
         loss, row_losses = model(batch)
         accelerator.backward(loss)
-        means.add(loss, row_losses.mean())
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         skipped = guard.check(grad_norm)
-        means.end_step(skipped, len(micro_batches))
+        means.add(torch.stack([loss.detach(), row_losses.mean()]), skipped)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -100,11 +93,10 @@ def train_ours(lm, rows, args, bf16, clock):
         ids = rows.astype(np.uint16 if args.vocab_size <= 2**16 else np.uint32).ravel()
         np.save(f"{folder}/rows.npy", ids)
         ours = PackedRows([np.load(f"{folder}/rows.npy", mmap_mode="r")], args.block_size)
-        mixed = MixedRows(Mixture((1.0,), settings.seed), {"": ours})
-        data = Data(Recipe.of(settings), accelerator, None, mixed, {})
+        batches = accelerator.prepare(train_loader(ours, settings, 0, args.steps * args.batch_size))
         clock.start()
-        for micro_batches in data.batches(Steps(settings, accelerator, data.length), 0):
-            update(micro_batches)
+        for batch in batches:
+            update(batch)
             clock.step()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.order import evaluation_rows
+from data.batches.order import evaluation_rows
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 
 from tests import forked
 from tests.harness.difference import chain
-from tests.runs import PROJECT, TINY, environment, write_corpus
+from tests.runs import PATIENCE, PROJECT, TINY, environment, write_corpus
 from tests.test_train_mlm import write_english
 
 NEEDED = "in an environment with tests/harness/requirements.txt"
@@ -43,7 +43,7 @@ def lm_eval(folder, module, *words, fails=False):
     line = [sys.executable, "-m", module, "run", *map(str, words), "--include_path", HARNESS]
     env = environment(PYTHONPATH=str(PROJECT), HF_DATASETS_OFFLINE="1", HF_HOME=str(folder / "hf"))
     done = subprocess.run([*line, "--output_path", folder / "scores.json"], cwd=folder, env=env,
-                          capture_output=True, text=True, timeout=300)  # fmt: skip
+                          capture_output=True, text=True, timeout=PATIENCE)  # fmt: skip
     assert (done.returncode != 0) == fails, done.stdout[-2000:] + done.stderr[-3000:]
     if fails:
         return done.stderr

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
+from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, write_corpus
 
 PACKAGES = "tensorboard", "trackio", "wandb"
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     env, log = environment(WANDB_MODE="offline", **places), folder / "log"
     with open(log, "w") as out:
         process = subprocess.Popen(line, cwd=PROJECT, env=env, stdout=out, stderr=out, start_new_session=True)
-        until = time.time() + 300
+        until = time.time() + PATIENCE
         while "step 26/" not in log.read_text() and process.poll() is None and time.time() < until:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)

@@ -88,7 +88,7 @@ def test_trains_like_the_cpu_with_whole_updates_and_tied_weights(script, workspa
     """
     changes = {
         "max_train_steps": 21, "gradient_accumulation_steps": 2, "eval_steps": 10, "save_steps": 10,
-        "preflight": True, "optimizer_type": "adamw",  # Muon iterates in bfloat16, whose rounding differs
+        "optimizer_type": "adamw",  # Muon iterates in bfloat16, whose rounding differs
     }  # fmt: skip
     xla = trained(script, workspace, "xla-21", **changes)
     cpu = trained(script, workspace, "cpu-21", CPU, **changes)
@@ -101,12 +101,12 @@ def test_trains_like_the_cpu_with_whole_updates_and_tied_weights(script, workspa
 
 @both_scripts
 def test_no_graph_per_step_evaluation_or_save(script, workspace):
-    """50 steps with two evaluations and saves compile at most 8 graphs, 100 steps the same."""
+    """50 steps with two evaluations and saves compile at most 9 graphs, 100 steps the same."""
     fifty = graphs((trained(script, workspace, "xla-50", **FIFTY) / "stdout").read_text())
     longer = FIFTY | {"max_train_steps": 100}
     hundred = graphs((trained(script, workspace, "xla-100", **longer) / "stdout").read_text())
     print(f"{script}: {fifty} graphs for 50 steps, {hundred} for 100")
-    assert fifty == hundred <= 8
+    assert fifty == hundred <= 9
 
 
 @both_scripts
@@ -119,11 +119,11 @@ def test_a_resumed_run_is_bit_identical(script, workspace):
     done = launch(script, resumed, settings_for(script, workspace, **FIFTY))
     assert done.returncode == 0, done.stderr[-4000:]
     assert metrics(resumed) == metrics(unbroken)
-    for file in ("model.safetensors", "checkpoints/step-00000050/optimizer.safetensors"):
+    for file in ("model.safetensors", "checkpoints/step-00000050/state.safetensors"):
         a, b = load_file(unbroken / file), load_file(resumed / file)
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     print(f"{script}: {graphs(done.stdout)} graphs after resuming")
-    assert graphs(done.stdout) <= 8
+    assert graphs(done.stdout) <= 9
 
 
 @both_scripts
@@ -134,7 +134,7 @@ def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, 
     assert "bfloat16 autocast" in (autocast / "stdout").read_text()
     assert metrics(autocast) != metrics(exact)
     assert_same_run(autocast, exact, rel=0.05)
-    for file in ("model.safetensors", "checkpoints/step-00000006/optimizer.safetensors"):
+    for file in ("model.safetensors", "checkpoints/step-00000006/state.safetensors"):
         tensors = load_file(autocast / file).values()
         assert all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
         matrices = torch.cat([tensor.flatten() for tensor in tensors if tensor.ndim == 2])
@@ -143,11 +143,11 @@ def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, 
 
 @both_scripts
 def test_an_error_in_the_data_ends_the_run(script, workspace, tmp_path):
-    """On XLA it dies in the prefetch thread, and the epoch just ends: the script must notice and say so."""
+    """On XLA it dies in the prefetch thread, which says why, and the batches just end."""
     broken = tmp_path / "broken.py"
     broken.write_text(
         f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
-        "from data.mixture import MixedRows as PackedRows\n"
+        "from data.batches.rows import PackedRows\n"
         "read, calls = PackedRows.__getitems__, []\n"
         "def fails(self, keys):\n"
         "    calls.append(1)\n"
@@ -158,6 +158,5 @@ def test_an_error_in_the_data_ends_the_run(script, workspace, tmp_path):
     )
     settings = settings_for(script, workspace, max_train_steps=100, eval_steps=100, save_steps=100)
     done = launch(broken, workspace / f"{Path(script).stem}-broken", settings)
-    assert done.returncode != 0
-    assert re.search(r"the loop ended at step \d+ of 100", done.stderr), done.stderr[-3000:]
-    assert "this disk is broken" in done.stderr
+    assert done.returncode != 0 and "this disk is broken" in done.stderr, done.stderr[-3000:]
+    assert "Stopped" not in done.stdout and "Next:" not in done.stdout
