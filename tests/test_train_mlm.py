@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import datasets
 import numpy as np
@@ -20,7 +19,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertFo
 from data.batches.masking import MaskTokens
 from data.batches.order import evaluation_rows
 from tests import forked
-from tests.runs import TINY, metrics, run, tolerance
+from tests.runs import TINY, metrics, run, tolerance, write_english
 
 KINDS = {
     "mlm": {"model_type": "roberta"},
@@ -30,15 +29,6 @@ SHAPE = (
     "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,hidden_dropout_prob=0,"
     "attention_probs_dropout_prob=0"
 )
-
-
-def write_english(path, part=6000):
-    """Python's own help topics: prose, some of it in short documents, of at most `part` characters."""
-    with open(path, "w", encoding="utf-8") as out:
-        for name, text in sorted(topics.items()):
-            for start in range(0, min(len(text), 6000), part):
-                out.write(json.dumps({"text": text[start : start + part], "topic": name}) + "\n")
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import os
-import re
 import shutil
 from pathlib import Path
 
 from utils.io.mistakes import RunFailed, raise_together
 from utils.io.secrets import without_secrets
 from utils.publishing.model_card import write_model_card
+from utils.state.things import clean_name, named_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +63,6 @@ def collect_weights(accelerator, model, lm) -> dict:
     state = accelerator.get_state_dict(model, unwrap=False)  # gathers FSDP's shards
     if not accelerator.is_main_process:
         return {}
-    state, first = {_bare(name): tensor for name, tensor in state.items()}, {}
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        first.setdefault(id(tensor), _bare(name))  # copies of tied weights would be written twice
-    return {name: state[f"lm.{name}"].detach().cpu() for name in first.values()}
-
-
-def _bare(name: str) -> str:
-    """Without the prefixes of DDP, compile and gradient checkpointing."""
-    return re.sub(r"^module\.|_orig_mod\.|_checkpoint_wrapped_module\.", "", name)
+    state = {clean_name(name): tensor for name, tensor in state.items()}
+    # Of tied weights only the first: copies would be written twice.
+    return {name: state[f"lm.{name}"].detach().cpu() for name in named_tensors(lm)}
