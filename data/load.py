@@ -9,10 +9,9 @@ B rows per micro-batch, T tokens per row (block_size). A batch has the columns o
 data set.
 """
 
-import json
-import os
-import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from accelerate import PartialState
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from data.batches.order import evaluation_order, evaluation_rows
 from data.batches.rows import Order, PackedRows
-from data.open import RunData, record
+from data.open import make_rows, record
 from data.tokens.sets import rows_of
 from data.tokens.tokenizer import load_tokenizer
 from utils.io.files import write_json
@@ -35,8 +34,7 @@ def load_rows(args, accelerator, problems: list[str], algorithm: str = "bpe", n_
 
     rows: len(rows), rows.fingerprint, rows.columns(row, epoch), rows.epochs(position); of those to evaluate
     on also bytes_per_token, nan where it is unknown. With eval_only the rows may be those to evaluate on."""
-    run = RunData(args, list(problems), algorithm, n_special)
-    made = once_per_machine(accelerator, run.make)
+    made = once_per_machine(accelerator, partial(make_rows, args, problems, algorithm, n_special))
     tokenizer = load_tokenizer(made["tokenizer"])
     tokenizer.model_max_length = args.block_size  # saved with it
     train = {name: rows_of(part) for name, part in made["train"].items()}
@@ -83,40 +81,22 @@ def _pinned() -> bool:
 
 
 def once_per_machine(accelerator, work: Callable[[], dict]) -> dict:
-    """work(), by the first process of each machine; the others get its result, plain values, or its
-    ValueError. Not by a collective, which NCCL ends after 10 minutes. Without process groups (XLA) all do it,
-    in turn."""
+    """work(), by the first process of each machine; the others get its result, plain values. All raise its
+    ValueError. By gloo, as NCCL ends a wait after 10 minutes. Without process groups (XLA) all do it, in
+    turn."""
     if accelerator.num_processes == 1 or not dist.is_initialized():
         return work()
-    store = dist.distributed_c10d._get_default_store()
-    number = store.add(f"rows, calls of {dist.get_rank()}", 1)  # alike on all processes
-    key = f"rows {number} of the machine of {dist.get_rank() - accelerator.local_process_index}"
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    done = mistake = None
     if accelerator.is_local_main_process:
-        told = {"ended": "the first process of this machine could not prepare the rows"}
         try:
-            told = {"done": work()}
+            done = work()
         except ValueError as error:
-            told = {"mistake": str(error)}
-            raise
-        finally:
-            store.set(key, json.dumps(told))
-            deadline = time.monotonic() + 10 * ("done" not in told)  # the store may end with this process
-            while time.monotonic() < deadline and store.add(f"{key}, read", 0) < _others():
-                time.sleep(0.05)
-    else:
-        while not store.check([key]):
-            time.sleep(0.1)
-        told = json.loads(store.get(key))
-        store.add(f"{key}, read", 1)
-    if "done" not in told:
-        raise (ValueError(told["mistake"]) if "mistake" in told else ConnectionError(told["ended"]))
-    arrived = store.add("rows", 1)  # a multiple of num_processes once all have arrived
-    while store.add("rows", 0) < arrived + -arrived % accelerator.num_processes:
-        time.sleep(0.1)
-    accelerator.wait_for_everyone()  # the store ends with process 0, which must not leave early
-    return told["done"]
-
-
-def _others() -> int:
-    """Processes of this machine beside the first one."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1
+            mistake = error
+    told = [None] * accelerator.num_processes
+    dist.all_gather_object(told, (done, mistake and str(mistake)), group)
+    if mistake:
+        raise mistake
+    if mistakes := [message for _, message in told if message is not None]:
+        raise ValueError(mistakes[0])
+    return told[accelerator.process_index - accelerator.local_process_index][0]

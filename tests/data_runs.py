@@ -33,6 +33,15 @@ def load(folder, *names, algorithm="bpe", n_special=0, problems=(), **changes) -
     return load_rows(args, Accelerator(cpu=True), list(problems), algorithm, n_special)
 
 
+def exit_status(main, words) -> int:
+    """Of a command of data/."""
+    try:
+        main([str(word) for word in words])
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
 def make_texts(n: int, seed: int = 0, words: int = 120) -> list[str]:
     """n different texts of 1 to 2 x `words` made-up words."""
     rng = random.Random(seed)

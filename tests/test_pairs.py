@@ -18,7 +18,7 @@ from data.documents.source import Source, open_corpus
 from data.load import eval_loader, train_loader
 from data.tokens.pairs import PairBuilder, split_sentences
 from data.tokens.tokenizer import train_tokenizer
-from tests.data_runs import all_columns, all_ids, load, settings
+from tests.data_runs import all_columns, all_ids, exit_status, load, settings
 
 WORDS = "the of and to in is for on with as by at from that which this it are was were be has".split()
 
@@ -40,7 +40,7 @@ def write_documents(path, n=40, sentences=(2, 30), seed=0):
 def tokenizer(tmp_path_factory):
     texts = [" ".join(WORDS) + "." + " ".join(f"D{i} s{i}" for i in range(60))] * 5
     folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(texts, "wordpiece", 400, "bert").save_pretrained(folder)
+    train_tokenizer(texts, "unigram", 400, "bert").save_pretrained(folder)
     return str(folder)
 
 
@@ -285,7 +285,7 @@ def test_pairs_of_others_are_read_rightly(form, tmp_path, tokenizer):
         made.to_json(name)
     else:
         datasets.DatasetDict(train=made, test=made).save_to_disk(name)
-    assert convert.main([name, str(tmp_path / "out"), "--tokenizer_name", tokenizer]) == 0
+    assert exit_status(convert.main, [name, tmp_path / "out", "--tokenizer_name", tokenizer]) == 0
     whole = [*["saved"] * 12]
     columns = all_columns(
         pairs_of(
@@ -305,7 +305,8 @@ def test_pairs_of_others_are_read_rightly(form, tmp_path, tokenizer):
 def test_or_refused(change, message, tmp_path, tokenizer, capsys):
     rows = [ROW] * 1100 + [ROW | change]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "pairs"))
-    assert convert.main([str(tmp_path / "pairs"), str(tmp_path / "out"), "--tokenizer_name", tokenizer]) == 2
+    words = [tmp_path / "pairs", tmp_path / "out", "--tokenizer_name", tokenizer]
+    assert exit_status(convert.main, words) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out" / "manifest.json").exists()
     with pytest.raises(ValueError, match="python -m data.convert"):
         pairs_of(tmp_path, tmp_path / "pairs", tokenizer_name=tokenizer)

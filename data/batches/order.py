@@ -4,6 +4,8 @@ Training reads one endless sequence of positions: position p is row permutation(
 p // n. Nothing is stored, so a run resumes at any position at once, on any number of processes.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 AT_ONCE = 4096  # rows whose places are computed at once
@@ -52,6 +54,14 @@ def epochs_and_rows(start: int, stop: int, n_rows: int, seed: int) -> tuple[np.n
     for e in np.unique(epoch).tolist():
         row[epoch == e] = permuted(row[epoch == e], n_rows, seed, e)
     return epoch, row
+
+
+def endless_order(n_rows: int, first: int, seed: int) -> Iterator[tuple[int, int]]:
+    """(epoch, row) of the positions first, first + 1, ... over `n_rows` rows."""
+    while True:
+        epoch, row = epochs_and_rows(first, first + AT_ONCE, n_rows, seed)
+        yield from zip(epoch.tolist(), row.tolist(), strict=True)
+        first += AT_ONCE
 
 
 def evaluation_rows(n_rows: int, max_rows: int, seed: int) -> list[int]:

@@ -10,10 +10,7 @@ class PairRows(PackedRows):
 
     blanks = {"input_ids": 0, "token_type_ids": 0, "next_sentence_label": -100}
     blanks |= {"attention_mask": 1}  # all of a blank row: where all is masked, kernels may give NaN
-
-    def __init__(self, tokens, block_size: int, *more, **named):
-        super().__init__(tokens, block_size + 3, *more, **named)
-        self.block_size = block_size
+    more = 3
 
     def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
         """input_ids, token_type_ids, attention_mask [B, T], next_sentence_label [B] (0: B follows A)."""

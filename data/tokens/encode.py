@@ -8,7 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -18,7 +18,8 @@ LEAST_CHARACTERS = 1 << 14  # in the first batches, so that a sample of a corpus
 LONGEST_PIECE = 1 << 20  # characters; longer documents are cut, see split_text
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 SPACE = re.compile(r"(?<=\S)(?=\s)")
-NO_LEAD = {"add_prefix_space": False, "prepend_scheme": "never", "prepend": ""}  # of tokenizer.json
+
+Key = tuple[str, int, int]  # of a chunk of documents: split, unit, number
 
 
 def id_count(tokenizer) -> int:
@@ -38,106 +39,76 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
 class Encoder:
-    """The part of a tokenizer that turns text into ids."""
+    """Turns text into token ids as a tokenizer does, with EOS after each document. ValueError: it has no
+    token that could end documents.
 
-    content: str  # of tokenizer.json
-    begin: tuple[int, ...]  # ids that begin a document: <s> for Llama's tokenizer, none for GPT-2's
-    eos: int  # id that ends it
-    dtype: str
-    special: tuple[int, ...]  # ids that no text gets
+    Tokenizers with a mask token begin no document: rows of masked LM get <s> when they are masked. Special
+    tokens that are spelled out in a text stay text, as with nanoGPT's encode_ordinary: a document does not
+    end where it mentions <|endoftext|>."""
 
-    @classmethod
-    def of(cls, tokenizer) -> "Encoder":
-        """ValueError where the tokenizer has no token that could end documents.
-
-        Tokenizers with a mask token begin no document: rows of masked LM get <s> when they are masked."""
-        eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        if eos is None:
+    def __init__(self, tokenizer):
+        self.begin, self.dtype = [], token_dtype(tokenizer)  # begin: <s> for Llama's, nothing for GPT-2's
+        self.eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        if self.eos is None:
             raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no eos_token to end documents "
                              "with; choose another tokenizer")
-        begin, special = (), {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         if tokenizer.mask_token_id is None:
             bare, whole = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
-            begin = tuple(whole[: len(whole) - len(bare)]) if whole[len(whole) - len(bare) :] == bare else ()
-        content = tokenizer.backend_tokenizer.to_str()
-        return cls(content, begin, eos, token_dtype(tokenizer).str, tuple(sorted(special)))
+            if whole[len(whole) - len(bare) :] == bare:
+                self.begin = whole[: len(whole) - len(bare)]
+        self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
+        self.backend = _without_special_pieces(self.backend, special)
+        self.backend.encode_special_tokens = True
+
+    def __call__(self, documents: Iterable[tuple]) -> Iterator[tuple]:
+        """(text, note) of each document -> (its token ids, note). One batch is encoded, on all cores, while
+        the one before is converted."""
+        tokens, running = array("I", self.begin), None
+        with ThreadPoolExecutor(1) as pool:
+            for batch in itertools.chain(_batches(documents), [[]]):
+                texts = [text for text, *_ in batch]
+                encode = partial(self.backend.encode_batch_fast, texts, add_special_tokens=False)
+                previous, running = running, (batch, pool.submit(encode))
+                pieces, encodings = (previous[0], previous[1].result()) if previous else ((), ())
+                for (_, last, note), encoding in zip(pieces, encodings, strict=True):
+                    tokens.extend(encoding.ids)
+                    if last:
+                        tokens.append(self.eos)
+                        yield np.array(tokens, self.dtype), note
+                        tokens = array("I", self.begin)
 
 
-def tokenize_documents(documents: Iterable[tuple], encoder: Encoder) -> Iterator[tuple]:
-    """(text, note) of each document -> (its token ids with EOS, note). One batch is encoded, on all cores,
-    while the one before is converted.
-
-    Special tokens that are spelled out in a text stay text, as with nanoGPT's encode_ordinary: a document
-    does not end where it mentions <|endoftext|>."""
-    backends, tokens, running = _backends(encoder), array("I", encoder.begin), None
-    with ThreadPoolExecutor(1) as pool:
-        for batch in itertools.chain(_batches(documents), [[]]):
-            previous, running = running, pool.submit(_encode, batch, backends)
-            for (_, _, last, note), encoding in previous.result() if previous else ():
-                tokens.extend(encoding.ids)
-                if last:
-                    tokens.append(encoder.eos)
-                    yield np.array(tokens, encoder.dtype), note
-                    tokens = array("I", encoder.begin)
-
-
-def _encode(batch: list[list], backends: list[Tokenizer]) -> list[tuple]:
-    """(piece, its encoding) of each piece, by the backend for its place in the document."""
-    encodings = []
-    for backend, place in zip(backends, (False, True), strict=True):
-        texts = [text for text, inside, *_ in batch if inside == place]
-        encodings.append(iter(backend.encode_batch_fast(texts, add_special_tokens=False)))
-    return [(piece, next(encodings[piece[1]])) for piece in batch]
-
-
-def _backends(encoder: Encoder) -> list[Tokenizer]:
-    """One backend for pieces that begin a document, one for pieces inside it, which adds no leading space."""
-    backend = Tokenizer.from_str(encoder.content)
-    backend.no_truncation()
-    backend.no_padding()
-    content = _without_special_pieces(json.loads(backend.to_str()), encoder.special)
-    first = Tokenizer.from_str(json.dumps(content))
-    for part in ("normalizer", "pre_tokenizer"):
-        content[part] = json.loads(json.dumps(content[part]), object_hook=_without_lead)
-    backends = [first, Tokenizer.from_str(json.dumps(content))]
-    for backend in backends:
-        backend.encode_special_tokens = True
-    return backends
-
-
-def _without_special_pieces(content: dict, special: tuple[int, ...]) -> dict:
+def _without_special_pieces(backend: Tokenizer, special: list[int]) -> Tokenizer:
     """A Unigram model holds special tokens as pieces, which it finds in text. There they get names that no
     text has, of noncharacters of Unicode."""
-    model = content["model"]
-    if model["type"] == "Unigram":
-        names = {token["id"]: token["content"] for token in content["added_tokens"]}
-        for i in special:
-            if i < len(model["vocab"]):
-                model["vocab"][i][0] = f"\U0010fffe{i}\U0010fffe"
-                names.pop(i, None)
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in names]
-    return content
+    content = json.loads(backend.to_str())
+    if content["model"]["type"] != "Unigram":
+        return backend
+    names = {token["id"]: token["content"] for token in content["added_tokens"]}
+    for i in special:
+        if i < len(content["model"]["vocab"]):
+            content["model"]["vocab"][i][0] = f"\U0010fffe{i}\U0010fffe"
+            names.pop(i, None)
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] in names]
+    return Tokenizer.from_str(json.dumps(content))
 
 
-def _without_lead(entries: dict) -> dict:
-    return {name: NO_LEAD.get(name, value) for name, value in entries.items()}
-
-
-def _batches(documents: Iterable[tuple]) -> Iterator[list[list]]:
-    """Batches of about BATCH_CHARACTERS. Each piece is [text, whether it begins inside its document, whether
-    it ends its document, the document's note]."""
+def _batches(documents: Iterable[tuple]) -> Iterator[list[tuple]]:
+    """Batches of about BATCH_CHARACTERS: (text, whether it ends its document, the document's note) of each
+    piece of a document."""
     batch, size, done = [], 0, 0
     for text, note in documents:
-        inside = False
-        for piece in split_text(text):
+        *pieces, end = split_text(text)
+        for piece, last in [*((piece, False) for piece in pieces), (end, True)]:
             if size >= min(BATCH_CHARACTERS, max(LEAST_CHARACTERS, done // 8)):
                 yield batch
                 batch, size, done = [], 0, done + size
-            batch.append([piece, inside, False, note])
-            inside, size = True, size + len(piece)
-        batch[-1][2] = True
+            batch.append((piece, last, note))
+            size += len(piece)
     if batch:
         yield batch
 
@@ -145,7 +116,8 @@ def _batches(documents: Iterable[tuple]) -> Iterator[list[list]]:
 def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
     """Cuts a long document into pieces, to bound the memory. It cuts before a space between two letters,
     where every common pre-tokenizer cuts, too, so the tokens stay the same. Where 64 Ki characters have no
-    such space, it cuts at other white space, or anywhere; there the tokens can differ."""
+    such space, it cuts at other white space, or anywhere; there, and with tokenizers that put a space before
+    every text, the tokens can differ."""
     start = 0
     while len(text) - start > longest:
         low, high = start + longest, start + longest + (1 << 16)
@@ -156,15 +128,34 @@ def split_text(text: str, longest=LONGEST_PIECE) -> Iterator[str]:
     yield text[start:]
 
 
-def lost_shares(tokenizer, texts: list[str]) -> tuple[float, float]:
-    """(share of the tokens of these texts that are unknown, share of the characters other than white space
-    that do not come back when the tokens are decoded; another case counts as the same)."""
-    encoder, tokens, unknown, characters, lost = Encoder.of(tokenizer), 0, 0, 0, 0
-    for ids, text in tokenize_documents(((text, text) for text in texts), encoder):
-        ids = ids[len(encoder.begin) : -1].tolist()
-        known = [i for i in ids if i != tokenizer.unk_token_id]
-        tokens, unknown = tokens + len(ids), unknown + len(ids) - len(known)
-        before = Counter("".join(text.casefold().split()))
-        characters += before.total()
-        lost += (before - Counter(tokenizer.decode(known).casefold())).total()
-    return unknown / max(tokens, 1), lost / max(characters, 1)
+class TokenMaker:
+    """Turns documents into tokens."""
+
+    cache = kind = "rows"  # prefix of the folder in the cache; of the manifest
+    width, no_row = 1, ""  # files hold multiples of so many tokens; what to tell where text gives no row
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
+        self.dtype = self.encoder.dtype
+        self.settings = {"tokenizer": tokenizer_fingerprint(tokenizer)}
+
+    def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
+        """(text, split) of the documents of a chunk -> (split, token ids), several times per split."""
+        for ids, split in self.encoder(documents):
+            yield split, ids
+
+    def account(self, tokens: dict[str, np.ndarray], counts: dict) -> None:
+        """Adds the tokens of a chunk to the counts of their splits."""
+        for split, ids in tokens.items():
+            counts[split].tokens = len(ids)
+
+    def lost_share(self, texts: list[str]) -> float:
+        """The share of the characters of these texts that do not come back when the tokens are decoded,
+        without those for unknown text. White space is not counted; another case counts as the same."""
+        characters, lost, skipped = 0, 0, len(self.encoder.begin)
+        for ids, text in self.encoder((text, text) for text in texts):
+            known = [i for i in ids[skipped:-1].tolist() if i != self.tokenizer.unk_token_id]
+            before = Counter("".join(text.casefold().split()))
+            characters += before.total()
+            lost += (before - Counter(self.tokenizer.decode(known).casefold())).total()
+        return lost / max(characters, 1)

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.documents.filters import Accounting
-from data.tokens.encode import tokenize_documents
-from data.tokens.preparation import Key, TokenMaker
+from data.tokens.encode import Key, TokenMaker
 
 BLOCK = 1 << 23  # characters of text whose pairs are coupled at a time
 
@@ -156,7 +155,7 @@ class PairMaker(TokenMaker):
         """The token ids of each sentence of each text."""
         documents = [[] for _ in texts]
         numbered = ((sentence, i) for i, text in enumerate(texts) for sentence in split_sentences(text))
-        for ids, i in tokenize_documents(numbered, self.encoder):
+        for ids, i in self.encoder(numbered):
             if len(ids) > 1:
                 documents[i].append(ids[:-1])  # without EOS
                 builder.tokens += len(ids) - 1

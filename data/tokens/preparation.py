@@ -7,7 +7,8 @@ documents before it, whose duplicates are left out. Each chunk becomes one file:
     progress/train-00000-00007.npz  until all is done: its counts, hashes, tokens for validation
 
 At the end the tokens for validation become validation-00000.npy, ..., and manifest.json is written. A killed
-preparation resumes at its chunk: earlier documents are read again, but never tokenized again.
+preparation resumes at its chunk: earlier documents are read again, but never tokenized again. A finished one
+is verified by its checksums, and made again if a file is damaged.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ import itertools
 import json
 import re
 import sys
-import tempfile
 import time
 from array import array
 from collections import defaultdict
@@ -28,53 +28,38 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from data.documents import filters
-from data.documents.filters import Accounting, Chunk, HoldOut, SeenHashes, clean_documents, is_wanted
+from data.documents.filters import Accounting, HoldOut, clean_documents, readable, show_progress, wanted
 from data.documents.source import Corpus
-from data.tokens.encode import Encoder, lost_shares, tokenize_documents, tokenizer_fingerprint
-from data.tokens.shards import FORMAT, MANIFEST, PROGRESS, write_shard
-from utils.io.urls import Folder
+from data.tokens.cache import locked
+from data.tokens.encode import Key, TokenMaker
+from data.tokens.shards import (
+    BEGUN,
+    FORMAT,
+    MANIFEST,
+    NAME,
+    PROGRESS,
+    SHARD_MB,
+    SPLITS,
+    Shards,
+    finish,
+    read_manifest,
+    write_shard,
+    write_shards,
+)
+from utils.io.retry import FIRST_CONTACT
+from utils.io.urls import Folder, explained
 
-SPLITS = ("test", "validation", "train")  # evaluation first: its documents are not trained on
-SHARD_MB = 64.0
+OWN = rf"{PROGRESS}|tokenizer|{MANIFEST}|{NAME}"  # names in the folder
+BESIDE = r"\.lock|README\.md|\.gitattributes"  # others that may be there
 TEXT_PER_BYTE = 2.2  # bytes of text per byte of tokens, roughly: it decides how much text a chunk takes
 NO_LIMIT = float("inf")
 SAMPLE = 100, 2000  # documents, and characters of each, that tell how much of the text a tokenizer knows
-LOSSY, USELESS = 0.01, 0.5  # shares of unknown tokens or lost characters
-
-Key = tuple[str, int, int]  # split, unit, chunk
+LOSSY, USELESS = 0.01, 0.5  # shares of lost characters
 
 
-def named(key: Key) -> str:
-    return f"{key[0]}-{key[1]:05d}-{key[2]:05d}"
-
-
-def key_of(name: str) -> Key | None:
-    """The key of a chunk, or of its record, by its name; None for other names."""
-    match = re.fullmatch(r"([a-z]+)-(\d+)-(\d+)(?:\.npz)?", name)
-    return match and (match[1], int(match[2]), int(match[3]))
-
-
-class TokenMaker:
-    """Turns documents into tokens, with EOS."""
-
-    cache = kind = "rows"  # prefix of the folder in the cache; of the manifest
-    width, no_row = 1, ""  # files hold multiples of so many tokens; what to tell where text gives no row
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.encoder = tokenizer, Encoder.of(tokenizer)
-        self.dtype = np.dtype(self.encoder.dtype)
-        self.settings = {"tokenizer": tokenizer_fingerprint(tokenizer)}
-
-    def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
-        """(text, split) of the documents of a chunk -> (split, token ids), several times per split."""
-        for ids, split in tokenize_documents(documents, self.encoder):
-            yield split, ids
-
-    def account(self, tokens: dict[str, np.ndarray], counts: dict[str, Accounting]) -> None:
-        """Adds the tokens of a chunk to the counts of their splits."""
-        for split, ids in tokens.items():
-            counts[split].tokens = len(ids)
+def _name(key: Key, ending: str) -> str:
+    """Of the file of a chunk, or of its record."""
+    return f"{key[0]}-{key[1]:05d}-{key[2]:05d}.{ending}"
 
 
 @dataclass
@@ -106,12 +91,56 @@ class Preparation:
         return settings | self.maker.settings
 
     def make(self) -> dict:
-        """Makes the shards, or what is missing of them. Returns the manifest. ValueError: the tokenizer does
-        not know the text."""
+        """The manifest of the folder, made now or earlier, its files verified. One process makes it, others
+        wait. ValueError: the folder holds something else, or the tokenizer does not know the text."""
+        folder = self.folder
+        self._existing()  # refuses before anything is written
+        with locked(Path(folder.root, ".lock"), folder.url) if folder.local else contextlib.nullcontext():
+            manifest = self._existing()
+            if manifest and folder.local and (problem := Shards(folder.root, manifest).check()):
+                print(f"data       {problem}: all of it is prepared again", flush=True)
+                self.empty()
+                manifest = None
+            manifest = manifest or self._make()
+            folder.remove(PROGRESS)
+        return manifest
+
+    def _existing(self) -> dict | None:
+        """The manifest, None where there is none. ValueError where the folder holds something else, or a
+        preparation with other settings."""
+        folder, settings, old = self.folder, json.loads(json.dumps(self.settings)), None
+        with explained(folder.url, "read"):
+            names, begun = folder.names(retries=FIRST_CONTACT), folder.names(PROGRESS)
+        if manifest := read_manifest(folder) if MANIFEST in names else None:
+            old = manifest["settings"]
+        elif "settings.json" in begun:
+            old = json.loads(folder.read(BEGUN))
+        elif not all(re.fullmatch(f"{OWN}|{BESIDE}", name) for name in names):
+            raise ValueError(f"{folder.url} is not empty and holds no shards. Name a new folder.")
+        if old and old != settings:
+            pairs = ((name, old.get(name), settings.get(name)) for name in {**settings, **old})
+            changes = ", ".join(f"{name} {was!r}, now {now!r}" for name, was, now in pairs if was != now)
+            raise ValueError(f"{folder.url} holds a preparation with other settings ({changes}). Name "
+                             "another folder, or delete this one.")
+        return manifest
+
+    def empty(self) -> None:
+        """Deletes all that a preparation writes."""
+        for name in self.folder.names():
+            if re.fullmatch(OWN, name):
+                self.folder.remove(name)
+
+    def _make(self) -> dict:
+        """Makes the shards, or what is missing of them."""
+        with explained(self.folder.url, "written"):
+            self.folder.make(FIRST_CONTACT)
+            self.folder.write(BEGUN, json.dumps(self.settings, indent=1).encode(), FIRST_CONTACT)
         for name in self.folder.names(PROGRESS):
+            if not name.endswith(".npz"):  # .tmp: a kill came before it was renamed
+                continue
             with contextlib.suppress(FileNotFoundError, KeyError):  # KeyError: it is of an older version
-                if key := key_of(name):
-                    self.chunk_records[key] = json.loads(str(self._progress(key)["record"]))
+                record = json.loads(str(self._progress(name)["record"]))
+                self.chunk_records[tuple(record["key"])] = record
         if self.chunk_records:
             done = len(self.chunk_records)
             print(f"{self.folder.url}: resumes after {done:,} chunks", file=sys.stderr, flush=True)
@@ -123,130 +152,130 @@ class Preparation:
         """Whether it loses a part of the text, which is said. ValueError: most of it."""
         *_, corpus = self.corpora.values()
         documents = itertools.islice(clean_documents(corpus, Accounting()), SAMPLE[0])
-        unknown, lost = lost_shares(self.maker.tokenizer, [text[: SAMPLE[1]] for text, _, _ in documents])
-        told = f"{unknown:.1%} of its tokens of this text are unknown, {lost:.1%} of the characters are lost"
-        if max(unknown, lost) > USELESS:
+        lost = self.maker.lost_share([text[: SAMPLE[1]] for text, _, _ in documents])
+        if lost > USELESS:
             raise ValueError(f"tokenizer_name {self.maker.tokenizer.name_or_path!r} does not know the text "
-                             f"of {corpus.name}: {told}. Name another one, or none to train one.")
-        if max(unknown, lost) > LOSSY:
-            print(f"data       the tokenizer: {told}; bits per byte are not comparable", flush=True)
-        return max(unknown, lost) > LOSSY
+                             f"of {corpus.name}: {lost:.1%} of its characters are lost. Name another one, "
+                             "or none to train one.")
+        if lost > LOSSY:
+            print(f"data       the tokenizer loses {lost:.1%} of the characters of {corpus.name}; bits per "
+                  "byte are not comparable", flush=True)
+        return lost > LOSSY
 
-    def _progress(self, key: Key) -> dict[str, np.ndarray]:
+    def _progress(self, name: str) -> dict[str, np.ndarray]:
         """FileNotFoundError if it is missing or incomplete: some file systems leave half a file."""
         try:
-            with np.load(io.BytesIO(self.folder.read(f"{PROGRESS}/{named(key)}.npz"))) as arrays:
+            with np.load(io.BytesIO(self.folder.read(f"{PROGRESS}/{name}"))) as arrays:
                 return dict(arrays)
         except (BadZipFile, ValueError, EOFError) as error:
-            raise FileNotFoundError(named(key)) from error
+            raise FileNotFoundError(name) from error
 
     def _run(self) -> None:
         """Makes every chunk that is missing."""
-        evaluated, seen, self.tokens_left = (), SeenHashes(), self.max_tokens or NO_LIMIT
+        evaluated, seen, self.tokens_left = set(), set(), self.max_tokens or NO_LIMIT
         for split, corpus in self.corpora.items():
             if split == "train":
-                evaluated, seen = seen, SeenHashes()
+                evaluated, seen = seen, set()
                 for other in self.evaluated:
-                    for _ in clean_documents(other, Accounting(), evaluated):
-                        pass
+                    documents = readable(other.documents(), other, Accounting())
+                    evaluated.update(number for _, number, _ in documents)
             for unit in range(len(corpus.readers)):
-                for key, chunk in self._chunks(split, unit, seen):
-                    if self.tokens_left > 0:
-                        self._make_chunk(key, chunk, evaluated, seen)
-                    if self.tokens_left <= 0:
-                        return
+                self._make_unit(split, unit, seen, evaluated)
 
-    def _chunks(self, split: str, unit: int, seen: SeenHashes) -> Iterator[tuple[Key, Chunk]]:
-        """The missing chunks of a unit, to be read one after the other. `seen` gets the hashes of the chunks
-        that are not missing."""
-        corpus, skipped, size = self.corpora[split], 0, int(self.shard_mb * 1e6 * TEXT_PER_BYTE)
-        documents = filters.show_progress(corpus.documents(unit), f"preparing {corpus.name}, {split}")
+    def _make_unit(self, split: str, unit: int, seen: set[int], evaluated: set[int]) -> None:
+        """Makes the missing chunks of a unit, one after the other. `seen` gets the hashes of all."""
+        corpus, skipped, last = self.corpora[split], 0, False
+        rows = show_progress(corpus.documents(unit), f"preparing {corpus.name}, {split}")
         for number in itertools.count():
+            if last or self.tokens_left <= 0:
+                return
             key = split, unit, number
             if record := self.chunk_records.get(key):
-                account = record["accounts"][split]
+                account, last = record["accounts"][split], record["last"]
                 self.tokens_left -= account["tokens"]
-                skipped, last = skipped + account["read"], record["last"]
-                for one in self._progress(key)["hashes"].tolist():
-                    seen.add(one)
+                skipped += account["read"]
+                seen.update(self._progress(_name(key, "npz"))["hashes"].tolist())
             else:
-                chunk = Chunk(itertools.islice(documents, skipped, None), corpus, size)
-                yield key, chunk
-                skipped, last = 0, chunk.last
-            if last:
-                return
+                last = self._make_chunk(key, itertools.islice(rows, skipped, None), seen, evaluated)
+                skipped = 0
 
-    def _make_chunk(self, key: Key, chunk: Chunk, evaluated, seen) -> None:
-        """Writes the file of a chunk and its record; with max_tokens little more than is left to make."""
-        counts, started = {key[0]: chunk.counts}, time.monotonic()
+    def _make_chunk(self, key: Key, rows: Iterator[dict], seen: set[int], evaluated: set[int]) -> bool:
+        """Writes the file of a chunk and its record; with max_tokens little more than is left to make.
+        Returns whether the rows end there."""
+        split, started, hashes, last = key[0], time.monotonic(), array("Q"), False
+        account = Accounting()
+        counts = {split: account}
         written = defaultdict(partial(array, self.maker.dtype.char))  # token ids of each split
 
-        def wanted() -> Iterator[tuple[str, str]]:
-            """(text, split) of the documents to tokenize: all that are counted."""
-            for text, number, size in chunk:
-                if is_wanted(number, size, chunk.counts, seen, evaluated):
-                    split = key[0]
-                    if split == "train" and self.hold_out and self.hold_out(text, number):
-                        split = "validation"
-                        chunk.counts.hold_out(counts.setdefault(split, Accounting()), size)
-                    yield text, split
-                    if len(written[key[0]]) >= self.tokens_left:
-                        return
+        def in_chunk() -> Iterator[tuple]:
+            """Where a chunk ends depends on its own text alone, before duplicates are left out."""
+            nonlocal last
+            size, most = 0, int(self.shard_mb * 1e6 * TEXT_PER_BYTE)
+            for document in readable(rows, self.corpora[split], account):
+                hashes.append(document[1])
+                size += document[2]
+                yield document
+                if size >= most:
+                    return
+            last = True
 
-        for split, ids in self.maker(wanted(), key):
-            written[split].frombytes(ids.tobytes())
-        if not chunk.counts.read:
-            return
+        def to_tokenize() -> Iterator[tuple[str, str]]:
+            """(text, the split that it is for)"""
+            for text, number, size in wanted(in_chunk(), account, seen, evaluated):
+                held_out = split == "train" and self.hold_out and self.hold_out(text, number)
+                if held_out:
+                    account.hold_out(counts.setdefault("validation", Accounting()), size)
+                yield text, "validation" if held_out else split
+                if len(written[split]) >= self.tokens_left:
+                    return
+
+        for into, ids in self.maker(to_tokenize(), key):
+            written[into].frombytes(ids.tobytes())
+        if account.read:
+            account.seconds = time.monotonic() - started
+            self._record(key, last, counts, hashes, written)
+        return last
+
+    def _record(self, key: Key, last: bool, counts: dict, hashes: array, written: dict[str, array]) -> None:
+        """Writes what a chunk has made, its record last. counts, written: of each split."""
         tokens = {split: np.frombuffer(ids, self.maker.dtype) for split, ids in written.items()}
         self.maker.account(tokens, counts)
-        chunk.counts.seconds = round(time.monotonic() - started, 3)
         accounts = {split: asdict(account) for split, account in counts.items()}
-        self.chunk_records[key] = record = {"last": chunk.last, "accounts": accounts}
+        self.chunk_records[key] = record = {"key": key, "last": last, "accounts": accounts}
         if len(own := tokens.pop(key[0], ())):
-            record["file"] = write_shard(self.folder, f"{named(key)}.npy", own)
+            record["file"] = write_shard(self.folder, _name(key, "npy"), own)
         self.tokens_left -= accounts[key[0]]["tokens"]
         progress = io.BytesIO()
-        np.savez(progress, record=json.dumps(record), hashes=chunk.hashes, **tokens)
-        self.folder.write(f"{PROGRESS}/{named(key)}.npz", progress.getvalue())
+        np.savez(progress, record=json.dumps(record), hashes=hashes, **tokens)
+        self.folder.write(f"{PROGRESS}/{_name(key, 'npz')}", progress.getvalue())
 
     def _finish(self, lossy: bool) -> dict:
         """Writes what chunks held out, the tokenizer, and the manifest."""
-        files, accounts = defaultdict(list), defaultdict(Accounting)
-        for key in sorted(self.chunk_records, key=lambda key: (SPLITS.index(key[0]), key)):
+        entries, accounts, keys = defaultdict(list), defaultdict(Accounting), sorted(self.chunk_records)
+        for key in sorted(keys, key=lambda key: SPLITS.index(key[0])):
             record = self.chunk_records[key]
             for split, account in record["accounts"].items():
                 accounts[split] += Accounting(**account)
-            files[key[0]] += [record["file"]] if "file" in record else []
+            entries[key[0]] += [record["file"]] if "file" in record else []
         splits = [split for split in reversed(SPLITS) if split in accounts]
-        files["validation"] += self._write_held_out()
-        found = {split: {"tokens": sum(entry["tokens"] for entry in files[split]), "files": files[split]}
-                 for split in splits if files[split]}
-        manifest = {
-            "format": FORMAT, "kind": self.maker.kind, "width": self.maker.width,
-            "dtype": str(self.maker.dtype), "tokenizer": self.maker.settings["tokenizer"], "lossy": lossy,
-            "settings": self.settings, "splits": found,
-            "accounting": {split: asdict(accounts[split]) for split in splits},
-        }  # fmt: skip
-        save_tokenizer(self.folder, self.maker.tokenizer)
-        self.folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
-        self.folder.remove(PROGRESS)
+        if self.hold_out:
+            made = (self._progress(_name(key, "npz")).get("validation") for key in keys)
+            some = (ids for ids in made if ids is not None)
+            entries["validation"] = write_shards(
+                self.folder, "validation", some, self.maker.dtype, self.maker.width, self.shard_mb)
+        manifest = finish(
+            self.folder, self.maker.tokenizer, {split: entries[split] for split in splits},
+            kind=self.maker.kind, width=self.maker.width, dtype=str(self.maker.dtype), lossy=lossy,
+            settings=self.settings, accounting={split: asdict(accounts[split]) for split in splits},
+        )  # fmt: skip
+        for split in splits:
+            self._say(split, accounts[split])
         return manifest
 
-    def _write_held_out(self) -> list[dict]:
-        """Writes the tokens that chunks of train made for validation, in files of a shard's size."""
-        width = self.maker.width
-        full = max(1, int(self.shard_mb * 1e6) // self.maker.dtype.itemsize // width) * width
-        files, waiting = [], np.empty(0, self.maker.dtype)
-        for key in [*sorted(self.chunk_records), None]:
-            if key and key[0] == "train" and self.hold_out:
-                waiting = np.append(waiting, self._progress(key).get("validation", waiting[:0]))
-            while len(waiting) >= full or key is None and len(waiting):
-                files.append(write_shard(self.folder, f"validation-{len(files):05d}.npy", waiting[:full]))
-                waiting = waiting[full:]
-        return files
-
-
-def save_tokenizer(folder: Folder, tokenizer) -> None:
-    with tempfile.TemporaryDirectory() as temporary:
-        for file in sorted(map(Path, tokenizer.save_pretrained(temporary))):
-            folder.write(f"tokenizer/{file.name}", file.read_bytes())
+    def _say(self, split: str, account: Accounting) -> None:
+        print(f"data       {split}: {account.line()}", flush=True)
+        if account.unreadable_names:
+            print(f"data       not text: {', '.join(account.unreadable_names)}", flush=True)
+        if account.evaluated > account.kept:
+            print(f"data       {account.evaluated:,} of {account.read:,} documents are evaluated on and "
+                  "therefore not trained on", flush=True)

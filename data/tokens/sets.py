@@ -2,30 +2,23 @@
 shards.
 
     one = open_set(Source("texts/"))                  # ValueError: it cannot be opened
-    one.problems(tokenizer, 128, pairs=False)         # what does not fit the settings, one line each
-    parts = one.train(maker, ...)                     # {"train": part, "validation": what is held out}
+    parts = one.parts(maker, 128, "cache")            # {"train": part}
     rows_of(parts["train"])
 
 A part is where rows are: {"folder", "split", "size", "max_rows"}, plain values that can be saved.
 """
 
-import copy
-import shutil
 from collections.abc import Iterable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from data.batches.rows import PackedRows
 from data.documents.filters import Accounting, HoldOut
 from data.documents.source import EVALUATED, Corpus, Source, evaluation_source, open_corpus
-from data.tokens import importers
-from data.tokens.cache import cache_folder, make_once
-from data.tokens.encode import tokenizer_fingerprint
-from data.tokens.preparation import Preparation, TokenMaker
-from data.tokens.shards import MANIFEST, Shards, find_shards
+from data.tokens.cache import cache_path
+from data.tokens.encode import TokenMaker, tokenizer_fingerprint
+from data.tokens.preparation import Preparation
+from data.tokens.shards import Shards, find_shards
 from data.tokens.tokenizer import no_text
-from utils.io.secrets import without_secrets
 from utils.io.urls import Folder
 
 
@@ -43,65 +36,28 @@ def is_whole(part: dict) -> bool:
         return False
 
 
-def open_set(source: Source, trained: Iterable[Source] | None = None) -> "TextSet | ShardSet":
-    """trained: for an evaluation set, the sources that are trained on. ValueError: it cannot be opened."""
-    if shards := find_shards(source.dataset_name):
-        return ShardSet(source, shards, evaluated=trained is not None)
-    if kind := importers.kind_of(source.dataset_name):
-        name = without_secrets(source.dataset_name)
-        raise ValueError(f"dataset_name {name} holds token ids ({kind}): run `python -m data.convert {name} "
-                         "tokens/ --tokenizer_name gpt2` once, with the tokenizer that made them, and name "
-                         "tokens/ here.")
-    return TextSet(source if trained is None else evaluation_source(source, trained))
+@dataclass
+class DataSet:
+    """Documents of a corpus, or token shards, of which one split is used; the other of the two is None."""
 
+    name: str
+    corpus: Corpus | None = None
+    shards: Shards | None = None
+    split: str = "train"  # of the shards
 
-class TextSet:
-    """Anything that data/documents reads."""
-
-    row_tokens = tokenizer_name = None
-
-    def __init__(self, source: Source):
-        self.corpus = open_corpus(source)
-        self.name = self.corpus.name
-
-    def validation(self) -> "TextSet | None":
+    def validation(self) -> "DataSet | None":
+        """What it has to be evaluated on; shards that have none are named in `misfits`."""
+        if self.shards:
+            own = "validation" if "validation" in self.shards.splits or self.split == "test" else "test"
+            return replace(self, split=own)
         if self.corpus.source.split.startswith("train") and "validation" in self.corpus.splits:
-            return TextSet(replace(self.corpus.source, split="validation"))
+            return replace(self, corpus=open_corpus(replace(self.corpus.source, split="validation")))
 
-    def problems(self, tokenizer, T: int, pairs: bool) -> list[str]:
-        return []
-
-    def train(self, maker: TokenMaker, size: int, cache_dir, hold_out: HoldOut | None,
-              evaluated: list[Corpus], max_rows: int) -> dict[str, dict]:
-        """{"train": part}, with "validation" where documents are held out. Documents of the corpora
-        `evaluated` are not trained on."""
-        how = dict(hold_out=hold_out, evaluated=evaluated, max_rows=max_rows)
-        return prepare_text(self.corpus, maker, size, cache_dir, **how)
-
-    def evaluation(self, maker: TokenMaker, size: int, cache_dir) -> dict:
-        return prepare_text(self.corpus, maker, size, cache_dir, split="validation")["validation"]
-
-
-class ShardSet:
-    """Token shards. evaluated: an evaluation set, of which the split that its name gives is used, else the
-    first of EVALUATED that has a row."""
-
-    corpus = None
-
-    def __init__(self, source: Source, shards: Shards, evaluated: bool):
-        self.shards, self.name, self.split = shards, shards.url, source.split
-        self.row_tokens = shards.row_tokens
-        self.tokenizer_name = f"{shards.folder.root}/tokenizer" if shards.folder.local else None
-        if evaluated and source.split == "train":
-            self.split = next((split for split in EVALUATED if split in shards.splits), "train")
-
-    def validation(self) -> "ShardSet":
-        own = copy.copy(self)
-        own.split = "validation" if "validation" in self.shards.splits or self.split == "test" else "test"
-        return own
-
-    def problems(self, tokenizer, T: int, pairs: bool) -> list[str]:
-        lines, shards, size = [], self.shards, self.row_tokens
+    def misfits(self, tokenizer, T: int, pairs: bool) -> list[str]:
+        """What of shards does not fit the settings, one line each."""
+        if not (shards := self.shards):
+            return []
+        lines, size, have = [], shards.row_tokens, shards.with_rows(T)
         if pairs and not shards.pairs:
             lines.append("next_sentence: token shards have no sentences; name text or sentence pairs.")
         if shards.pairs and not pairs:
@@ -110,7 +66,7 @@ class ShardSet:
         if size and T != size:
             lines.append(f"block_size: {T}, but rows of {self.name} have {size} tokens: set --block_size "
                          f"{size}.")
-        if self.split not in (have := shards.with_rows(T)):
+        if self.split not in have:
             remedy = "lower block_size or name other data"
             remedy = remedy if self.split == "train" else "set eval_dataset_name"
             lines.append(f"{self.name} has no row of {size or T} tokens for {self.split}, only for "
@@ -120,85 +76,62 @@ class ShardSet:
                          f"{self.name}/tokenizer.")
         return lines
 
-    def train(self, maker, size: int, cache_dir, hold_out, evaluated, max_rows: int) -> dict[str, dict]:
-        return {"train": self._part(size, cache_dir, max_rows)}
-
-    def evaluation(self, maker, size: int, cache_dir) -> dict:
-        return self._part(size, cache_dir)
-
-    def _part(self, size: int, cache_dir, max_rows: int = 0) -> dict:
+    def parts(self, maker: TokenMaker, size: int, cache_dir, split: str = "train",
+              hold_out: HoldOut | None = None, evaluated=(), max_rows: int = 0) -> dict[str, dict]:
+        """{split: part}, of text with "validation" where documents are held out. See prepare_text."""
+        if not self.shards:
+            return prepare_text(self.corpus, maker, size, cache_dir, split, hold_out, evaluated, max_rows)
         entries = self.shards.entries(self.split, max_rows * max(size, self.shards.width))
-        local = self.shards.local(cache_dir, entries)
-        return dict(folder=local.folder.root, split=self.split, size=size, max_rows=max_rows)
+        folder = self.shards.local(cache_dir, entries).folder.root
+        return {split: dict(folder=folder, split=self.split, size=size, max_rows=max_rows)}
+
+    def tokenizer(self, cache_dir) -> str | None:
+        """The folder of the tokenizer that made the shards."""
+        return self.shards and f"{self.shards.local(cache_dir, []).folder.root}/tokenizer"
 
 
-# ---- Text in the cache
+def open_set(source: Source, trained: Iterable[Source] | None = None) -> DataSet:
+    """trained: for an evaluation set, the sources that are trained on; it uses the split that its name gives,
+    else the first of EVALUATED. ValueError: it cannot be opened."""
+    if shards := find_shards(source.dataset_name):
+        split = source.split
+        if trained is not None and split == "train":
+            split = next((split for split in EVALUATED if split in shards.splits), "train")
+        return DataSet(shards.url, None, shards, split)
+    corpus = open_corpus(source if trained is None else evaluation_source(source, trained))
+    return DataSet(corpus.name, corpus)
 
 
 def prepare_text(corpus: Corpus, maker: TokenMaker, size: int, cache_dir, split: str = "train",
                  hold_out: HoldOut | None = None, evaluated=(), max_rows: int = 0) -> dict[str, dict]:
     """{split: part} of a corpus, made by one process and kept in the cache.
 
-    split: what the documents are for. max_rows: take the first rows of `size` tokens and read little more; 0:
-    all. ValueError where a split gets no row; the folder made for it is deleted."""
+    split: what the documents are for. evaluated: corpora whose documents are not trained on. max_rows: take
+    the first rows of `size` tokens and read little more; 0: all. ValueError where a split gets no row."""
     preparation = Preparation(None, {split: corpus}, maker, hold_out, evaluated, max_rows * size)
-    folder = cache_folder(cache_dir, maker.cache, preparation.settings)
+    folder = str(cache_path(cache_dir, maker.cache, preparation.settings))
     preparation.folder = Folder(folder)
-    made = make_once(folder, partial(_is_whole, folder), partial(_run, preparation, folder))
-    shards = Shards(folder)
+    shards = Shards(folder, preparation.make())
     for name in [split, *["validation"] * (hold_out is not None)]:
         if name not in shards.with_rows(size):
-            if made:
-                shutil.rmtree(folder, ignore_errors=True)
             raise ValueError(_no_row(shards, name, corpus, maker, size, hold_out))
-    return {name: dict(folder=str(folder), split=name, size=size, max_rows=max_rows if name == split else 0)
+    return {name: dict(folder=folder, split=name, size=size, max_rows=max_rows if name == split else 0)
             for name in shards.splits}
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / MANIFEST).exists() and not _problem(folder)
-
-
-def _problem(folder: Path) -> str:
-    try:
-        return Shards(folder).check()
-    except ValueError as error:
-        return str(error)
-
-
-def _run(preparation: Preparation, folder: Path) -> None:
-    if (folder / MANIFEST).exists():
-        print(f"data       {_problem(folder)}: all of it is prepared again", flush=True)
-        shutil.rmtree(folder)
-    limit = f"; read only for the first {preparation.max_tokens:,} tokens" if preparation.max_tokens else ""
-    for split, account in preparation.make()["accounting"].items():
-        account = Accounting(**account)
-        reached = split in preparation.corpora and account.tokens >= preparation.max_tokens
-        print(f"data       {split}: {account.line()}{limit if reached else ''}", flush=True)
-        if account.unreadable_names:
-            print(f"data       not text: {', '.join(account.unreadable_names)}", flush=True)
-        if account.evaluated > account.kept:
-            print(f"data       {account.evaluated:,} of {account.read:,} documents are evaluated on and "
-                  "therefore "
-                  "not trained on", flush=True)
 
 
 def _no_row(shards: Shards, split: str, corpus: Corpus, maker, size: int, hold_out: HoldOut | None) -> str:
     """Why a split has no row, and the remedy."""
     accounts = {name: Accounting(**account) for name, account in shards.manifest["accounting"].items()}
     account, train = accounts.get(split, Accounting()), accounts.get("train", Accounting())
-    kept = f"{account.kept:,} documents"
-    documents = f"the {split} split of {corpus.name}, column {corpus.text_column}, has {kept}"
-    remedy = "lower block_size or take more text"
     if not train.kept + train.validation + train.evaluated + account.kept:
         return no_text(corpus, train if train.read else account)
+    found = f"column {corpus.text_column}, has {account.kept:,} documents"
+    message = f"the {split} split of {corpus.name}, {found}"
     if maker.no_row:
-        return f"next_sentence: {documents}, {maker.no_row}"
+        return f"next_sentence: {message}, {maker.no_row}"
+    remedy = "lower block_size or take more text"
     if split == "train" and train.evaluated and not train.kept:
         remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
-    elif hold_out and train.kept + train.validation == 1 and train.tokens >= size:
-        remedy = "one document cannot be split: name validation data, or cut it into several files"
-    elif split == "validation" and hold_out:
-        fraction = f"raise validation_fraction ({hold_out.fraction:.3g})"
-        remedy = f"{fraction}, lower block_size or name validation data"
-    return f"block_size {size}: {documents}, {account.tokens:,} tokens, not one whole row; {remedy}"
+    elif hold_out:
+        remedy += f", raise validation_fraction ({hold_out.fraction:.3g}) or name validation data"
+    return f"block_size {size}: {message}, {account.tokens:,} tokens, not one whole row; {remedy}"

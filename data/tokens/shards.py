@@ -11,14 +11,15 @@ views of them. A manifest's `width`, where it is not 1, is the length of the row
 rows that bring their special tokens, T + 3 of sentence pairs (kind "pairs").
 """
 
+import contextlib
 import glob
 import io
+import itertools
 import json
 import os
 import re
-import shutil
-from collections.abc import Sequence
-from functools import partial
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +28,17 @@ from tqdm import tqdm
 
 from data.batches.rows import PackedRows
 from data.documents import names as files
-from data.tokens.cache import build_once
+from data.tokens.cache import cache_path, locked
+from data.tokens.encode import tokenizer_fingerprint
 from utils.io.files import checksum_file
 from utils.io.retry import FIRST_CONTACT
 from utils.io.urls import Folder, explained
 
-MANIFEST, PROGRESS = "manifest.json", "progress"
+MANIFEST, PROGRESS, BEGUN = "manifest.json", "progress", "progress/settings.json"
 FORMAT = "tokens-2"
+SPLITS = ("test", "validation", "train")  # evaluation first: its documents are not trained on
+SHARD_MB = 64.0
 NAME = r"[a-z]+-[\d-]+\.npy"  # of a file: a plain name, so that none leads out of the folder
-ENTRY = {"file": str, "tokens": int, "size": int, "xxh3_128": str}
 
 
 def write_shard(folder: Folder, name: str, ids: np.ndarray) -> dict:
@@ -43,46 +46,62 @@ def write_shard(folder: Folder, name: str, ids: np.ndarray) -> dict:
     np.save(data := io.BytesIO(), ids)
     content = data.getvalue()
     folder.write(name, content)
-    return {"file": name, "tokens": len(ids), "size": len(content), "xxh3_128": _checksum(content)}
+    checksum = xxhash.xxh3_128_hexdigest(content)
+    return {"file": name, "tokens": len(ids), "size": len(content), "xxh3_128": checksum}
+
+
+def write_shards(folder: Folder, split: str, arrays: Iterable[np.ndarray], dtype, width: int,
+                 shard_mb: float) -> list[dict]:
+    """Writes the ids of these arrays as files of about shard_mb, of whole rows of `width`; the last one may
+    be smaller. Returns their entries."""
+    size = max(1, int(shard_mb * 1e6) // np.dtype(dtype).itemsize // width) * width
+    entries, waiting = [], np.empty(0, dtype)
+    for ids in itertools.chain(arrays, [None]):
+        waiting = waiting if ids is None else np.concatenate([waiting, ids])
+        while len(waiting) >= size or ids is None and len(waiting):
+            entries.append(write_shard(folder, f"{split}-{len(entries):05d}.npy", waiting[:size]))
+            waiting = waiting[size:]
+    return entries
+
+
+def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -> dict:
+    """Writes what makes the folder complete: the tokenizer, then the manifest, which is returned. entries: of
+    the files of each split. about: kind, width, dtype, lossy, settings and accounting."""
+    with tempfile.TemporaryDirectory() as temporary:
+        for file in sorted(map(Path, tokenizer.save_pretrained(temporary))):
+            folder.write(f"tokenizer/{file.name}", file.read_bytes())
+    splits = {split: {"tokens": sum(entry["tokens"] for entry in some), "files": some}
+              for split, some in entries.items() if some}
+    manifest = {"format": FORMAT, "tokenizer": tokenizer_fingerprint(tokenizer), **about, "splits": splits}
+    folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
+    return manifest
 
 
 def read_manifest(folder: Folder) -> dict | None:
     """The manifest, None where there is none. ValueError where it is damaged, of another format, or names
     other files than its own."""
     try:
-        content = folder.read(MANIFEST, FIRST_CONTACT)
+        manifest = json.loads(folder.read(MANIFEST, FIRST_CONTACT))
+        made_in, names = str(manifest.get("format")), []
+        if made_in == FORMAT:
+            _ = manifest["dtype"], manifest["tokenizer"], manifest["settings"]["format"]
+            for split, found in manifest["splits"].items():
+                account = manifest["accounting"][split]
+                _ = account["bytes"] + account["tokens"] + found["tokens"]
+                _ = sum(entry["tokens"] + entry["size"] + len(entry["xxh3_128"]) for entry in found["files"])
+                names += [str(entry["file"]) for entry in found["files"]]
     except FileNotFoundError:
         return None
-    try:
-        manifest = json.loads(content)
-        made_in = str(manifest.get("format"))
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder.url}/{MANIFEST} is damaged ({error}). Copy it again, or delete the folder "
                          "and prepare it again.") from error
-    if made_in != FORMAT:
-        if made_in.startswith("token"):
-            raise ValueError(f"{folder.url}: format {made_in!r}, but this version reads {FORMAT!r}. Prepare "
-                             "it again.")
-        return None
-    _check_manifest(manifest, folder.url)
-    return manifest
-
-
-def _check_manifest(manifest: dict, url: str) -> None:
-    try:
-        for split, found in manifest["splits"].items():
-            for entry in found["files"]:
-                wrong = [name for name, kind in ENTRY.items() if not isinstance(entry[name], kind)]
-                if wrong or not re.fullmatch(NAME, entry["file"]):
-                    raise ValueError(f"{url}/{MANIFEST}, {split}: {entry.get('file')!r} is no name of a file "
-                                     "in this folder. Do not use it: it may come from somebody with bad "
-                                     "intent.")
-            account = manifest["accounting"][split]
-            _ = account["bytes"], account["tokens"], found["tokens"]
-        _ = manifest["dtype"], manifest["tokenizer"], manifest["settings"]["format"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{url}/{MANIFEST} is damaged: it lacks {error}. Copy it again, or delete the "
-                         "folder and prepare it again.") from error
+    if made_in != FORMAT and made_in.startswith("token"):
+        raise ValueError(f"{folder.url}: format {made_in!r}, but this version reads {FORMAT!r}. Prepare it "
+                         "again.")
+    if foreign := [name for name in names if not re.fullmatch(NAME, name)]:
+        raise ValueError(f"{folder.url}/{MANIFEST}: {foreign[0]!r} is no name of a file in this folder. Do "
+                         "not use it: it may come from somebody with bad intent.")
+    return manifest if made_in == FORMAT else None
 
 
 class Shards:
@@ -136,32 +155,33 @@ class Shards:
             if problem := self.check(entries):
                 raise ValueError(f"{problem}. Copy it again, or delete {self.url} and prepare it again.")
             return self
-        how = cache_dir, "shards", [self.manifest["settings"], entries], partial(self._copy, entries)
-        copy = Shards(folder := build_once(*how))
-        if copy.check(entries):  # it was whole once
-            shutil.rmtree(folder)
-            copy = Shards(build_once(*how))
+        target = Folder(cache_path(cache_dir, "shards", [self.manifest["settings"], entries]))
+        with locked(Path(target.root, ".lock"), target.url):
+            names = {entry["file"] for entry in entries}
+            kept = {split: [entry for entry in found["files"] if entry["file"] in names]
+                    for split, found in self.splits.items()}
+            splits = {split: self.splits[split] | {"files": some} for split, some in kept.items() if some}
+            manifest = self.manifest | {"splits": splits}
+            copy = Shards(target.root, manifest)
+            for entry in tqdm(entries, desc=f"copying {self.url}", disable=None):
+                if copy.check([entry]):
+                    target.write(entry["file"], self._intact(entry))
+            if MANIFEST not in target.names():
+                for name in self.folder.names("tokenizer"):
+                    if re.fullmatch(r"[\w.-]+", name):
+                        target.write(f"tokenizer/{name}", self.folder.read(f"tokenizer/{name}"))
+            target.write(MANIFEST, json.dumps(manifest).encode())
         return copy
 
-    def _copy(self, entries: Sequence[dict], target: Path) -> None:
-        (target / "tokenizer").mkdir()
-        names = [name for name in self.folder.names("tokenizer") if re.fullmatch(r"[\w.-]+", name)]
-        for name in names:
-            (target / "tokenizer" / name).write_bytes(self.folder.read(f"tokenizer/{name}"))
-        for entry in tqdm(entries, desc=f"copying {self.url}", disable=None):
-            try:
-                data = self.folder.read(entry["file"])
-            except FileNotFoundError:
-                data = b""
-            if _checksum(data) != entry["xxh3_128"]:
-                raise ValueError(f"{self.url}/{entry['file']} is missing or damaged (by its checksum). Copy "
-                                 "it again, or delete the folder and prepare it again.")
-            (target / entry["file"]).write_bytes(data)
-        kept = {entry["file"] for entry in entries}
-        splits = {split: found | {"files": [entry for entry in found["files"] if entry["file"] in kept]}
-                  for split, found in self.splits.items()}
-        splits = {split: found for split, found in splits.items() if found["files"]}
-        (target / MANIFEST).write_text(json.dumps(self.manifest | {"splits": splits}))
+    def _intact(self, entry: dict) -> bytes:
+        """The content of a file."""
+        data = b""
+        with contextlib.suppress(FileNotFoundError):
+            data = self.folder.read(entry["file"])
+        if xxhash.xxh3_128_hexdigest(data) != entry["xxh3_128"]:
+            raise ValueError(f"{self.url}/{entry['file']} is missing or damaged (by its checksum). Copy it "
+                             "again, or delete the folder and prepare it again.")
+        return data
 
     def rows(self, split: str, T: int, max_rows: int = 0) -> PackedRows:
         """Rows of T tokens, or the first max_rows. The files must be on this machine (`local`)."""
@@ -175,10 +195,6 @@ class Shards:
         else:
             Rows = PackedRows
         return Rows(arrays, width - 3 * self.pairs, max_rows, self.content(split), bytes_per_token)
-
-
-def _checksum(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def find_shards(url: str) -> Shards | None:

@@ -1,4 +1,4 @@
-"""Load a tokenizer, or train one: byte-level BPE, Unigram or WordPiece.
+"""Load a tokenizer, or train one: byte-level BPE or Unigram.
 
     python -m data.tokens.tokenizer --output_dir my-tokenizer                # BPE on the installed Python
     python -m data.tokens.tokenizer --algorithm unigram --vocab_size 25000 \\
@@ -15,8 +15,10 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
@@ -25,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from data.documents.filters import Accounting, clean_documents, show_progress
 from data.documents.source import add_source_flags, check_numbers, open_corpus, source_of
-from data.tokens.cache import build_once
+from data.tokens.cache import cache_path, locked
 from data.tokens.encode import split_text
 from utils.io.mistakes import user_mistakes
 from utils.io.urls import explained
@@ -34,7 +36,6 @@ TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
 FORMAT = 5  # part of every trained tokenizer's cache key: raise it when training gives another one
 LONGEST_WORD = 400  # characters, in training
 LONG_WORD = re.compile(rf"(?<!\w)\w{{{LONGEST_WORD},}}")
-LETTER = re.compile(r"(?<=[^\s!-/:-@\[-`{-~])[^\s!-/:-@\[-`{-~]")  # of a BERT word, any but its first
 
 # Special tokens by model family, in the order of the ids that the families' configurations give them. RoBERTa
 # counts its positions from the pad id (1): with another id a token would silently be taken for padding.
@@ -46,7 +47,7 @@ CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token
 LIKE_ROBERTA = ("camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
                 "xlm-roberta", "xlm-roberta-xl")
 FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT), **dict.fromkeys(LIKE_ROBERTA, ROBERTA)}
-USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta", "wordpiece": "bert"}  # by algorithm
+USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta"}  # by algorithm
 
 
 def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
@@ -77,10 +78,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     """A tokenizer trained on texts, with the special tokens of the model's family.
 
     bpe: GPT-2's, byte-level, round-trips any text. unigram: as in transformers' Keras TPU example, with its
-    mask token [MASK]; words do not contain line ends. wordpiece: BERT's, cased. Prints a
-    warning if the size reached is not vocab_size. ValueError: settings or text do not allow it."""
-    if algorithm not in USUAL_MODEL:
-        raise ValueError(f"algorithm {algorithm!r} is unknown; choose one of {', '.join(USUAL_MODEL)}")
+    mask token [MASK]; words do not contain line ends. Prints a warning if the size reached is not vocab_size.
+    ValueError: settings or text do not allow it."""
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type {model_type!r}: unknown to transformers")
     special = _special_tokens(algorithm, model_type)
@@ -89,9 +88,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
     common = {"vocab_size": vocab_size, "special_tokens": [*names.values()], "show_progress": progress}
-    train = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}[algorithm]
     try:
-        backend = train(texts, special["unk_token"], common)
+        backend = _bpe(texts, common) if algorithm == "bpe" else _unigram(texts, special["unk_token"], common)
     except Exception as error:  # the library raises bare Exceptions, e.g. where Unigram finds too few pieces
         too_small = "not large enough" in str(error)  # for all characters of the text
         remedy = "raise vocab_size" if too_small else "lower vocab_size or take more text"
@@ -117,13 +115,13 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
 def _special_tokens(algorithm: str, model_type: str) -> dict:
     """The special tokens of the model's family, by their roles."""
     special = dict(FAMILIES.get(model_type, CAUSAL))
-    if algorithm != "bpe" and special["unk_token"] == special.get("eos_token"):
-        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte, the others do not
-    if algorithm == "unigram" and "mask_token" in special:
-        special["mask_token"] = "[MASK]"  # as in the prompts of that example, though for a RoBERTa
-    if algorithm != "wordpiece" and "mask_token" in special:
-        # Words begin with their space, so the mask of a whole word takes the space before it, too.
-        special["mask_token"] = AddedToken(special["mask_token"], lstrip=True, special=True)
+    if algorithm == "unigram" and special["unk_token"] == special.get("eos_token"):
+        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte
+    if "mask_token" in special:
+        # In the example's prompts it is [MASK], though for a RoBERTa. Words begin with their space, so the
+        # mask of a whole word takes the space before it, too.
+        mask = "[MASK]" if algorithm == "unigram" else special["mask_token"]
+        special["mask_token"] = AddedToken(mask, lstrip=True, special=True)
     return special
 
 
@@ -156,7 +154,7 @@ def _words(texts: Iterable[str]) -> Iterator[str]:
         yield piece[start:]
 
 
-def _bpe(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+def _bpe(texts: Iterable[str], common: dict) -> Tokenizer:
     backend, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -189,29 +187,13 @@ def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
     return backend
 
 
-def _wordpiece(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
-    """The library numbers the letters inside words in the order of a hash map, and these numbers decide
-    between equal counts. To fix their order, training gets them as special tokens."""
-    backend = Tokenizer(models.WordPiece(unk_token=unknown))
-    backend.normalizer = normalizers.BertNormalizer(lowercase=False)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    texts, normal, special = list(texts), backend.normalizer.normalize_str, common["special_tokens"]
-    letters = sorted({letter for text in texts for letter in LETTER.findall(normal(text))})
-    common = common | {"special_tokens": [*special, *(f"##{letter}" for letter in letters)]}
-    _train(backend, texts, trainers.WordPieceTrainer(**common))
-    trained, names = json.loads(backend.to_str()), {str(token) for token in special}
-    trained["added_tokens"] = [token for token in trained["added_tokens"] if token["content"] in names]
-    return Tokenizer.from_str(json.dumps(trained))
-
-
-def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[str]:
-    """A fair sample of at most max_bytes from a stream of any length. Each text draws a number from (text,
-    seed); the texts with the smallest numbers stay."""
+def sample_texts(texts: Iterable[str], max_bytes: int) -> list[str]:
+    """A fair sample of at most max_bytes from a stream of any length. Each text draws a number from its
+    content; the texts with the smallest numbers stay."""
     sample, size = [], 0  # a heap, largest number first
     for text in texts:
         data = text.encode("utf-8", "replace")
-        draw = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
+        draw = hashlib.blake2b(data, digest_size=8, key=b"0").digest()
         heapq.heappush(sample, (-int.from_bytes(draw, "big"), len(data), text))
         size += len(data)
         while len(sample) > 1 and size > max_bytes:
@@ -219,15 +201,14 @@ def sample_texts(texts: Iterable[str], max_bytes: int, seed: int = 0) -> list[st
     return [text for _, _, text in sorted(sample, reverse=True)]
 
 
-def sampled(corpus, max_bytes: int, seed: int = 0, read_bytes: int = 0) -> tuple[list[str], Accounting]:
+def sampled(corpus, max_bytes: int, read_bytes: int = 0) -> tuple[list[str], Accounting]:
     """`sample_texts` of a corpus, or of its first read_bytes, and the counts of what was read. ValueError
     where there is no text."""
     counts = Accounting()
     documents = (text for text, _, _ in clean_documents(corpus, counts))
     if read_bytes:
         documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
-    documents = show_progress(documents, f"reading {corpus.name} for the tokenizer")
-    texts = sample_texts(documents, max_bytes, seed)
+    texts = sample_texts(show_progress(documents, f"reading {corpus.name} for the tokenizer"), max_bytes)
     if not texts:
         raise ValueError(no_text(corpus, counts))
     return texts, counts
@@ -239,9 +220,8 @@ def no_text(corpus, counts: Accounting) -> str:
     if counts.unreadable:
         message += f": {'; '.join(counts.unreadable_names)}. Give --text_column another one"
     if counts.filtered:
-        words = " ".join(corpus.keywords)
-        message = (f"keywords {words}: none of the {counts.read:,} documents of {corpus.name} contains any "
-                   "of them; give others, or --keywords none to keep everything")
+        message = (f"keywords {' '.join(corpus.keywords)}: none of the {counts.read:,} documents of "
+                   f"{corpus.name} contains any of them; give others, or --keywords none to keep everything")
     return message
 
 
@@ -251,16 +231,21 @@ def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, al
     used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
     content = [[corpus.fingerprint, corpus.keywords, share] for corpus, share in used]
     settings = [FORMAT, content, vocab_size, algorithm, model_type, TRAINING_BYTES, read_bytes]
-
-    def build(folder) -> None:
-        texts = []
-        for corpus, share in used:
-            texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
-        tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type)
-        with explained(f"cache_dir: {cache_dir}", "written", Exception):  # tokenizers raises bare Exceptions
-            tokenizer.save_pretrained(folder)
-
-    return str(build_once(cache_dir, "tokenizer", settings, build))
+    folder = cache_path(cache_dir, "tokenizer", settings)
+    with nullcontext() if folder.exists() else locked(Path(f"{folder}.lock"), folder):
+        if not folder.exists():
+            texts = []
+            for corpus, share in used:
+                texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
+            started = time.monotonic()
+            tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type)
+            size, seconds = sum(map(len, texts)) / 1e6, time.monotonic() - started
+            print(f"data       tokenizer: {len(tokenizer):,} tokens, trained on {size:,.1f} M characters in "
+                  f"{seconds:.0f} s", flush=True)
+            with explained(f"cache_dir: {cache_dir}", "written", Exception):  # as tokenizers raises
+                tokenizer.save_pretrained(f"{folder}.tmp")
+            os.rename(f"{folder}.tmp", folder)
+    return str(folder)
 
 
 def main(arguments=None):
@@ -270,21 +255,17 @@ def main(arguments=None):
     add("--output_dir", required=True, help="folder for AutoTokenizer.from_pretrained")
     add("--algorithm", default="bpe", choices=list(USUAL_MODEL))
     add("--vocab_size", type=int, default=32_000, help="number of tokens, with special ones")
-    add("--model_type", help="decides the special tokens (default: gpt2, roberta or bert, by algorithm)")
-    add_source_flags(add)
-    add("--streaming", action="store_true", help="read a Hub data set while it downloads")
+    add("--model_type", help="decides the special tokens (default: gpt2 or roberta, by algorithm)")
     add("--max_bytes", type=int, default=TRAINING_BYTES, help="bytes of text to train on, a fair sample")
-    add("--seed", type=int, default=0, help="chooses the sample")
+    add_source_flags(add)
     args = parser.parse_args(arguments)
-
-    if problems := check_numbers(args, vocab_size=1, max_bytes=1, seed=0):
+    if problems := check_numbers(args, vocab_size=1, max_bytes=1):
         raise ValueError("\n".join(problems))
     with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
         os.listdir(args.output_dir)  # fails now, not after training, if it is a file
-    corpus = open_corpus(source_of(args, args.streaming))
-    texts, counts = sampled(corpus, args.max_bytes, args.seed)
-    size = sum(len(text.encode()) for text in texts)
-    print(f"{corpus.name}: {counts.line()}; training on {len(texts):,} with {size:,} bytes", flush=True)
+    corpus = open_corpus(source_of(args))
+    texts, counts = sampled(corpus, args.max_bytes)
+    print(f"{corpus.name}: {counts.line()}; training on {len(texts):,}", flush=True)
     model_type, terminal = args.model_type or USUAL_MODEL[args.algorithm], sys.stderr.isatty()
     tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal)
     with explained(f"output_dir {args.output_dir}", "written", Exception):  # as tokenizers raises

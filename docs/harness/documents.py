@@ -16,7 +16,7 @@ from data.open import RunData
 
 def main(run: str, out: str) -> None:
     args = SimpleNamespace(**json.loads(Path(run, "args.json").read_text())["settings"])
-    if not (corpora := RunData(args, [], "bpe", n_special=0).evaluated()):
+    if not (corpora := RunData(args, [], n_special=0).evaluated()):
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()
     with open(out, "w", encoding="utf-8") as file:

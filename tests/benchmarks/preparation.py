@@ -23,7 +23,7 @@ from dataclasses import replace
 
 from data.documents.filters import Accounting, HoldOut, clean_documents
 from data.documents.source import Corpus, Source, open_corpus
-from data.tokens.preparation import TokenMaker
+from data.tokens.encode import TokenMaker
 from data.tokens.sets import prepare_text
 from data.tokens.shards import Shards
 from data.tokens.tokenizer import load_tokenizer
