@@ -19,11 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crc32c import crc32c
+from transformers import AutoTokenizer
 
 from data import convert
-from data.tokens.importers.tfrecord import example
-from tests.data_runs import all_ids, load, make_texts, save_tokenizer, tokens_of, write_jsonl
-from tests.runs import PROJECT
+from data.tokens.importers.tfrecord import int64_lists
+from tests import forked
+from tests.data_runs import all_ids, exit_status, load, make_texts, save_tokenizer, tokens_of, write_jsonl
+from tests.runs import PROJECT, TINY, metrics, write_corpus
 
 RECORDS = PROJECT / "tests" / "tfrecords"
 T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
@@ -85,7 +87,6 @@ def tfrecord(path, examples: list[bytes]) -> str:
 
 INT, FLOAT, MASK = 3, 2, b"attention_mask"
 IDS = feature(b"input_ids", INT, field(1, bytes([7, 8, 9, 4])))
-UNPACKED = feature(b"input_ids", INT, b"".join(b"\x08" + varint(n) for n in (7, 8, 300, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +95,12 @@ def tokenizer(tmp_path_factory):
 
 
 def converted(source, out, tokenizer, *words) -> Path:
-    assert convert.main([str(source), str(out), "--tokenizer_name", tokenizer, *words]) == 0
+    assert exit_status(convert.main, [source, out, "--tokenizer_name", tokenizer, *words]) == 0
     return out
 
 
 def refused(source, out, tokenizer, capsys, *words) -> str:
-    assert convert.main([str(source), str(out), "--tokenizer_name", tokenizer, *words]) == 2
+    assert exit_status(convert.main, [source, out, "--tokenizer_name", tokenizer, *words]) == 2
     assert not (Path(out) / "manifest.json").exists()
     return capsys.readouterr().err
 
@@ -171,21 +172,19 @@ def test_documents_of_datatrove_get_their_end(tmp_path, tokenizer):
     (lambda p: (p / "a.tfrecord").write_bytes(next(RECORDS.rglob("*.tfrecord")).read_bytes()[:99])
      and p / "a.tfrecord", "truncated"),
     (lambda p: datatrove(p / "a.ds", [ids(10)], told=11), "its metadata says 11"),
-    (lambda p: p / "gone.bin", "no file that ends in .bin"),
+    (lambda p: p / "gone.bin", "no such file"),
 ])  # fmt: skip
 def test_each_broken_file_is_a_line(write, message, tmp_path, tokenizer, capsys):
     error = refused(write(tmp_path), tmp_path / "out", tokenizer, capsys)
     assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
-def test_every_feature_of_an_example_is_read():
+def test_the_numbers_of_an_example_are_read():
     floats = feature(b"f", FLOAT, field(1, struct.pack("<2f", 0.5, 2))) + feature(b"b", 1, field(1, b"x"))
-    single = feature(b"one", FLOAT, varint(1 << 3 | 5) + struct.pack("<f", 0.25))
-    found = example(field(1, IDS.replace(b"input_ids", b"other_ids") + UNPACKED + floats + single))
-    assert found["input_ids"].tolist() == [7, 8, 300, 4] and found["other_ids"].tolist() == [7, 8, 9, 4]
-    assert (
-        found["f"].tolist() == [0.5, 2] and found["b"].tolist() == [b"x"] and found["one"].tolist() == [0.25]
-    )
+    large = feature(b"large", INT, field(1, varint(7) + varint(300) + varint(1 << 40)))
+    found = int64_lists(field(1, IDS + large + floats))
+    assert found["input_ids"].tolist() == [7, 8, 9, 4] and found["large"].tolist() == [7, 300, 1 << 40]
+    assert found["f"] is found["b"] is None
 
 
 def test_all_formats_of_the_same_ids_give_the_same_rows(tmp_path, tokenizer):
@@ -208,14 +207,14 @@ def test_all_formats_of_the_same_ids_give_the_same_rows(tmp_path, tokenizer):
 def test_training_names_the_command(tmp_path, tokenizer):
     path = nanogpt(tmp_path / "train.bin", ids(500))
     for name in (path, tmp_path, f"{tmp_path}/*.bin"):
-        with pytest.raises(ValueError, match=r"holds token ids \(of nanoGPT.*run `python -m data.convert "):
+        with pytest.raises(ValueError, match=r"holds token ids: run `python -m data.convert "):
             load(tmp_path, name, tokenizer_name=tokenizer)
 
 
 def test_a_folder_in_use_and_a_wrong_tokenizer_are_refused(tmp_path, tokenizer, capsys):
     path, other = nanogpt(tmp_path / "train.bin", ids(500)), save_tokenizer(tmp_path / "other", seed=3)
     out = converted(path, tmp_path / "out", tokenizer)
-    assert convert.main([path, str(out), "--tokenizer_name", tokenizer]) == 2
+    assert exit_status(convert.main, [path, out, "--tokenizer_name", tokenizer]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
     with pytest.raises(ValueError, match="not the tokenizer that made"):
         load(tmp_path, out, tokenizer_name=other, eval_dataset_name=[path])
@@ -263,3 +262,33 @@ def test_datatrove_itself_gives_the_same_rows_whatever_the_number_of_tasks(tmp_p
         documents = bytes(tokens_of(shards, "train").astype("<u2")).split(b"\0\0")
         found.add((len(rows), tuple(sorted(documents))))
     assert len(found) == 1 and found.pop()[0] > 100
+
+
+def test_training_on_each_format_gives_the_same_losses(tmp_path):
+    """The ids that a run has made of text, as each project would have written them."""
+    flags = TINY | {"cache_dir": tmp_path / "cache"}
+
+    def losses(name, source) -> list:
+        done = forked.run("train_clm.py", flags | {"dataset_name": source, "output_dir": tmp_path / name})
+        assert done.returncode == 0, done.stderr[-2000:]
+        return [(line["step"], line.get("loss/train"), line.get("loss/eval"))
+                for line in metrics(tmp_path / name)]  # fmt: skip
+
+    expected = losses("text", write_corpus(tmp_path / "a.jsonl"))
+    [made] = (tmp_path / "cache").glob("rows-*/manifest.json")
+    flags["tokenizer_name"] = tmp_path / "text"
+    end = AutoTokenizer.from_pretrained(tmp_path / "text").eos_token_id
+    for name in ("flat", "troves", "records"):
+        (tmp_path / name).mkdir()
+    for split in ("train", "validation"):
+        tokens = tokens_of(made.parent, split)
+        nanogpt(tmp_path / f"flat/{split}.bin", tokens)
+        *documents, nothing = np.split(tokens, np.flatnonzero(tokens == end) + 1)
+        assert len(documents) > 5 and not len(nothing)
+        datatrove(tmp_path / f"troves/{split}.ds", documents)
+        rows = tokens[: len(tokens) // T * T].reshape(-1, T).tolist()
+        examples = [[feature(b"input_ids", INT, field(1, b"".join(map(varint, row))))] for row in rows]
+        tfrecord(tmp_path / f"records/{split}.tfrecord", examples)
+    for name in ("flat", "troves", "records"):
+        out = converted(tmp_path / name, tmp_path / f"{name} here", str(tmp_path / "text"))
+        assert losses(f"run {name}", out) == expected

@@ -23,10 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from data.documents.filters import Accounting, HoldOut, SeenHashes, clean_documents, show_progress
+from data.documents.files import CUT_AFTER, LONG_FILE
+from data.documents.filters import Accounting, HoldOut, clean_documents, show_progress
 from data.documents.installed import DOCSTRING
 from data.documents.source import Source, open_corpus, splits_of
-from data.documents.text import CUT_AFTER, LONG_FILE
 from data.tokens.shards import find_shards
 from tests.runs import PROJECT
 from utils.io.urls import Folder
@@ -166,20 +166,13 @@ def test_odd_documents_are_counted(tmp_path):
     assert counts.bytes == len(long) + 3 + 4 + 4
 
 
-def test_bytes_that_are_not_utf8_are_counted_in_every_format(tmp_path):
-    bad = [b"before", b"\xff\xfe\xfa", b"after"]
-    offsets = b"".join(i.to_bytes(4, "little") for i in (0, 6, 9, 14))
-    values = pa.StringArray.from_buffers(3, pa.py_buffer(offsets), pa.py_buffer(b"".join(bad)))
-    pa.parquet.write_table(pa.table({"text": values}), tmp_path / "text.parquet")
+def test_text_files_that_are_not_utf8_are_counted(tmp_path):
     (tmp_path / "many").mkdir()
-    for i, data in enumerate(bad):
+    for i, data in enumerate([b"before", b"\xfa\xff\xfe", b"after"]):
         (tmp_path / "many" / f"{i}.txt").write_bytes(data)
-    for name in ("text.parquet", "many"):
-        counts = Accounting()
-        corpus = load(tmp_path / name)
-        kept = [text for text, _, _ in clean_documents(corpus, counts)]
-        assert kept == ["before", "after"], name
-        assert (counts.read, counts.unreadable) == (3, 1), name
+    counts = Accounting()
+    kept = [text for text, _, _ in clean_documents(load(tmp_path / "many"), counts)]
+    assert kept == ["before", "after"] and (counts.read, counts.unreadable) == (3, 1)
 
 
 ARTICLE = " \n = Title {0} = \n \n Some text of {0} . \n \n = = Part = = \n \n More , with a = b = c . \n"
@@ -187,14 +180,11 @@ ARTICLE = " \n = Title {0} = \n \n Some text of {0} . \n \n = = Part = = \n \n M
 
 def test_wikitext_becomes_one_document_per_article(tmp_path):
     whole = "".join(ARTICLE.format(i) for i in range(5))
-    (tmp_path / "wiki.txt").write_text(whole)
     rows = [json.dumps({"text": line.strip(" \n") and line}).encode() for line in whole.splitlines(True)]
     lines = write_lines(tmp_path / "wiki.jsonl", rows)  # as the Hub has it: a row per line
-    for path in (str(tmp_path / "wiki.txt"), lines):
-        articles = texts(load(path))
-        assert len(articles) == 5 and all(f"Title {i} =" in text for i, text in enumerate(articles))
-        assert "".join("".join(articles).split()) == "".join(whole.split())
-    assert "".join(texts(load(tmp_path / "wiki.txt"))) == whole
+    articles = texts(load(lines))
+    assert len(articles) == 5 and all(f"Title {i} =" in text for i, text in enumerate(articles))
+    assert "".join("".join(articles).split()) == "".join(whole.split())
 
 
 def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
@@ -219,6 +209,20 @@ def test_a_small_text_file_that_is_alone_is_divided_if_some_is_to_be_held_out(tm
     assert [document["text"] for document in open_corpus(Source(str(path), divide=False))] == [text]
     (tmp_path / "second.txt").write_text("another\n" * 99)
     assert len([*open_corpus(Source(str(tmp_path)))]) == 2
+
+
+def test_a_folder_of_source_files_is_read_as_code(tmp_path, capsys):
+    """Each file is a document; its few .json files are no data."""
+    files = {"a.py": "import os\n" * 99, "test/b.py": "import sys\n" * 99, "lib/c.js": "let x = 1\n",
+             "package.json": "{}", "notes.txt": "words", ".git/config.py": "hidden", "logo.png": "\x89PNG"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    corpus = open_corpus(Source(str(tmp_path)))
+    read = ("a.py", "test/b.py", "lib/c.js", "notes.txt")
+    assert sorted(texts(corpus)) == sorted(files[name] for name in read)
+    assert [*corpus.splits] == ["train"]
+    assert "read as text, a document each: 2 .py, 1 .js, 1 .txt; 3 not read" in capsys.readouterr().out
 
 
 def test_splits_of_folders_and_saved_data_sets(tmp_path):
@@ -388,16 +392,6 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
     assert kept == expected and counts.filtered == 500 - len(expected)
     assert f"{counts.filtered:,} filtered" in counts.line()
-
-
-def test_seen_hashes_is_a_set():
-    draw, seen, reference = random.Random(2), SeenHashes(), set()
-    pool = [draw.getrandbits(64) for _ in range(20_000)]
-    for number in draw.choices(pool, k=40_000):
-        assert seen.add(number) == (number not in reference)
-        reference.add(number)
-    assert sum(map(len, seen.sorted.values())) == len(reference)
-    assert 0 not in seen and seen.add(0) and not seen.add(0) and 0 in seen
 
 
 def test_the_validation_split_is_a_function_of_content_and_seed():

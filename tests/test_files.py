@@ -45,8 +45,6 @@ CASES = {
             ["one", "two", "three", "four"], 0),
     "CRLF": ({"a.jsonl": LINES.replace(b"\n", b"\r\n"), "b.csv": b"id,text\r\n1,three\r\n"},
              ["one", "two", "three"], 0),
-    "CRLF, WikiText": ({"a.txt": b" = A = \r\n \r\n x \r\n \r\n = B = \r\n \r\n y \r\n"},
-                       [" = A = \r\n \r\n x \r\n \r\n", " = B = \r\n \r\n y \r\n"], 0),
     **{encoding: ({"a.jsonl": LINES.decode().encode(encoding), "b.csv": "text\nthree\n".encode(encoding),
                    "c.txt": "é four".encode(encoding)}, ["one", "two", "three", "é four"], 0)
        for encoding in ("utf-16", "utf-32")},
@@ -58,7 +56,6 @@ CASES = {
     "Latin-1, text": ({"a.txt": b"one", "b.txt": "é".encode("latin-1")}, ["one"], 1),
     "lone surrogates": ({"a.jsonl": LINES + b'{"text": "\\ud800"}\n'}, ["one", "two"], 1),
     "null": ({"a.jsonl": LINES + b'{"text": null}\n'}, ["one", "two"], 1),
-    "a number of thousands of digits": ({"a.jsonl": b'{"text": "one", "n": %s}' % (b"9" * 5000)}, ["one"], 0),
     "lists": ({"a.jsonl": LINES + b'["three"]\n'}, "a.jsonl cannot be read .line 3: no object", 0),
     "nested 10,000 deep": ({"a.jsonl": LINES + b"[" * 100_000}, "a.jsonl cannot be read .line 3", 0),
     "other columns of other types": ({"a.jsonl": b'{"text": "one", "m": 1}\n{"text": "two", "m": ["x"]}\n'},
@@ -70,9 +67,8 @@ CASES = {
     "hidden": ({"a.txt": b"one", ".env.txt": b"x", ".git/b.txt": b"x", "__MACOSX/d.txt": b"x",
                 "._c.txt": b"x",
                 ".ipynb_checkpoints/a-checkpoint.txt": b"x"}, ["one"], 0),
-    "semicolons": ({"a.csv": b"id;text\n1;one\n"}, "separated by ';': save it with commas", 0),
+    "semicolons": ({"a.csv": b"id;text\n1;one\n"}, "give --text_column one that holds text: id;text", 0),
     "a .zip": ({"a.jsonl.zip": b"PK"}, "holds no file of the types", 0),
-    "one title": ({"a.txt": b"= Book =\n\nA line.", "b.txt": b"two"}, ["= Book =\n\nA line.", "two"], 0),
     "empty lines": ({"a.jsonl": b"\n" + LINES + b"\n\n"}, ["one", "two"], 0),
     "empty files": ({"a.jsonl": LINES, "b.jsonl": b"", "c.txt": b"", "d.csv": b"",
                      "e.jsonl.gz": packed(".gz", b"")}, ["one", "two"], 0),
@@ -177,11 +173,11 @@ def test_other_types_are_counted_in_one_line(tmp_path, capsys):
         (tmp_path / name).write_bytes(LINES)
     open_corpus(Source(str(tmp_path)))
     assert capsys.readouterr().out == (
-        f"data       {tmp_path}, files: train 2; 6 not read (also .bin .md .pkl .zip no ending)\n")
+        f"data       {tmp_path}, files: train 2; 6 not read (such as .bin .md .pkl .zip no ending)\n")
 
 
 def test_source_code_is_selected_by_a_glob_and_each_file_is_a_document(tmp_path):
-    """Names such as train.py are no splits there. A folder is not read so, as it may hold anything."""
+    """Names such as train.py are no splits there."""
     written = {"a.py": "a = 1\n", "train.py": "b = 2\n", "tests/test_c.py": "c = 3\n", "d/empty.py": ""}
     for name, text in written.items():
         (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -190,8 +186,6 @@ def test_source_code_is_selected_by_a_glob_and_each_file_is_a_document(tmp_path)
     corpus = open_corpus(Source(f"{tmp_path}/src/**/*.py"))
     assert sorted(row["text"] for row in corpus) == sorted(written.values()) and [*corpus.splits] == ["train"]
     assert [row["text"] for row in open_corpus(Source(f"{tmp_path}/src/a.md"))] == ["# A title\n"]
-    with pytest.raises(ValueError, match="holds no file of the types"):
-        open_corpus(Source(f"{tmp_path}/src"))
 
 
 def test_links_are_followed_once_and_one_to_nothing_is_named(tmp_path):

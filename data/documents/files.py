@@ -5,36 +5,42 @@ and in a glob:
     .json                         the same, or one array of objects (which is held in memory whole)
     .csv .tsv                     one row per record; the first record names the columns
     .parquet                      one row per row
-    .txt, and other endings that a name or glob selects ("src/**/*.py")      documents: see text.py
+    .txt, and other endings that a name or glob selects ("src/**/*.py")      a document
 
-All may be compressed (.gz, .bz2, .xz, .zst). Text is UTF-8, or has a byte order mark of UTF-16 or UTF-32.
+A text above LONG_FILE is cut into documents of about CUT_AFTER, at blank lines, or after LONGEST where there
+are none. A shorter one that is all there is becomes about DOCUMENTS, so that some can be held out.
+
+All may be compressed (.gz, .bz2, .xz, .zst). Text is UTF-8, or has a byte order mark of UTF-16 or UTF-32
+(and is held in memory whole).
 A line or record that cannot be read ends the reading, and is named. (The datasets library, which reads
 other sources here, turns text that looks like a date or a number into one, takes "NA" for no text, and does
 not tell the line.)
 """
 
+import bz2
 import codecs
 import csv
+import gzip
 import io
+import itertools
 import json
+import lzma
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 
 import fsspec
-from fsspec.compression import compr
-from fsspec.utils import infer_compression
 
-from data.documents.names import JSON_LINES, bare, digest, split_files, states, suffix
-from data.documents.text import text_rows
+from data.documents.names import JSON_LINES, digest, split_files, states, suffix
 from utils.io.retry import diagnose
 from utils.io.secrets import without_secrets
 from utils.io.urls import explained
 
-# The first bytes of compressed files, and of text in other encodings.
-PACKED = {b"\x1f\x8b\x08": "gzip", b"BZh91AY": "bz2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# By the first bytes of text in other encodings, 32 first: its mark begins as that of 16.
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
-             codecs.BOM_UTF16_BE: "utf-16"}  # 32 first: its mark begins as that of 16
+             codecs.BOM_UTF16_BE: "utf-16"}
+LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes
+PIECE = 1 << 17  # characters of a line that are read at a time
+DOCUMENTS = 30
 UNIT_BYTES = 1 << 26  # small files are read together up to this size
 
 
@@ -59,13 +65,7 @@ def open_units(source) -> tuple[str, list[Callable]]:
 
 def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
     for url in urls:
-        ending = suffix(url)
-        if ending in JSON_LINES:
-            reader = json_rows
-        elif ending in (".csv", ".tsv"):
-            reader = partial(_csv_rows, delimiter="\t" if ending == ".tsv" else ",")
-        else:
-            reader = _parquet_rows if ending == ".parquet" else partial(text_rows, divide=divide)
+        reader = READERS.get(suffix(url), partial(text_rows, divide=divide))
         with explained(f"dataset_name {without_secrets(url)}", "read", (PermissionError, IsADirectoryError)):
             opened = fsspec.open(url, "rb")
         with opened as file:
@@ -73,9 +73,6 @@ def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
                 for row in reader(_unpacked(url, file)):
                     yield row if row.get("text") is not None else row | {"file": without_secrets(url)}
             except Exception as error:  # the readers' libraries raise many kinds
-                if isinstance(error, UnicodeDecodeError) and ending not in (*JSON_LINES, ".csv", ".tsv"):
-                    yield {"text": None, "file": without_secrets(url)}
-                    continue
                 known = getattr(error, "errno", None) or isinstance(error, MemoryError)
                 if known or diagnose(error).transient:
                     raise  # it could not be reached, which says nothing of its content
@@ -90,79 +87,48 @@ def _cause(error: Exception) -> str:
 
 
 def _unpacked(url: str, file) -> io.BufferedIOBase:
-    """The file as UTF-8 without a mark, decompressed if its name or else its first bytes say so."""
+    """The file decompressed, and as UTF-8 without a mark. Its first bytes say what it is."""
     file = io.BufferedReader(file)
-    by_content = (kind for first, kind in PACKED.items() if file.peek(8).startswith(first))
-    kind = infer_compression(bare(url)) or next(by_content, None)
-    if kind == "zip":
-        raise ValueError("a .zip; unpack it")
-    if kind == "zstd":  # fsspec's reader may stop after the first frame, and accepts a truncated file
-        import pyarrow as pa  # not at the top: 30 MB
-
-        file = pa.input_stream(file, compression="zstd")
-    elif kind:
-        file = compr[kind](file, mode="rb")
-    if suffix(url) == ".parquet":
-        return file
-    file = io.BufferedReader(file)
-    start = file.peek(4)
+    for first, unpack in UNPACK.items():
+        if file.peek(8).startswith(first):
+            file = io.BufferedReader(unpack(file))
+            break
+    start = file.peek(4) if suffix(url) != ".parquet" else b""
     for mark, encoding in ENCODINGS.items():
         if start.startswith(mark):
-            return io.BufferedReader(_Recoded(file, encoding))
+            content = file.read().decode(encoding).encode("utf-8", "surrogatepass")
+            return io.BufferedReader(io.BytesIO(content))
     if start.startswith(codecs.BOM_UTF8):
         file.read(3)
     return file
 
 
-class _Recoded(io.RawIOBase):
-    """A file in another encoding as UTF-8."""
+def _zstd(file):
+    import pyarrow as pa  # not at the top: 30 MB
 
-    def __init__(self, file, encoding: str):
-        self.file, self.decoder, self.rest = file, codecs.getincrementaldecoder(encoding)(), b""
+    return pa.input_stream(file, compression="zstd")
 
-    def readable(self) -> bool:
-        return True
 
-    def readinto(self, buffer) -> int:
-        data = b" "
-        while not self.rest and data:
-            data = self.file.read(1 << 16)
-            self.rest = self.decoder.decode(data, final=not data).encode("utf-8", "surrogatepass")
-        part, self.rest = self.rest[: len(buffer)], self.rest[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
+# By the first bytes of compressed files.
+UNPACK = {b"\x1f\x8b\x08": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ": lzma.open,
+          b"\x28\xb5\x2f\xfd": _zstd}
 
 
 # ---- Readers of one file: binary file -> rows
 
 
 def json_rows(file) -> Iterator[dict]:
-    if file.peek(4096).lstrip(b" \t\r\n").startswith(b"["):
-        rows = json.load(file)
-        bad = next((number for number, row in enumerate(rows, 1) if not isinstance(row, dict)), None)
-        if bad:
-            raise ValueError(f"item {bad:,} of the array is no object")
-        yield from rows
-        return
-    for number, line in enumerate(file, 1):
-        if line.strip():
+    array = file.peek(4096).lstrip(b" \t\r\n").startswith(b"[")
+    what = "item" if array else "line"
+    for number, item in enumerate(json.load(file) if array else file, 1):
+        if array or item.strip():
             try:
-                row = _json_object(line.decode())
+                row = item if array else json.loads(item.decode())
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number:,}: {_cause(error)}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{what} {number:,}: no object with columns, but a value alone")
             yield row
-
-
-def _json_object(line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        raise
-    except ValueError:  # an integer of thousands of digits
-        row = json.loads(line, parse_int=float)
-    if not isinstance(row, dict):
-        raise ValueError("no object with columns, but a value alone")
-    return row
 
 
 def _csv_rows(file, delimiter: str) -> Iterator[dict]:
@@ -183,22 +149,53 @@ def _parquet_rows(file) -> Iterator[dict]:
 
 
 def table_rows(table) -> Iterable[dict]:
-    """The rows of a pyarrow table or batch. Text that is not UTF-8 is None; a value of a column that is not
-    text is the column's type."""
+    """The rows of a pyarrow table or batch. A value of a column that is not text is the column's type."""
     columns = []
     for column in table.columns:
         kind = getattr(column.type, "value_type", column.type)  # of a dictionary
-        if not str(kind).removeprefix("large_").startswith("string"):
-            columns.append([column.type] * len(column))
-            continue
-        try:
-            columns.append(column.to_pylist())
-        except UnicodeDecodeError:  # one bad value fails the whole column: read it value by value
-            columns.append([attempt(value.as_py) for value in column])
+        text = str(kind).removeprefix("large_").startswith("string")
+        columns.append(column.to_pylist() if text else [column.type] * len(column))
     return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def attempt(function: Callable, *args):
-    """function(*args), or None where that cannot be decoded."""
-    with suppress(ValueError):
-        return function(*args)
+def text_rows(file, divide: bool = False) -> Iterator[dict]:
+    """The documents of a UTF-8 file, {"text": None} where one is not. divide: it is alone."""
+    file, start, size = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="\n"), [], 0
+    lines = iter(partial(file.readline, PIECE), "")
+    for line in lines:
+        start.append(line)
+        size += _bytes(line)
+        if size > LONG_FILE:
+            break
+    if size > LONG_FILE:
+        yield from _cut(itertools.chain(start, lines), CUT_AFTER, LONGEST - 4)
+    elif divide:
+        yield from _cut(start, size // DOCUMENTS, size // DOCUMENTS)
+    else:
+        yield _row(start)
+
+
+def _cut(lines: Iterable[str], cut_after: int, longest: int) -> Iterator[dict]:
+    document, size = [], 0
+    for line in lines:
+        document.append(line)
+        size += _bytes(line)
+        if size >= cut_after and not line.strip() or size > longest:
+            yield _row(document)
+            document, size = [], 0
+    if document:
+        yield _row(document)
+
+
+def _bytes(line: str) -> int:
+    return len(line.encode("utf-8", "surrogateescape"))
+
+
+def _row(lines: list[str]) -> dict:
+    """Bytes that were not UTF-8 are lone surrogates."""
+    text = "".join(lines)
+    return {"text": None if any("\udc80" <= character <= "\udcff" for character in {*text}) else text}
+
+
+READERS = {**dict.fromkeys(JSON_LINES, json_rows), ".parquet": _parquet_rows,
+           ".csv": partial(_csv_rows, delimiter=","), ".tsv": partial(_csv_rows, delimiter="\t")}

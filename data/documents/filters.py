@@ -3,12 +3,8 @@
 import hashlib
 import itertools
 import sys
-from array import array
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 
 from tqdm import tqdm
 
@@ -60,31 +56,11 @@ class Accounting:
         return ", ".join(words)
 
 
-class SeenHashes:
-    """A set of 64-bit numbers in sorted arrays, by their first 16 bits. One of ten million takes 12
-    bytes, in a Python set about 80.
-
-    At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
-
-    def __init__(self):
-        self.sorted = defaultdict(partial(array, "Q"))
-
-    def add(self, number: int) -> bool:
-        """Returns False where it was there already."""
-        if number in self:
-            return False
-        insort(self.sorted[number >> 48], number)
-        return True
-
-    def __contains__(self, number: int) -> bool:
-        numbers = self.sorted.get(number >> 48, ())
-        place = bisect_left(numbers, number)
-        return place < len(numbers) and numbers[place] == number
-
-
 def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
     """(text, its hash, UTF-8 bytes) of the rows that are text and hold a keyword, where there are keywords.
-    All rows are counted. ValueError where the text column is missing."""
+    All rows are counted. ValueError where the text column is missing.
+
+    At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
     keywords, column = corpus.keywords, corpus.text_column
     for document in rows:
         counts.read += 1
@@ -111,52 +87,29 @@ def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterat
 
 def _described(value, column: str) -> str:
     """What a column holds instead of text."""
-    if isinstance(value, str):
-        return "lone surrogates, which are no text"
-    if value is None:
+    if value is None or isinstance(value, str):
         return f"column {column}: null, or not UTF-8"
     kind = str(value) if type(value).__module__.startswith("pyarrow") else type(value).__name__
     return f"column {column}: {kind}"
 
 
-def is_wanted(number: int, size: int, counts: Accounting, seen, evaluated) -> bool:
-    """Whether to train on a document with this hash and size: not if it is evaluated on, nor if it was seen
-    before. Counts it and adds it to `seen`."""
-    if number in evaluated:
-        counts.evaluated += 1
-    elif not seen.add(number):
-        counts.duplicate += 1
-    else:
-        counts.kept += 1
-        counts.bytes += size
-        return True
-    return False
-
-
-def clean_documents(corpus: Corpus, counts: Accounting, seen: SeenHashes | None = None) -> Iterator[tuple]:
-    """(text, its hash, bytes) of each document to train on, in order. seen: hashes of earlier documents."""
-    seen = SeenHashes() if seen is None else seen
-    for text, number, size in readable(corpus.documents(), corpus, counts):
-        if is_wanted(number, size, counts, seen, ()):
+def wanted(documents: Iterable[tuple], counts: Accounting, seen: set[int], evaluated=()) -> Iterator[tuple]:
+    """Those of `readable` to train on: not evaluated on, nor seen before. `seen` gets their hashes."""
+    for text, number, size in documents:
+        if number in evaluated:
+            counts.evaluated += 1
+        elif number in seen:
+            counts.duplicate += 1
+        else:
+            seen.add(number)
+            counts.kept += 1
+            counts.bytes += size
             yield text, number, size
 
 
-class Chunk:
-    """The documents of one chunk: (text, its hash, bytes) each. Where it ends depends on its own text alone,
-    before duplicates are left out."""
-
-    def __init__(self, documents: Iterator[dict], corpus: Corpus, max_bytes: int):
-        self.documents, self.corpus, self.max_bytes = documents, corpus, max_bytes
-        self.counts, self.hashes, self.size, self.last = Accounting(), array("Q"), 0, False
-
-    def __iter__(self) -> Iterator[tuple[str, int, int]]:
-        documents = readable(self.documents, self.corpus, self.counts)
-        while self.size < self.max_bytes and not self.last:
-            if document := next(documents, None):
-                self.hashes.append(document[1])
-                self.size += document[2]
-                yield document
-            self.last = document is None
+def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
+    """(text, its hash, bytes) of each document of a corpus to train on, in order."""
+    return wanted(readable(corpus.documents(), corpus, counts), counts, set())
 
 
 # ---- Hold-out
@@ -200,21 +153,22 @@ def few_to_hold_out(corpus: Corpus, seed: int, fraction: float, wanted: int, lea
                     unread: float = float("inf")) -> list[int]:
     """The hashes of the documents to hold out where `fraction` does not give `wanted` characters in `least`
     documents: those of the lowest places that do, at most half. unread: characters that will be read."""
-    drawn, held_out = [], []  # (place, size, hash) of each document; sizes of those that `fraction` takes
+    drawn, sizes = [], []  # (place, size, hash) of each document; sizes of those that `fraction` takes
     for text, number, _ in clean_documents(corpus, Accounting()):
-        drawn.append((drawn_place(text, seed), len(text), number))
-        held_out += [size for place, size, _ in drawn[-1:] if place < fraction]
-        if sum(held_out) >= wanted and len(held_out) >= least or len(drawn) == FEW:
+        place, size = drawn_place(text, seed), len(text)
+        drawn.append((place, size, number))
+        sizes += [size] * (place < fraction)
+        unread -= size
+        if sum(sizes) >= wanted and len(sizes) >= least or len(drawn) == FEW:
             return []
-        if (unread := unread - len(text)) <= 0 and len(drawn) > 1:
+        if unread <= 0 and len(drawn) > 1:
             break
     drawn.sort()
-    sizes = itertools.accumulate(size for _, size, _ in drawn)
-    n = min(max(least, 1 + sum(size < wanted for size in sizes)), len(drawn) // 2)
-    if n > len(held_out):
+    sums = itertools.accumulate(size for _, size, _ in drawn)
+    n = min(max(least, 1 + sum(size < wanted for size in sums)), len(drawn) // 2)
+    if n > len(sizes):
         print(f"data       validation_fraction {fraction:g} of the {len(drawn)} documents of {corpus.name} "
-              "fills "
-              f"no row; {n} held out instead", flush=True)
+              f"fills no row; {n} held out instead", flush=True)
     return [number for _, _, number in drawn[:n]]
 
 

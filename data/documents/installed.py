@@ -7,12 +7,12 @@ import platform
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import metadata
 from inspect import cleandoc
 from pathlib import Path
 
 from data.documents.names import digest
-from data.documents.text import decode
 
 
 def splits(source) -> list[str]:
@@ -58,17 +58,20 @@ def _site_packages() -> dict[str, None]:
 
 
 def _license(package) -> str:
-    lines = package.get_all("Classifier") or ()
-    classifiers = [line.split(" :: ")[-1] for line in lines if line.startswith("License ::")]
-    first_line = (package.get("License") or "").strip().split("\n")[0]
-    return next(filter(None, (package.get("License-Expression"), *classifiers, first_line)), "unknown")
+    return package.get("License-Expression") or (package.get("License") or "unknown").split("\n")[0]
+
+
+def _text(file: Path) -> str | None:
+    """None where it is not UTF-8."""
+    with suppress(UnicodeDecodeError):
+        return file.read_bytes().decode("utf-8-sig")
 
 
 def _python_documents() -> Iterator[dict]:
     """Python source with the columns, and the column types, of codeparrot-ds."""
     for owner, path, size, license, file in _python_files():
         columns = {"repo_name": owner, "path": path, "copies": "1", "size": str(size)}
-        yield {**columns, "content": decode(file.read_bytes()), "license": license}
+        yield {**columns, "content": _text(file), "license": license}
 
 
 # A docstring, found lexically: a triple-quoted string that starts a line, first in the file or after a line
@@ -88,7 +91,7 @@ def _docs_documents() -> Iterator[dict]:
             text = package.metadata.get_payload() or package.metadata.get("Description") or ""
             yield from _document(f"{package.name} {package.version}", "METADATA", [str(text)])
     for owner, path, _, _, file in _python_files():
-        found = DOCSTRING.finditer(decode(file.read_bytes()) or "")
+        found = DOCSTRING.finditer(_text(file) or "")
         yield from _document(owner, path, (cleandoc(docstring[2]) for docstring in found))
 
 

@@ -1,36 +1,18 @@
-"""Sources that the datasets library reads: Hub data sets, streamed or not, save_to_disk folders, and folders
-whose card (README.md) says which files are which configuration and split."""
+"""Sources that the datasets library reads: Hub data sets, streamed or not, and save_to_disk folders."""
 
 import itertools
 import json
-import os
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import datasets
 from datasets.exceptions import DatasetsError
-from huggingface_hub import metadata_load
 
 from data.documents.files import UNIT_BYTES, table_rows
 from data.documents.names import digest, is_saved
 from utils.io.secrets import without_secrets
-
-
-def has_card(source) -> bool:
-    """Whether the name is a folder with such a card. ValueError where it names files outside the folder."""
-    card = Path(os.path.expanduser(source.dataset_name), "README.md")
-    with suppress(OSError, ValueError):
-        configs = (metadata_load(card) or {}).get("configs") if card.is_file() else None
-        if not configs:
-            return False
-    for path in re.findall(r'"((?:[^"\\]|\\.)*)"', json.dumps([c.get("data_files") for c in configs])):
-        if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
-            raise ValueError(f"dataset_name {source.dataset_name!r}: its README.md names {path!r}, which is "
-                             "outside the folder; take that line out")
-    return True
 
 
 def splits(source) -> list[str]:
@@ -43,14 +25,16 @@ def splits(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list[partial]]:
-    """(fingerprint, units) of one split. A streamed one has the fingerprint of its list of files."""
+    """(fingerprint, units) of one split, or of parts of splits, which are downloaded. A streamed one has the
+    fingerprint of its list of files."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
+    streaming = source.streaming and not {*split} & {*"[+"}
     with _hub_errors(source):
         if is_saved(name):
             dataset = datasets.load_from_disk(name)
             dataset = dataset[split] if isinstance(dataset, datasets.DatasetDict) else dataset
         else:
-            dataset = datasets.load_dataset(name, config, split=split, streaming=source.streaming)
+            dataset = datasets.load_dataset(name, config, split=split, streaming=streaming)
         if isinstance(dataset, datasets.Dataset):
             units = min(len(dataset), dataset.data.nbytes // UNIT_BYTES + 1)
             fingerprint = dataset._fingerprint

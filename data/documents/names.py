@@ -17,11 +17,16 @@ from utils.io.urls import explained, open_url
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 SUFFIXES = (*JSON_LINES, ".csv", ".tsv", ".txt", ".parquet")
+TOKEN_FILES = {".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".bin": "flat", ".ds": "flat"}  # importers
+# A folder that holds more files of these endings than of SUFFIXES is read as text, a document each.
+CODE = """.py .pyi .js .jsx .ts .tsx .java .kt .scala .c .h .cc .cpp .hpp .cs .go .rs .rb .php .swift .r
+    .jl .lua .pl .sh .sql .hs .ml .ex .dart .zig .md .rst .tex""".split()
 SPLIT_WORDS = {"train": "train|training", "validation": "validation|valid|dev|val",
                "test": "test|testing|eval|evaluation"}  # as in datasets.data_files
 METADATA = {"manifest.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Entries that change with a file's content, in the file systems local, S3, GCS, Azure, http, hf.
 TAGS = ("mtime", "ETag", "etag", "LastModified", "last_modified", "Last-Modified", "updated", "blob_id")
+
 
 def is_files(name: str) -> bool:
     """Whether the name is a file, a folder, a glob or a URL, and nothing that the datasets library wrote."""
@@ -37,12 +42,9 @@ def is_saved(name: str) -> bool:
 
 
 def suffix(path: str) -> str:
-    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", bare(path).lower()))[1]
-
-
-def bare(path: str) -> str:
-    """The path without the query of a web address."""
-    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+    """Its ending, without that of a compression or the query of a web address."""
+    path = path.partition("?")[0] if path.startswith(("http://", "https://")) else path
+    return os.path.splitext(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.lower()))[1]
 
 
 def list_files(name: str) -> tuple[fsspec.AbstractFileSystem, str, list[str]]:
@@ -73,30 +75,46 @@ def _follow_links(path: str) -> list[str]:
     return paths
 
 
-def split_files(name: str, say: bool = False) -> dict[str, list[str]]:
-    """{split: sorted URLs}, by the rules above. say: print what became which split, and what is left out."""
+def split_files(name: str, endings=SUFFIXES, say: bool = False) -> dict[str, list[str]]:
+    """{split: sorted URLs} of the files with these endings, by the rules above. say: print what became which
+    split, and what is left out."""
     files, base, paths = list_files(name)
     if not paths:
         raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set, or an empty one; "
                          "check its spelling")
     inside = {path: path.removeprefix(base).lstrip("/") for path in paths}
-    visible = [path for path in paths if not re.search(r"(^|/)(\.|__[^/]*/)", inside[path])]
-    if {*map(suffix, visible)} == {suffix(name)} - {"", *SUFFIXES}:
-        if b"\0" not in files.head(min(visible), 4096):  # else it is no text
-            return {"train": [*map(files.unstrip_protocol, sorted(visible))]}
-    known = sorted(path for path in visible if suffix(path) in SUFFIXES)
+    visible = sorted(path for path in paths if not re.search(r"(^|/)(\.|__[^/]*/)", inside[path]))
+    known = [path for path in visible if suffix(path) in endings]
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    if not known:
-        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(SUFFIXES)}; to read "
+    code = [path for path in visible if endings is SUFFIXES and suffix(path) in CODE]
+    if len(code) > len(known):  # then .json files and tables are no data
+        code = known = [path for path in visible if suffix(path) in (*CODE, ".txt")]
+        splits = {"train": code}
+    elif known:
+        splits = _splits_by_words(name, known, inside)
+    elif not TOKEN_FILES.keys().isdisjoint(map(suffix, visible)):
+        raise ValueError(f"dataset_name {name!r} holds token ids: run `python -m data.convert {name} tokens/ "
+                         "--tokenizer_name gpt2` once, with the tokenizer that made them, and name tokens/ "
+                         "here")
+    elif {*map(suffix, visible)} == {suffix(name)} - {""} and b"\0" not in files.head(visible[0], 4096):
+        splits = {"train": visible}  # the name selects other files, and they are text
+    else:
+        raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(endings)}; to read "
                          "others as plain text, select them by a glob, such as 'src/**/*.py'")
-    splits = splits_by_words(name, known, inside)
-    if say:
-        _say(name, splits, {suffix(path) or "no ending" for path in visible if path not in {*known}},
-             len(paths) - sum(map(len, splits.values())))
-    return {split: [*map(files.unstrip_protocol, paths)] for split, paths in splits.items() if paths}
+    left_out = len(paths) - sum(map(len, splits.values()))
+    if say and known and (left_out or len(splits) > 1 or known is code):
+        endings = {suffix(path) or "no ending" for path in visible} - {*map(suffix, known)}
+        other = " ".join(sorted(endings)[:9])
+        counts = ", ".join(f"{split} {len(some):,}" for split, some in splits.items())
+        rest = f"; {left_out:,} not read{f' (such as {other})' if other else ''}" if left_out else ""
+        if known is code:
+            kinds = ", ".join(f"{n:,} {kind}" for kind, n in Counter(map(suffix, code)).most_common())
+            counts = f"read as text, a document each: {kinds}"
+        print(f"data       {without_secrets(name)}, files: {counts}{rest}", flush=True)
+    return {split: [*map(files.unstrip_protocol, some)] for split, some in splits.items()}
 
 
-def splits_by_words(name: str, paths: list[str], inside: dict[str, str]) -> dict[str, list[str]]:
+def _splits_by_words(name: str, paths: list[str], inside: dict[str, str]) -> dict[str, list[str]]:
     """{split: paths}. Files of none are left out where there is a split train; else all files are train."""
 
     def named(part: str) -> set[str]:
@@ -106,22 +124,13 @@ def splits_by_words(name: str, paths: list[str], inside: dict[str, str]) -> dict
     found = {path: named(os.path.dirname(inside[path])) for path in paths}
     if not any(found.values()):
         found = {path: named(os.path.basename(path)) for path in paths}
-    splits = {split: [path for path in paths if split in found[path]] for split in SPLIT_WORDS}
-    if len(paths) == 1 or not splits["train"]:
+    if len(paths) == 1 or not any("train" in splits for splits in found.values()):
         return {"train": paths}
     if unclear := [inside[path] for path in paths if len(found[path]) > 1]:
-        more = f" and {len(unclear) - 9} more" if len(unclear) > 9 else ""
-        raise ValueError(f"dataset_name {name!r}: {', '.join(unclear[:9])}{more}: of two splits, by "
-                         "the words in the path; rename, or select the wanted files by a glob")
-    return splits
-
-
-def _say(name: str, splits: dict, other: set[str], left_out: int) -> None:
-    counts = Counter({split: len(paths) for split, paths in splits.items() if paths})
-    if left_out or len(counts) > 1:
-        line = ", ".join(f"{split} {count:,}" for split, count in counts.items())
-        rest = f"; {left_out:,} not read" + (f" (also {' '.join(sorted(other)[:9])})" if other else "")
-        print(f"data       {without_secrets(name)}, files: {line}{rest if left_out else ''}", flush=True)
+        raise ValueError(f"dataset_name {name!r}: {', '.join(unclear[:9])}: of two splits, by the words in "
+                         "the path; rename, or select the wanted files by a glob")
+    splits = {split: [path for path in paths if split in found[path]] for split in SPLIT_WORDS}
+    return {split: some for split, some in splits.items() if some}
 
 
 def states(urls: list[str]) -> list[tuple]:

@@ -5,26 +5,25 @@
         document[corpus.text_column]                  # str, or something else where it is no text
 
 installed.py, files.py and library.py do the reading. A name may end in ":" and a split in the spelling of the
-datasets library: "user/name:train[:1%]", "texts/:train[:1000]+test[10:20]".
+datasets library: "texts/:test", "user/name:train[:1%]".
 """
 
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from data.documents import files, installed
 from data.documents.names import digest, is_files, is_saved
-from data.documents.text import TITLE, articles
 from utils.io.retry import retried
 from utils.io.secrets import without_secrets
 from utils.io.urls import explained
 
 PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
 WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
+TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more "="
 EVALUATED = ("validation", "test", "train")  # the first of these splits that an evaluation set has is used
 Unit = Callable[[], Iterable[dict]]  # gives the rows of a part of the source, usually a file
 
@@ -81,11 +80,15 @@ def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterato
 
 def open_corpus(source: Source) -> Corpus:
     """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
-    name, split = source.dataset_name, source.split
-    if missing := {*_names(split)} - {*(splits := splits_of(source))}:
-        raise ValueError(f"dataset_name {without_secrets(name)!r} has no split {sorted(missing)[0]!r}, but "
-                         f"{', '.join(splits)}; name one of them: {without_secrets(name)}:{[*splits][0]}")
-    fingerprint, units = _open(source)
+    name, split, splits = without_secrets(source.dataset_name), source.split, splits_of(source)
+    named, reader = re.sub(r"\[.*?\]", "", split).split("+"), _reader(source)
+    if missing := {*named} - {*splits}:
+        raise ValueError(f"dataset_name {name!r} has no split {sorted(missing)[0]!r}, but "
+                         f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
+    if [split] != named and (reader in (files, installed) or is_saved(source.dataset_name)):
+        raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
+                         "cut the files instead")
+    fingerprint, units = reader.open_units(source)
     column, wikitext = _text_column(source, units)
     if wikitext:
         units = [partial(articles, partial(_rows, units))]
@@ -96,17 +99,13 @@ def open_corpus(source: Source) -> Corpus:
 def _text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     """(the column of the text, whether its rows are the lines of WikiText), by the first rows."""
     name, given = without_secrets(source.dataset_name), source.text_column
-    wanted, columns = [given] if given else ["content", "text"], {}  # columns: name -> whether it holds text
-    lines = True
+    wanted, columns, text = [given] if given else ["content", "text"], {}, ""  # name -> whether it holds text
     with explained(f"dataset_name {name!r}", "read", (OSError,)):
         for row in _rows(units, 0, 100):
             for column, value in row.items():
-                holds = isinstance(value, str)
-                columns[column] = columns.get(column, False) or holds
-                if column == "text" and holds and value.strip():
-                    lines = bool(TITLE.match(value))
-            blank = len(row) == 1 and not str(row.get("text", row)).strip()
-            if any(columns.get(column) for column in wanted) and not blank:
+                columns[column] = columns.get(column, False) or isinstance(value, str)
+            texts = (row[column] for column in wanted if isinstance(row.get(column), str))
+            if text := next((text for text in texts if text.strip()), ""):
                 break
     columns.pop("file", None) if given != "file" else None
     if not columns:
@@ -117,15 +116,26 @@ def _text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
                          "--tokenizer_name ...` once, and name tokens/ here.")
     if not there:
         has = f"no column {given!r}" if given else "neither a column content nor text"
-        message = f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}"
-        if len(columns) == 1 and (sign := re.search("[;\t|]", next(iter(columns)))):
-            message += f". Columns seem to be separated by {sign[0]!r}: save it with commas"
-        raise ValueError(message)
+        raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
     column = next((column for column in there if columns[column]), there[0])
-    if others := [other for other in there if other != column and columns[other]]:
-        print(f"data       {name}: the column {column} is read, not {others[0]}; --text_column takes another",
-              flush=True)
-    return column, [*columns] == ["text"] and columns["text"] and lines
+    return column, [*columns] == ["text"] and bool(TITLE.match(text))
+
+
+def articles(lines: Callable[[], Iterable[dict]]) -> Iterator[dict]:
+    """The articles of WikiText, whose lines are the "text" of rows. A title after a blank line begins an
+    article. Each unreadable line is a document of its own."""
+    article, blank = [], True
+    for line in (row.get("text") for row in lines()):
+        if not isinstance(line, str):
+            yield {"text": None}
+            continue
+        if blank and TITLE.match(line) and "".join(article).strip():
+            yield {"text": "".join(article)}
+            article = []
+        blank = not line.strip()
+        article.append(line if line.endswith("\n") else line + "\n")
+    if article:
+        yield {"text": "".join(article)}
 
 
 def splits_of(source: Source) -> Collection[str]:
@@ -149,37 +159,11 @@ def _reader(source: Source):
     (fingerprint, units)."""
     if source.dataset_name in installed.INSTALLED:
         return installed
-    named_files = is_files(source.dataset_name)
-    if named_files and not os.path.isfile(f"{source.dataset_name}/README.md"):
+    if is_files(source.dataset_name):
         return files
     from data.documents import library  # not at the top: datasets takes 85 MB and half a second
 
-    return files if named_files and not library.has_card(source) else library
-
-
-def _open(source: Source) -> tuple[str, list[Unit]]:
-    """(fingerprint, units). Parts of splits are cut out here, except from downloaded Hub data sets, which do
-    it themselves. For percentages and places from the end all rows are read first, to count them."""
-    reader, split, names = _reader(source), source.split, _names(source.split)
-    hub = reader not in (files, installed) and not is_saved(source.dataset_name)
-    if [split] == names or hub and not source.streaming:
-        return reader.open_units(source)
-    from datasets import ReadInstruction
-
-    opened = {name: reader.open_units(replace(source, split=name)) for name in names}
-    sizes = dict.fromkeys(names, sys.maxsize)
-    if re.search("[%-]", split):
-        sizes = {name: sum(1 for _ in _rows(units)) for name, (_, units) in opened.items()}
-    parts = []
-    for part in ReadInstruction.from_spec(split).to_absolute(sizes):
-        _, units = opened[part.splitname]
-        parts.append(partial(_rows, units, part.from_, max(part.from_, part.to)))
-    return digest(split, [fingerprint for fingerprint, _ in opened.values()]), [partial(_rows, parts)]
-
-
-def _names(split: str) -> list[str]:
-    """The splits in a spelling such as "train[:1%]+test"."""
-    return re.sub(r"\[.*?\]", "", split).split("+")
+    return library
 
 
 def add_source_flags(add: Callable) -> None:
@@ -191,10 +175,10 @@ def add_source_flags(add: Callable) -> None:
     add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
 
 
-def source_of(args, streaming: bool) -> Source:
-    names = "dataset_name", "dataset_config_name", "split", "text_column"
-    given = {name: getattr(args, name) for name in names}
-    return Source(**given, keywords=tuple(args.keywords), streaming=streaming)
+def source_of(args) -> Source:
+    """What these flags name; of the Hub it is read while it downloads."""
+    return Source(args.dataset_name, args.dataset_config_name, args.split, args.text_column,
+                  tuple(args.keywords), streaming=True)
 
 
 def check_numbers(args, **least: float) -> list[str]:

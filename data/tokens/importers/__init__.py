@@ -1,23 +1,17 @@
 """In: token files and sentence pairs of others. Out: token shards, by `python -m data.convert`. An importer
-is one file with read(name, dtype, tokenizer) -> Imported, and a line of KINDS.
+is one file with read(name, dtype, tokenizer) -> Imported, and its endings in TOKEN_FILES of names.py.
 """
 
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from data.documents import names as files
-
-# Module, endings of its files, and what it reads, in words.
-KINDS = {
-    "tfrecord": ((".tfrecord", ".tfrecords"), "TFRecord files"),
-    "flat": ((".bin",), "of nanoGPT, llm.c or modded-nanogpt"),
-    "datatrove": ((".ds",), "of datatrove"),
-    "pairs": ((), "sentence pairs or rows of a data set"),
-}
+from data.documents.names import TOKEN_FILES, is_files, list_files, suffix
+from utils.io.urls import explained
 
 
 @dataclass
@@ -30,34 +24,12 @@ class Imported:
     pairs: bool = False
 
 
-def kind_of(name: str) -> str | None:
-    """What kind of token files the name selects, in words, where it selects no text; None for none."""
-    endings = {ending: words for _, (some, words) in KINDS.items() for ending in some}
-    if (ending := os.path.splitext(name)[1]) in endings:
-        return endings[ending]
-    if files.suffix(name) in files.SUFFIXES or not files.is_files(name):
-        return None
-    found = {files.suffix(path) for path in files.list_files(name)[2]}
-    if found.isdisjoint(files.SUFFIXES):
-        return next((words for ending, words in endings.items() if ending in found), None)
-
-
-def find(name: str):
-    """The importer's module for this source, the last one where no file ending tells."""
-    words = kind_of(name)
-    for module, (_, own) in KINDS.items():
-        if own == words:
-            return importlib.import_module(f"data.tokens.importers.{module}")
-    return importlib.import_module("data.tokens.importers.pairs")
-
-
-def split_urls(name: str, endings: tuple[str, ...]) -> dict[str, list[str]]:
-    """{split: sorted paths or URLs} of the files with these endings; splits by the words in their names."""
-    found, base, paths = files.list_files(name)
-    paths = sorted(path for path in paths if os.path.splitext(path)[1] in endings)
-    if not paths:
-        raise ValueError(f"{name}: no file that ends in {', '.join(endings)}")
-    inside = {path: path.removeprefix(base).lstrip("/") for path in paths}
-    splits = files.splits_by_words(name, paths, inside)
-    return {split: [path if "://" not in name else found.unstrip_protocol(path) for path in some]
-            for split, some in splits.items() if some}
+def read(name: str, dtype: str | None, tokenizer) -> Imported:
+    """The ids of a source, by its importer. Where no file ending tells, it is a data set of pairs."""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name):
+        hub = f"hf://datasets/{name}"
+        with explained(f"{name} (no file here, and on the Hub)", "read"):
+            name = hub if not TOKEN_FILES.keys().isdisjoint(map(suffix, list_files(hub)[2])) else name
+    endings = {suffix(name), *map(suffix, list_files(name)[2] if is_files(name) else ())}
+    module = next((module for ending, module in TOKEN_FILES.items() if ending in endings), "pairs")
+    return importlib.import_module(f"data.tokens.importers.{module}").read(name, dtype, tokenizer)

@@ -1,17 +1,19 @@
-"""Ids one after the other, in .bin files, little-endian:
+"""Ids one after the other, little-endian:
 
-    nanoGPT                  ids and nothing else, uint16 unless --dtype names another type
-    llm.c, modded-nanogpt    256 int32 (magic, version, number of tokens), then the ids
+    .bin of nanoGPT                  ids and nothing else, uint16 unless --dtype names another type
+    .bin of llm.c, modded-nanogpt    256 int32 (magic, version, number of tokens), then the ids
+    .ds of datatrove                 ids; x.ds.index: where each document ends (uint64); x.ds.metadata: the
+                                     tokenizer, the bytes of an id and the number of tokens
 """
 
-import os
 from collections.abc import Iterator
 
 import fsspec
 import numpy as np
 
-from data.documents.files import PACKED
-from data.tokens.importers import Imported, split_urls
+from data.documents.files import UNPACK
+from data.documents.names import split_files, suffix
+from data.tokens.importers import Imported
 
 DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8"}
 HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, type of an id
@@ -19,21 +21,24 @@ AT_ONCE = 1 << 24  # ids
 
 
 def read(name: str, dtype: str | None, tokenizer) -> Imported:
-    splits = split_urls(name, (".bin",))
-    return Imported({split: _ids(urls, dtype) for split, urls in splits.items()})
+    """The tokenizer's EOS is put behind each document where datatrove has not (its option eos_token)."""
+    kind, eos = DTYPES.get(dtype), tokenizer.eos_token_id
+    splits = split_files(name, (".bin", ".ds"))
+    return Imported({split: _ids(urls, kind, eos) for split, urls in splits.items()})
 
 
-def _ids(urls: list[str], dtype: str | None) -> Iterator[np.ndarray]:
+def _ids(urls: list[str], kind: str | None, eos: int | None) -> Iterator[np.ndarray]:
     for url in urls:
         try:
-            yield from _file(url, DTYPES.get(dtype))
+            yield from _datatrove(url, kind, eos) if suffix(url) == ".ds" else _bin(url, kind)
         except ValueError as error:
             raise ValueError(f"{url}: {error}.") from error
 
 
-def _file(url: str, named: str | None) -> Iterator[np.ndarray]:
+def _bin(url: str, named: str | None) -> Iterator[np.ndarray]:
     with fsspec.open(url, "rb") as file:
-        size = os.path.getsize(url) if "://" not in url else file.size
+        size = file.seek(0, 2)
+        file.seek(0)
         start = file.read(1024)
         head = np.frombuffer(start[: len(start) // 4 * 4], "<i4")
         version, kind = HEADERS.get(int(head[0]) if len(head) else 0, (None, named or "<u2"))
@@ -52,13 +57,33 @@ def _file(url: str, named: str | None) -> Iterator[np.ndarray]:
 
 def _check_headerless(start: bytes, head: np.ndarray, named: str | None) -> None:
     """ValueError where the first bytes are not token ids of the named type. head: the same as int32."""
-    long = len(head) > 32
     text = len(start) > 64 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
-    if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *PACKED)):
+    if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *UNPACK)):
         raise ValueError("text, an array or a compressed file under this name, not token ids")
     if len(head) == 256 and not head[4:].any():  # no tokens begin with so many zeros
         raise ValueError(f"a header with magic {head[0]}; supported are {', '.join(map(str, HEADERS))}")
-    int64 = long and named in (None, "<u4", "<i4") and not head[1::2].any()
-    if int64 or long and named is None and ((head >= 0) & (head < 1 << 20)).all():  # rare in uint16
-        likely = "int64" if int64 else "uint32"
+    if named is None and len(head) > 32 and ((head >= 0) & (head < 1 << 20)).all():  # rare in uint16
+        likely = "uint32" if head[1::2].any() else "int64"
         raise ValueError(f"ids look like {likely}: give --dtype {likely}, or --dtype uint16 if they are not")
+
+
+def _datatrove(url: str, named: str | None, eos: int | None) -> Iterator[np.ndarray]:
+    name, count, *_ = [*_beside(url, "metadata").decode().splitlines(), "", ""]
+    with fsspec.open(url, "rb") as file:
+        ids = np.frombuffer(file.read(), named or ("<u4" if name.endswith("|4") else "<u2"))
+    if count not in ("", str(len(ids))):
+        raise ValueError(f"{len(ids):,} ids, but its metadata says {count}: truncated, or of another --dtype")
+    ends = np.frombuffer(_beside(url, "index"), "<u8").astype(np.int64)
+    if len(ends) and (ends[-1] != len(ids) or (np.diff(ends) < 0).any()):
+        raise ValueError("its index does not end at its last id; copy it again")
+    ended = eos is None or (ids[ends[ends > 0] - 1] == eos).all()
+    yield ids if ended else np.insert(ids, ends, eos)
+
+
+def _beside(url: str, kind: str) -> bytes:
+    """A file that datatrove has written beside it, if there is one."""
+    try:
+        with fsspec.open(f"{url}.{kind}", "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return b""

@@ -4,12 +4,11 @@ Columns: input_ids, token_type_ids, next_sentence_label (or another of LABELS), 
 given. Padding may stand on either side. A pair must be `[CLS] A [SEP] B [SEP]` by its token_type_ids.
 """
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
 
-from data.documents.names import is_files, is_saved
+from data.documents.names import is_saved, suffix
 from data.tokens.importers import Imported
 
 LABELS = ("next_sentence_label", "next_sentence_labels", "labels", "label")
@@ -19,13 +18,11 @@ AT_ONCE = 10_000  # rows
 def read(name: str, dtype: str | None, tokenizer) -> Imported:
     import datasets  # not at the top: 85 MB and half a second
 
-    name = os.path.expanduser(name)
     if is_saved(name):
         found = datasets.load_from_disk(name)
         found = found if isinstance(found, datasets.DatasetDict) else {"train": found}
-    elif is_files(name) and os.path.splitext(name)[1] in (".parquet", ".jsonl", ".json"):
-        kind = "parquet" if name.endswith(".parquet") else "json"
-        found = datasets.load_dataset(kind, data_files=name)
+    elif suffix(name) in (".parquet", ".jsonl", ".json"):
+        found = datasets.load_dataset("parquet" if suffix(name) == ".parquet" else "json", data_files=name)
     else:
         found = datasets.load_dataset(name)
     found = {str(split): rows for split, rows in found.items() if len(rows)}
