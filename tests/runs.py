@@ -50,12 +50,11 @@ def write_english(path: Path, part: int = 6000) -> Path:
 
 def command(script: str, flags: dict, processes: int = 1) -> list[str]:
     """`accelerate launch ...` as a user types it, with the interpreter of the tests."""
-    config = "cpu" if processes == 1 else "multi_gpu"
+    config = "cpu" if processes == 1 else "multi_cpu"
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", f"accelerate_configs/{config}.yaml"]
     if processes > 1:
-        launcher += ["--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no",
-                     "--main_process_port", "0"]  # fmt: skip
+        launcher += ["--num_processes", str(processes)]
     return [*launcher, script, *arguments(flags)]
 
 

@@ -18,7 +18,7 @@ from tests import forked
 from tests.runs import PATIENCE, PROJECT, environment, kill_family
 
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
-TARGETS = {"cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
+TARGETS = {"cpu", "multi_cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
 
 
 def test_one_yaml_per_target():
@@ -51,9 +51,9 @@ def test_launch_accepts_yaml_and_hands_its_values_on(path):
     assert env["ACCELERATE_MIXED_PRECISION"] == config.mixed_precision
     compiles = path.stem in {"single_gpu", "multi_gpu"}
     assert env["ACCELERATE_DYNAMO_BACKEND"] == ("INDUCTOR" if compiles else "NO")
-    by_blocks = path.stem not in {"cpu", "mps"}  # one line turns the others on
+    by_blocks = path.stem not in {"cpu", "multi_cpu", "mps"}  # one line turns the others on
     assert env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == str(by_blocks)
-    assert several == (path.stem in {"multi_gpu", "multi_node", "fsdp", "rocm"})
+    assert several == (path.stem in {"multi_cpu", "multi_gpu", "multi_node", "fsdp", "rocm"})
     if several:
         assert int(args.nproc_per_node) * config.num_machines == config.num_processes
     if path.stem == "fsdp":
@@ -71,18 +71,23 @@ def test_the_command_line_wins_over_the_yaml():
     assert env["ACCELERATE_MIXED_PRECISION"] == "fp16" and env["ACCELERATE_DYNAMO_BACKEND"] == "NO"
 
 
-def test_two_cpu_processes_under_multi_gpu_yaml_form_one_group(tmp_path):
+def test_two_cpu_processes_are_one_group_with_their_share_of_the_cores(tmp_path):
+    """Also on a machine with GPUs, which are hidden."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, torch\nfrom accelerate import Accelerator\na = Accelerator()\n"
+        "import json, torch\nfrom accelerate import Accelerator\n"
+        "import os\nfrom utils.launch import check_launch, launcher_environment\n"
+        "os.environ.update(launcher_environment())\n"
+        "a = Accelerator()\ncheck_launch(a)\n"
         "total = a.reduce(torch.tensor(a.process_index + 1.0)).item()\n"
         "if a.is_main_process:\n"
         "    print(json.dumps([a.num_processes, a.device.type, a.mixed_precision, total]))\n"
         "a.end_training()\n"
     )
-    config = next(path for path in CONFIGS if path.stem == "multi_gpu")
-    flags = ["--config_file", config, "--num_processes", "2", "--mixed_precision", "no"]
-    done = forked.run("accelerate.commands.launch", [*flags, script], env=environment(2))
+    env = environment(PYTHONPATH=str(PROJECT))
+    env.pop("ACCELERATE_USE_CPU", None)
+    done = forked.run("accelerate.commands.launch", ["--config_file", CONFIGS[0].with_name("multi_cpu.yaml"),
+                                                     script], env=env)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == [2, "cpu", "no", 3.0]
 

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,9 @@ import train_clm
 from tests import forked
 from tests.runs import environment
 from utils.devices import forget_peak, peak_memory
-from utils.display.facts import device_warnings, launch_facts, launched, precision_warnings, start_lines
+from utils.display.facts import device_warnings, launch_facts, launched, start_lines
 from utils.io.mistakes import lost_peer
-from utils.launch import check_devices, check_launcher
+from utils.launch import launch_problems
 from utils.steps import Steps
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -43,21 +42,15 @@ def test_the_block_says_what_is_trained_on_what_and_multiplies_the_batch_out():
     text = block("gpt2", 124_000_000, start=100)
     assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step\n" in text
     assert "600 steps = 19.7 M tokens\n" in text
-    assert "gpt2 from scratch on installed-python, 124.0 M parameters, attention: sdpa" in text
+    assert "gpt2 on installed-python, 124.0 M parameters, attention: sdpa" in text  # no longer from scratch
+    assert "gpt2 from scratch on installed-python" in block("gpt2", 124_000_000)
     assert "one process, cpu" in text and "float32" in text
     assert "continues at step 100, in runs/clm; stop it any time; the same command resumes it" in text
     assert "run        begins, in runs/clm" in block() and "19.7 M tokens = 15.4 passes" in block(rows=10_000)
     new = dict(resume_from_checkpoint="none", model_name_or_path="runs/other", dataset_name=[*"abcde"])
     other = block("gpt2", **new)
+    assert "ruin trained weights: try a twentieth, --learning_rate 0.002" in other
     assert "any time\n" in other and "weights of runs/other on a, b, c and 2 more" in other
-
-
-@pytest.mark.parametrize(
-    "has, parameters, says", [(True, 124e6, True), (True, 1e6, False), (False, 124e6, False)]
-)
-def test_a_cpu_that_is_faster_in_bfloat16_is_named(has, parameters, says, monkeypatch):
-    monkeypatch.setattr("utils.display.facts.cpu_has_bfloat16", lambda: has)
-    assert ("--mixed_precision bf16 is faster" in block("gpt2", int(parameters))) == says
 
 
 def test_the_block_says_when_the_batch_changes():
@@ -79,13 +72,12 @@ def test_more_processes_than_devices_are_refused_with_the_number_to_use(monkeypa
     def check(processes, devices):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
-        check_devices()
+        return launch_problems()
 
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    with pytest.raises(ValueError, match=r"4 processes .* 2 devices.*--num_processes 2"):
-        check(processes=4, devices=2)
-    check(processes=2, devices=2)
-    check(processes=4, devices=0)  # the CPU
+    [problem] = check(processes=4, devices=2)
+    assert re.match(r"num_processes: 4 processes .* 2 devices.*--num_processes 2", problem)
+    assert check(processes=2, devices=2) == check(processes=4, devices=0) == []  # 0: the CPU
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", "fsdp"])
@@ -95,8 +87,8 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
         pytest.skip("this machine has an accelerator: the launch is right")
     script = tmp_path / "script.py"
     script.write_text(
-        "from accelerate import Accelerator\nfrom utils.launch import check_devices, check_launch\n"
-        "check_devices()\ncheck_launch(Accelerator(mixed_precision='no'))\nprint('trains')\n"
+        "from accelerate import Accelerator\nfrom utils.launch import check_launch, launch_problems\n"
+        "assert not launch_problems()\ncheck_launch(Accelerator(mixed_precision='no'))\nprint('trains')\n"
     )
     words = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", "2", str(script)]
     args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
@@ -104,17 +96,7 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
     env.pop("ACCELERATE_USE_CPU", None)
     done = forked.run(str(script), [], processes=2, env=env)
     assert done.returncode != 0 and "trains" not in done.stdout
-    assert re.search(r"2 processes were started, but each sees 1.*ACCELERATE_USE_CPU=true", done.stderr)
-
-
-def test_a_yaml_file_of_one_process_refuses_a_number(tmp_path):
-    """accelerate ignores --num_processes beside it: the run would train with a part of the batch, unsaid."""
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
-    flags = ["--config_file", "accelerate_configs/cpu.yaml", "--num_processes=2"]
-    command = [*launch, *flags, "train_clm.py", "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, env=environment(), text=True, capture_output=True)
-    assert done.returncode and not any(tmp_path.iterdir())
-    assert "num_processes: accelerate starts one process with this YAML file, not 2" in done.stderr
+    assert re.search(r"2 processes were started, but each sees 1.*multi_cpu.yaml", done.stderr)
 
 
 def test_an_environment_that_would_divide_losses_twice_is_refused():
@@ -128,37 +110,29 @@ def test_an_environment_that_would_divide_losses_twice_is_refused():
 def test_fp16_on_xla_is_refused_with_the_settings(monkeypatch):
     monkeypatch.setattr("utils.launch.is_xla", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="mixed_precision: fp16 .* bf16 or no on XLA"):
-        check_launcher()
+    assert re.match("mixed_precision: fp16 .* bf16 or no on XLA", launch_problems()[0])
 
 
 def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(tmp_path, monkeypatch):
-    def lines(device="xpu", devices=2, processes=2, env=None, drivers=None):
-        monkeypatch.setattr("os.environ", env or {})
+    def lines(device="xpu", devices=2, processes=2, env=None, drivers=None, precision="no", native=True):
+        monkeypatch.setattr("os.environ", {"LOCAL_WORLD_SIZE": str(processes)} | (env or {}))
         monkeypatch.setattr("utils.display.facts.DRIVERS", drivers or {})
-        return "\n".join(device_warnings(device, devices, processes))
+        monkeypatch.setattr("utils.display.facts.has_bf16", lambda device: native)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+        accelerator = SimpleNamespace(device=SimpleNamespace(type=device), mixed_precision=precision)
+        return "\n".join(device_warnings(accelerator))
 
-    on_cpu = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}
     assert lines() == ""
     assert lines("cpu", 0, 1) == ""  # python train_clm.py on a laptop
-    assert lines("cpu", 0, 2, env=on_cpu) == ""
     assert "2 of 8 devices are used" in lines(devices=8)
-    hidden = {"ACCELERATE_MIXED_PRECISION": "bf16", "CUDA_VISIBLE_DEVICES": ""}
-    assert "none is visible (CUDA_VISIBLE_DEVICES='')" in lines("cpu", 0, 1, env=hidden)
+    assert lines(precision="bf16") == "" and "fp16" in lines(precision="bf16", native=False)
     driver = tmp_path / "kfd"
     driver.touch()
-    assert "AMD driver is loaded" in lines("cpu", 0, 1, drivers={str(driver): "AMD"})
-
-
-def test_precision_is_judged_by_what_the_device_says(monkeypatch):
-    assert precision_warnings("float32", CPU) == []
-    assert precision_warnings("bfloat16 autocast", CPU) == []
-    for native in (True, False):
-        module = SimpleNamespace(is_bf16_supported=lambda including_emulation, native=native: native)
-        monkeypatch.setattr("utils.display.facts.module_of", lambda device, module=module: module)
-        assert bool(precision_warnings("bfloat16 autocast", CPU)) == (not native)
-    monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
-    assert "bfloat16 autocast\n" in block() and "use --mixed_precision fp16" in block()
+    hidden = dict(env={"CUDA_VISIBLE_DEVICES": ""}, drivers={str(driver): "AMD"})
+    told = "AMD driver is loaded, but none is visible (CUDA_VISIBLE_DEVICES='')"
+    assert told in lines("cpu", 0, 1, **hidden)
+    on_cpu = {"ACCELERATE_USE_CPU": "true"}
+    assert lines("cpu", 0, 2, env=on_cpu, drivers=hidden["drivers"]) == ""
 
 
 def test_the_end_of_another_process_is_told_from_errors_of_our_own():

@@ -49,8 +49,11 @@ def trained(workspace, name, processes=1, start=forked.run, **changes):
 
 
 def launched(script, flags, processes, env=None):
-    """By `accelerate launch ...`, which starts processes of Python."""
+    """By `accelerate launch ...`, which starts processes of Python. env: for GPUs, by multi_gpu.yaml."""
     words = command(script, flags, processes)[3:]
+    if env:
+        words[1] = "accelerate_configs/multi_gpu.yaml"
+        words[2:2] = ["--mixed_precision", "no", "--dynamo_backend", "no"]
     return forked.run("accelerate.commands.launch", words, env=env or environment(processes))
 
 
@@ -276,7 +279,7 @@ def test_processes_that_do_not_see_each_other_are_stopped(start, workspace):
         pytest.skip("needs a machine without an accelerator")
     result = start("train_clm.py", flags(workspace, "apart"), 2, env=environment())
     assert result.returncode != 0 and 1 <= result.stderr.count("error:") <= (1 if start is launched else 2)
-    assert "ACCELERATE_USE_CPU" in result.stderr and not (workspace / "apart").exists()
+    assert "multi_cpu.yaml" in result.stderr and not (workspace / "apart").exists()
 
 
 @pytest.fixture(scope="module")

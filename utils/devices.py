@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import re
-import time
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,8 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from utils.xla import is_xla
+
+CONTAINER = Path("/sys/fs/cgroup")  # the control group that a container sees as its own
 
 
 def device_type() -> str:
@@ -21,9 +22,10 @@ def device_type() -> str:
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def has_bf16(device: torch.device | None = None) -> bool:
+    """False for GPUs that would emulate it, slowly (NVIDIA's before Ampere)."""
+    ask = getattr(module_of(device), "is_bf16_supported", None)
+    return ask is None or ask(including_emulation=False)
 
 
 def local_processes() -> int:
@@ -33,31 +35,16 @@ def local_processes() -> int:
 def granted_cores() -> int:
     """Cores that this process may use at a time: by its affinity, and by the quota of its container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, int(min(cores, cpu_quota())))
+    with contextlib.suppress(OSError, ValueError):  # no such file (cgroup v2), or the quota is "max"
+        quota, period = map(int, (CONTAINER / "cpu.max").read_text().split())
+        cores = min(cores, max(1, quota // period))
+    return cores
 
 
-def cpu_quota(root=Path("/sys/fs/cgroup"), own=Path("/proc/self/cgroup")) -> float:
-    """Cores that the control groups of this process grant, and those around them; infinite without any."""
-    quotas = [math.inf]
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        base = root / "cpu" if controllers else root
-        if "cpu" not in controllers.split(",") and controllers:
-            continue
-        for group in [base / path.strip("/"), *(base / path.strip("/")).parents]:
-            with contextlib.suppress(OSError, ValueError):  # no such file, or the quota is "max"
-                if controllers:
-                    files = group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"
-                    quota, period = (int(file.read_text()) for file in files)
-                else:
-                    quota, period = map(int, (group / "cpu.max").read_text().split())
-                quotas += [quota / period] if quota > 0 else []  # -1: no limit
-    return min(quotas)
-
-
-def module_of(device: torch.device):
-    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, which is not a part of torch."""
-    return None if device.type == "xla" else torch.get_device_module(device)
+def module_of(device: torch.device | None):
+    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, which is not a part of torch. No device: that of
+    the machine's accelerator."""
+    return None if device and device.type == "xla" else torch.get_device_module(device)
 
 
 def memory_of(device: torch.device) -> int | None:
@@ -78,8 +65,7 @@ def free_memory() -> int:
 def container_memory() -> tuple[float, int]:
     """(limit, bytes in use) of this container (cgroup v2); an infinite limit if there is none."""
     with contextlib.suppress(OSError, ValueError):  # the files are missing, or the limit is "max"
-        group = Path("/sys/fs/cgroup")
-        return int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+        return int((CONTAINER / "memory.max").read_text()), int((CONTAINER / "memory.current").read_text())
     return math.inf, 0
 
 
@@ -99,12 +85,3 @@ def peak_memory(device: torch.device) -> int | None:
             return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
         return None
     return getattr(module_of(device), "max_memory_reserved", lambda: None)()
-
-
-def timed(function, *args) -> float:
-    """Seconds that function(*args) takes, until the device has finished."""
-    start = time.perf_counter()
-    function(*args)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return time.perf_counter() - start

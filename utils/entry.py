@@ -26,10 +26,13 @@ def entry_point(main: Callable) -> Callable:
 
     @user_mistakes()
     def whole(*args, **settings):
-        from utils.launch import claim_hardware  # not above: it imports torch, which takes seconds
+        from accelerate.utils import patch_environment  # not above: it imports torch, which takes seconds
 
-        claim_hardware()
-        return main(*args, **settings)
+        from utils.launch import claim_threads, launcher_environment
+
+        with patch_environment(**launcher_environment()):
+            claim_threads()
+            return main(*args, **settings)
 
     @functools.wraps(main)
     def run(*args, **settings):

@@ -1,103 +1,74 @@
 """What a launcher decides, and who decides it where there is none.
 
-`python train_clm.py` runs what `accelerate launch` runs with the YAML file for this device. The file itself
-is read, so an edit of it counts in both ways. ACCELERATE_* variables win, as do arguments that you give to
+`python train_clm.py` runs what `accelerate launch` runs with the YAML file for this device: accelerate reads
+the file, so an edit of it counts in both ways. ACCELERATE_* variables win, as do arguments that you give to
 Accelerator(...) in a script.
 """
 
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import torch
-import yaml
-from accelerate.utils import (
-    DistributedType,
-    DynamoBackend,
-    TorchDynamoPlugin,
-    parse_flag_from_env,
-    patch_environment,
-)
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from utils import patches
-from utils.devices import device_type, granted_cores, local_processes
+from utils.devices import device_type, granted_cores, has_bf16, local_processes
 from utils.xla import is_xla
 
 CONFIGS = Path(__file__).resolve().parent.parent / "accelerate_configs"
-DEFAULTS = {"mixed_precision": "no", "dynamo_backend": "no"}
-OURS = {**DEFAULTS, "dynamo_use_dynamic": "no"}  # the launcher hands on this one although no file names it
-THREADS = "OMP_NUM_THREADS", "MKL_NUM_THREADS"
+STANDS_IN = "STANDS_IN_FOR_LAUNCHER"  # a variable: the YAML file that was read in the place of a launcher
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
 
 
 def launcher_yaml() -> Path | None:
     """The file that counts. None under any launcher, on XLA, and where variables decide all of it."""
-    decided = all(f"ACCELERATE_{name.upper()}" in os.environ for name in DEFAULTS)
+    decided = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
     if decided or "WORLD_SIZE" in os.environ or is_xla():
         return None
     return CONFIGS / {"cpu": "cpu.yaml", "mps": "mps.yaml"}.get(device_type(), "single_gpu.yaml")
 
 
-def launcher_settings() -> dict[str, str]:
-    """mixed_precision, dynamo_backend and the other dynamo_...: from the environment, else from the file."""
-    settings = dict(DEFAULTS)
-    if path := launcher_yaml():
-        content = _read(path)
-        content |= content.pop("dynamo_config", None) or {}
-        settings = OURS | {name: "no" if value is False else str(value) for name, value in content.items()
-                           if name == "mixed_precision" or name.startswith("dynamo_")}  # fmt: skip
-        if settings["mixed_precision"] == "bf16" and not _has_bf16():
-            settings["mixed_precision"] = "fp16"
-    prefix = "ACCELERATE_"
-    given = {name.removeprefix(prefix).lower(): value for name, value in os.environ.items()
-             if name.startswith((prefix + "MIXED", prefix + "DYNAMO"))}  # fmt: skip
-    return settings | given
-
-
-def _read(path: Path) -> dict:
+def launcher_environment() -> dict[str, str]:
+    """The variables of precision, compiler and GPU that `accelerate launch` would set, but for those that are
+    set. {} where `launcher_yaml` is None. A GPU without bf16 gets fp16."""
+    if "WORLD_SIZE" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1"):
+        return {"ACCELERATE_USE_CPU": "true"}  # multi_cpu.yaml hides the GPUs
+    if not (path := launcher_yaml()):
+        return {}
+    words = ["--config_file", str(path), "--num_cpu_threads_per_process", "1", "train_clm.py"]
     try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; without a launcher its settings count") from None
-
-
-def _has_bf16() -> bool:
-    """False for GPUs that would emulate it, slowly (NVIDIA's before Ampere)."""
-    ask = getattr(torch.get_device_module(), "is_bf16_supported", None)
-    return ask is None or ask(including_emulation=False)
+        args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
+        if args.mixed_precision == "bf16" and not has_bf16():
+            args.mixed_precision = "fp16"
+        environment = prepare_simple_launcher_cmd_env(args)[1]
+    except Exception as error:  # of any kind, as people edit the file
+        raise ValueError(f"{path} cannot be used: {error}; without a launcher its settings count") from None
+    taken = ("ACCELERATE_MIXED", "ACCELERATE_DYNAMO", "CUDA_VISIBLE")
+    names = [name for name in environment if name.startswith(taken) and name not in os.environ]
+    return {STANDS_IN: str(path), **{name: environment[name] for name in names}}
 
 
 def launch_options() -> dict:
-    """Precision and compiler for Accelerator(...): {} where accelerate takes them from its launcher.
-
-    On a TPU accelerate's bf16 turns weights and optimizer state into bfloat16, and its launcher does not pass
-    the YAML's choice on. So on XLA accelerate gets "no", and utils/xla.py uses autocast."""
-    if is_xla():
-        if not is_xla(check_is_tpu=True):
-            os.environ.setdefault("LOCAL_RANK", "0")  # else it is -1 on XLA's CPU: no process would print
-        return {"mixed_precision": "no"}
-    if not launcher_yaml():
+    """For Accelerator(...). On a TPU accelerate's bf16 turns weights and optimizer state into bfloat16, and
+    its launcher does not pass the YAML's choice on. So there accelerate gets "no", and utils/xla.py uses
+    autocast. Elsewhere accelerate reads the environment."""
+    if not is_xla():
         return {}
-    settings = launcher_settings()
-    with patch_environment(**{f"ACCELERATE_{name}": value for name, value in settings.items()}):
-        return {"mixed_precision": settings["mixed_precision"], "dynamo_plugin": TorchDynamoPlugin()}
+    if not is_xla(check_is_tpu=True):
+        os.environ.setdefault("LOCAL_RANK", "0")  # else it is -1 on XLA's CPU: no process would print
+    return {"mixed_precision": "no"}
 
 
-def claim_hardware() -> None:
-    """Before the first GPU is looked for: choose threads and GPU as the launcher would.
-
-    accelerate's launcher sets as many threads as there are physical cores, for a GPU one. More than this
-    process may use at a time would wait for each other, so the cores granted are a limit under it, too."""
-    if launcher_yaml() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        wanted = str(_read(CONFIGS / "single_gpu.yaml").get("gpu_ids") or "all")
-        if wanted != "all":
-            os.environ["CUDA_VISIBLE_DEVICES"] = wanted
-    threads = torch.get_num_threads()
-    if (path := launcher_yaml()) and not any(name in os.environ for name in THREADS):
-        physical = psutil.cpu_count(logical=False) or threads
-        threads = physical if path.name == "cpu.yaml" else 1
+def claim_threads() -> None:
+    """As many threads as the launcher would give: physical cores, or one for a GPU. More than this process
+    may use at a time would wait for each other, so the cores granted are a limit under a launcher, too."""
+    threads, path = torch.get_num_threads(), os.environ.get(STANDS_IN)
+    if path and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        threads = (psutil.cpu_count(logical=False) or threads) if path.endswith("cpu.yaml") else 1
     threads = min(threads, granted_cores())
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
@@ -105,61 +76,36 @@ def claim_hardware() -> None:
 
 def launch_line(accelerator) -> str | None:
     """What counts where there is no launcher; None under one."""
-    if not (path := launcher_yaml()):
+    if not (path := os.environ.get(STANDS_IN)):
         return None
     plugin, precision = accelerator.state.dynamo_plugin, accelerator.mixed_precision
-    asked, threads = _read(path).get("mixed_precision"), torch.get_num_threads()
-    facts = ["float32" if precision == "no" else precision, f"{threads} thread" + "s" * (threads > 1)]
-    if precision == "fp16" and asked == "bf16":
+    facts = ["float32" if precision == "no" else precision, "not compiled"]
+    if precision == "fp16" and not has_bf16():
         facts[0] += " as this GPU has no bf16"
-    what = "blocks" if plugin.use_regional_compilation else "model"
-    facts.insert(1, "not compiled" if plugin.backend.value == "NO" else f"{what} compiled")
-    return f"launch     no launcher: as {path.parent.name}/{path.name} ({', '.join(facts)})"
+    if plugin.backend != DynamoBackend.NO:
+        facts[1] = f"{'blocks' if plugin.use_regional_compilation else 'model'} compiled"
+    facts.append(counted(torch.get_num_threads(), "thread"))
+    return f"launch     no launcher: as accelerate_configs/{Path(path).name} ({', '.join(facts)})"
 
 
-def check_devices() -> None:
-    """Before the Accelerator is made: ValueError if this machine has more processes than accelerators, as
-    some would fail with "invalid device ordinal". `check_launch` deals with machines without any."""
+def launch_problems() -> list[str]:
+    """What accelerate cannot start with, a line each: precision, compiler, more processes than devices."""
+    problems, precision = [], os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND") or "no"
     processes, devices = local_processes(), torch.accelerator.device_count()
-    if processes > devices > 0 and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        raise ValueError(
-            f"num_processes: {processes} processes were started on this machine and it shows "
-            f"{counted(devices, 'device')}{hiding()}; each process needs its own. Launch with "
-            f"--num_processes {devices}."
-        )
-
-
-def check_launcher() -> None:
-    """ValueError if the launcher's precision, compiler or number of processes cannot be used here."""
-    settings, path = launcher_settings(), launcher_yaml()
-    (precision, of_precision), (compiler, of_compiler) = (
-        (settings[name], "from the launcher" if f"ACCELERATE_{name.upper()}" in os.environ else f"in {path}")
-        for name in DEFAULTS
-    )
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not devices
     if precision not in PRECISIONS:
-        raise ValueError(f"mixed_precision: {precision!r} {of_precision}; give no, bf16 or fp16.")
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    if precision == "fp16" and (on_cpu or is_xla()):
-        raise ValueError(f"mixed_precision: fp16 {of_precision} needs an accelerator with loss scaling; "
-                         "give no on the CPU, bf16 or no on XLA.")
+        problems.append(f"mixed_precision: {precision!r} is unknown, give no, bf16 or fp16.")
+    elif precision == "fp16" and (on_cpu or is_xla()):
+        problems.append("mixed_precision: fp16 needs an accelerator with loss scaling; give no on the CPU, "
+                        "bf16 or no on XLA.")
     if compiler.upper() not in DynamoBackend.__members__:
-        raise ValueError(f"dynamo_backend: {compiler!r} {of_compiler}; give no or inductor.")
-    if (asked := processes_asked()) > 1 and "WORLD_SIZE" not in os.environ and not is_xla():
-        raise ValueError(
-            f"num_processes: accelerate starts one process with this YAML file, not {asked}; launch with "
-            "accelerate_configs/multi_gpu.yaml, whose first lines show how to start several CPU processes."
-        )
-
-
-def processes_asked() -> int:
-    """--num_processes in the command of `accelerate launch`; 1 if there is none, or another parent."""
-    try:
-        command = psutil.Process().parent().cmdline()
-    except (psutil.Error, AttributeError):  # AttributeError: no parent
-        return 1
-    words = " ".join(command).replace("=", " ").split()
-    numbers = [number for flag, number in pairwise(words) if flag in ("--num_processes", "--num-processes")]
-    return int(numbers[-1]) if "launch" in words and numbers and numbers[-1].isdecimal() else 1
+        problems.append(f"dynamo_backend: {compiler!r} is unknown, give no or inductor.")
+    if processes > devices and not on_cpu:  # some would fail with "invalid device ordinal"
+        problems.append(f"num_processes: {processes} processes were started on this machine and it shows "
+                        f"{counted(devices, 'device')}{hiding()}; each process needs its own. Launch with "
+                        f"--num_processes {devices}.")
+    return problems
 
 
 def check_launch(accelerator) -> None:
@@ -176,9 +122,8 @@ def check_launch(accelerator) -> None:
         return
     remedy = "On XLA launch with accelerate_configs/tpu.yaml: it starts one process per chip."
     if accelerator.distributed_type != DistributedType.XLA:
-        flags = "set ACCELERATE_USE_CPU=true and give --mixed_precision no --dynamo_backend no"
-        cpu = f"launch with accelerate_configs/cpu.yaml, or for several processes {flags}"
-        remedy = f"No accelerator is visible{hiding()}. On the CPU {cpu}."
+        remedy = (f"No accelerator is visible{hiding()}. On the CPU launch with accelerate_configs/cpu.yaml, "
+                  "or multi_cpu.yaml for several processes.")
     raise ValueError(
         f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
         f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
