@@ -480,7 +480,8 @@ class Handler(BaseHTTPRequestHandler):
     def download(self, kind, repo_id, rev, path):
         oid, files = self.resolve_revision(self.open_repo(kind or "models", repo_id), rev)
         if path not in files:
-            raise Refused(404, "Entry not found", "EntryNotFound")
+            error = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"}
+            return self.answer(b"", 404, {"X-Repo-Commit": oid, **error})
         file, status = files[path], 200
         content = self.hub.read(file)
         headers = {"X-Repo-Commit": oid, "ETag": f'"{file["sha256"] if file["lfs"] else file["oid"]}"',

@@ -1,4 +1,4 @@
-"""Attention with windows and documents but without masks, which a GPU gets by itself where a model slides:
+"""Attention with windows but without masks, which a GPU gets by itself where a model slides:
 losses and gradients are those of transformers' own."""
 
 import itertools
@@ -54,9 +54,6 @@ def by_definition(query, key, value, starts, _, most, __, dropout, is_causal, de
 WINDOWED = [("modernbert", {}), ("ministral", {"num_key_value_heads": 2})]
 
 
-SHAPE = "hidden_size=32,num_hidden_layers=2,num_attention_heads=4"
-
-
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -102,28 +99,6 @@ def test_windows_without_masks_give_sdpas_logits_and_gradients(T, model_type, se
         kernel.clear()
         assert_window_is_sdpa(model, lambda more=more: model(input_ids=ids, **more).logits, device)
         assert any(mask.get("local_size") is not None for mask in kernel) == bool(more)
-
-
-@ON_BOTH
-@pytest.mark.parametrize("model_type, settings", [*WINDOWED[1:], ("llama", {}), ("gpt2", {})])
-def test_documents_are_kept_apart_without_masks(model_type, settings, device, kernel):
-    """In sliding and in other layers. Another document in the row moves nothing."""
-    shared = ",num_key_value_heads=4" if model_type == "llama" else ""
-    if model_type == "ministral":
-        model = sliding(model_type, reach=2, **settings).to(device)
-    else:
-        model = build("causal", model_type, SHAPE + shared, 130).to(device)
-    model.eval()
-    places = torch.stack([torch.cat([torch.arange(n), torch.arange(130 - n)]) for n in (1, 64, 129)])
-    ids = torch.randint(1, 50, (3, 130), device=device)
-    inputs = {"position_ids": places.to(device), "use_cache": False}
-    assert_window_is_sdpa(model, lambda: model(input_ids=ids, **inputs).logits, device)
-    assert not kernel
-    other = ids.clone()
-    other[1, :64] = ids[1, :64].flip(0)
-    with torch.autocast(device, torch.bfloat16):
-        one, two = (model(input_ids=x, **inputs).logits for x in (ids, other))
-    assert torch.equal(one[1, 64:], two[1, 64:]) and not torch.equal(one[1, :64], two[1, :64])
 
 
 @pytest.mark.parametrize(

@@ -94,16 +94,6 @@ def test_the_saved_model_is_complete_and_loads(workspace):
     assert torch.equal(lm.lm_head.weight, cut["model.embed_tokens.weight"])
 
 
-def test_a_checkpoint_is_merged_into_the_same_model(workspace):
-    checkpoint, merged = workspace / "cut/checkpoints/step-00000006", workspace / "merged"
-    done = forked.run("utils.state.merge", [checkpoint, merged])
-    assert done.returncode == 0, done.stderr
-    ours, exported = (load_file(folder / "model.safetensors") for folder in (merged, workspace / "cut"))
-    assert ours.keys() == exported.keys() and all(torch.equal(ours[name], exported[name]) for name in ours)
-    assert {path.name for path in merged.iterdir()} >= {"config.json", "tokenizer.json", "model.safetensors"}
-    AutoModelForCausalLM.from_pretrained(merged)
-
-
 @pytest.mark.parametrize("how", ["sharded", "one process", "two processes"])
 def test_a_sharded_checkpoint_continues_anywhere(workspace, how):
     rows = 8 if how == "one process" else 4

@@ -161,9 +161,11 @@ def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tm
     prepare = ["--tokenizer_name", tmp_path / "words", "--validation_fraction", "0.1",
                "--output_dir", "hf://datasets/ada/rows"]  # fmt: skip
     tool("prepare", *prepare)
-    files = set(hub.commits("ada/rows", kind="datasets")[-1]["files"])
+    commits = hub.commits("ada/rows", kind="datasets")
+    files = set(commits[-1]["files"])
     assert "manifest.json" in files and not any(name.startswith("progress/") for name in files)
-    assert "nothing to do" in tool("prepare", *prepare)
+    assert "is finished" in tool("prepare", *prepare)
+    assert len(hub.commits("ada/rows", kind="datasets")) == len(commits)
     shards = {"dataset_name": "hf://datasets/ada/rows", "push_to_hub": False, "cache_dir": tmp_path / "cache"}
     end(start(hub, corpus, tmp_path, **shards), 0, tmp_path)
     assert metrics(tmp_path / "tiny")[-1]["step"] == 6

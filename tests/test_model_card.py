@@ -26,6 +26,8 @@ FACTS = {
     "launch": {"processes": 2, "device": "cpu", "precision": "float32", "attention": "sdpa",
                "compiler": "no"},
     "settings": {"dataset_name": ["ada/text"], "learning_rate": 3e-4, "prompts": ["a\n"]},
+    "command": "python train_clm.py --dataset_name ada/text",
+    "optimizer": ["AdamW, learning rate 0.04, weight decay 0: 17 tensors", "Muon, learning rate 0.005"],
     "results": {"loss/eval": 2.5, "perplexity": 12.18, "bits_per_byte": float("nan"), "eval_tokens": 4000},
 }  # fmt: skip
 
@@ -71,6 +73,8 @@ def test_metadata(tmp_path):
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
     assert data.datasets == ["ada/text"] and data.base_model == "openai-community/gpt2"
     text = (tmp_path / "README.md").read_text()
+    assert "| command | `python train_clm.py --dataset_name ada/text` |\n" in text
+    assert "weight decay 0: 17 tensors<br>Muon, learning rate 0.005 |\n" in text
     assert "curves.png" not in text and "has not finished" not in text and "nan" not in text
 
 

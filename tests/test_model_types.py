@@ -88,15 +88,3 @@ def test_types_of_each_kind_go_through_the_scripts():
     assert done.stdout.splitlines()[-2:] == [
         "causal: 1 ok, 1 refused, 0 failed", "masked: 1 ok, 0 refused, 0 failed",
     ], done.stdout + done.stderr  # fmt: skip
-
-
-@pytest.mark.parametrize("model_type", ["bailing_hybrid", "blt"])
-def test_a_saved_model_generates_though_transformers_cache_does_not_fit_it(model_type, tmp_path):
-    """Without an attention layer in so few, and where their number has no usual name."""
-    words, sizes = tokenizer(words=400), overrides(model_type)
-    if model_type == "bailing_hybrid":
-        sizes = {name: sizes[name] for name in sizes if name not in ("layer_group_size", "layer_types")}
-    build("causal", model_type, json.dumps(sizes), T, words=words).save_pretrained(tmp_path)
-    words.save_pretrained(tmp_path)
-    pipe = transformers.pipeline("text-generation", str(tmp_path))
-    assert pipe("w1", max_new_tokens=4)[0]["generated_text"].startswith("w1")

@@ -37,9 +37,9 @@ def main():
             time.sleep(float(sys.argv[2]))
             print("saved", flush=True)
             accelerator.wait_for_everyone()
-            stop.exit(finished=True)  # changes nothing
+            stop.exit_if_stopped(finished=True)  # changes nothing
             restore_handlers()
-            stop.exit(finished=False)
+            stop.exit_if_stopped(finished=False)
 
 handle_stop_signals(importing=True)
 if __name__ == "__main__":

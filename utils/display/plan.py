@@ -1,15 +1,11 @@
-"""What a training run will need, before it is started: memory per device, bytes that are sent, time.
+"""What a training run will need, before it is started: memory per device, bytes that are sent, hours.
 
     python -m utils.display.plan --per_device_train_batch_size 16 --devices 8 --device_name "NVIDIA H100"
 
-With several numbers of devices it prints a table of DDP and FSDP, AdamW and Muon; all have the rows per step
-of the first number. Formulas, their sources and what they leave out: docs/scaling.md.
+Time is that of computing alone. What is sent, and where it costs time: docs/scaling.md.
 """
 
 import argparse
-import math
-from functools import partial
-from itertools import product
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,11 +17,8 @@ from utils.learning.configuration import MODEL_CLASSES, configure
 from utils.learning.fused_head import chunk_rows
 from utils.learning.model import use_one_kernel_gelu
 from utils.learning.muon import hidden_matrices
-from utils.learning.shares import iteration_flops
 
-MACHINE, LINK = 8, 347e9  # H100s; bytes per second of a ring, over NVLink or 8 network adapters
-RING, TREE = (1.9e-6, 4e-6), (1.25e-6, 8.5e-6)  # seconds of a hop within a machine, and between two
-LAYER, BUCKET = 2.9e-3, 100 * 2**20  # seconds in which the host enqueues a layer; bytes of a DDP bucket
+MACHINE = 8  # devices of one, which divide Muon's iteration under DDP
 
 
 def measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted) -> dict:
@@ -83,9 +76,7 @@ def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: 
     forward pass reads its data."""
     fsdp, ddp, several = sharding == "fsdp", sharding == "ddp" and devices > 1, accumulation > 1
     model = measure(config, rows, block_size, kind, bf16, fsdp, device_type, predicted)
-    shapes = [weight.shape for weight in model["matrices"] if optimizer == "muon"]
-    flops = [iteration_flops(*shape[-2:]) for shape in shapes for _ in range(shape[:-2].numel())]
-    moved = sum(weight.numel() for weight in model["matrices"] if flops)
+    moved = sum(weight.numel() for weight in model["matrices"]) if optimizer == "muon" else 0
     parameters, blocks, wire, shards = model["parameters"], model["blocks"], 2 if bf16 else 4, devices**fsdp
     root, weights = parameters - sum(blocks), 4 * parameters / shards
     copies, sent = weights if ddp and several else 0, 8 * parameters  # a ring sends all gradients twice
@@ -99,45 +90,13 @@ def estimate(config, rows: int, block_size: int, *, kind: str = "causal", bf16: 
     update = weights + 3 * wire * moved / shards  # matrices, updates to send, received updates
     state = 2 * weights - 4 * moved / shards
     peak = weights + state + copies + max(forward, backward, update)
-    iteration = max([sum(flops) / sharing, *flops])  # FLOPs of the process that has most
-    plan = dict(weights=weights, gradients=weights, optimizer=state, copies=copies, peak=peak, wire=wire)
-    plan |= dict(devices=devices, accumulation=accumulation, fsdp=fsdp, moved=moved, iteration=iteration)
-    plan |= dict(sharing=sharing, root=root, sent_per_update=sent)
-    return model | plan | dict(tokens_per_update=rows * block_size * accumulation * devices)
+    plan = dict(weights=weights, gradients=weights, optimizer=state, copies=copies, peak=peak)
+    plan |= dict(sent_per_update=sent, tokens_per_update=rows * block_size * accumulation * devices)
+    return model | plan
 
 
-def step_seconds(plan: dict, rate: float) -> float:
-    """Seconds of an update, at `rate` FLOP/s per device. DDP sends all but the last bucket (the embeddings)
-    during the last backward pass; FSDP gathers a block during another's work; nothing is sent during Muon."""
-    devices, accumulation, wire, moved = (plan[key] for key in ("devices", "accumulation", "wire", "moved"))
-    one = plan["tokens_per_update"] / devices / accumulation * plan["flops_per_token"] / rate
-    forward, backward = (part / 3 * max(one, LAYER * len(plan["blocks"])) for part in (1, 2))
-    if plan["fsdp"]:
-        gather = sum(sending(wire * block, devices) for block in plan["blocks"])
-        seconds = accumulation * (max(forward, gather) + max(backward, gather))
-        seconds += max(backward, 2 * gather) - max(backward, gather)  # gradients are sent in the last one
-        seconds += (accumulation + 1) * sending(wire * plan["root"], devices)
-        moved *= 2 * (MACHINE if devices > MACHINE else 1) / devices  # to a process and back
-    else:
-        buckets = math.ceil(4 * plan["parameters"] / BUCKET)
-        bucket = 4 * plan["parameters"] / buckets
-        last = sending(max(bucket, 4 * plan["head"]), devices, reduce=True)
-        waits = max(last, buckets * sending(bucket, devices, reduce=True) - backward)
-        seconds = accumulation * (forward + backward) + waits
-    return seconds + plan["iteration"] / rate + (sending(wire * moved, plan["sharing"]) if moved else 0)
-
-
-def sending(size: float, devices: int, reduce: bool = False) -> float:
-    """Seconds to gather `size` bytes on each device by a ring, or to reduce them by a tree."""
-    machines = math.ceil(devices / MACHINE)
-    hops = (devices - machines) * RING[0] + (machines - 1) * RING[1]
-    if reduce:
-        hops = 2 * (min(devices, MACHINE) - 1) * TREE[0] + 2 * math.log2(machines) * TREE[1]
-    return hops + (1 + reduce) * (1 - 1 / devices) * size / LINK
-
-
-def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
-    """The estimate as a table. seconds: of an update; tokens: of the whole run."""
+def describe(plan: dict, rate: float = 0, tokens: float = 0) -> str:
+    """The estimate as a table. rate: FLOP/s of all devices; tokens: of the whole run."""
     lines = [("parameters", plan["parameters"] / 1e6, ".1f", "M")]
     parts = ["weights", "gradients", "optimizer", "activations", "loss", "copies"]
     lines += [(part, plan[part] / 2**20, ".0f", "MiB") for part in parts]
@@ -146,10 +105,11 @@ def describe(plan: dict, seconds: float = 0, tokens: float = 0) -> str:
     lines += [("FLOPs per token", plan["flops_per_token"] / 1e6, ".0f", "M")]
     lines += [("tokens per update", plan["tokens_per_update"], "", "")]
     lines += [("sent per update", plan["sent_per_update"] / 2**20, ".0f", "MiB  by each device")]
-    if seconds:
-        rate, run = plan["tokens_per_update"] / seconds, f"for {readable(tokens / 1e9)} B tokens"
-        lines += [("tokens per second", rate, ".0f", ""), ("seconds per update", seconds, ".3f", "")]
-        lines += [("hours", tokens / rate / 3600, ".1f", f" {run}")] if tokens else []
+    if rate:
+        speed, run = rate / plan["flops_per_token"], f"for {readable(tokens / 1e9)} B tokens"
+        lines += [("tokens per second", speed, ".0f", "")]
+        lines += [("seconds per update", plan["tokens_per_update"] / speed, ".3f", "")]
+        lines += [("hours", tokens / speed / 3600, ".1f", f" {run}")]
     lines = [line for line in lines if line[1]]
     return "\n".join(f"{name:<18} {value:10,{digits}} {unit}".rstrip() for name, value, digits, unit in lines)
 
@@ -165,43 +125,30 @@ def main():
         ("block_size", 1024, ""), ("precision", ["bf16", "no"], ""), ("sharding", ["ddp", "fsdp"], ""),
         ("optimizer_type", ["adamw", "muon"], ""), ("tokens", 0.0, "of the whole run, for its hours"),
         ("device_name", "cpu", "NVIDIA H100, TPU v4, ...: for its peak"),
-        ("mfu", 0.4, "share of the bf16 peak that computing uses"),
+        ("mfu", 0.4, "share of the bf16 peak that computing uses"), ("devices", 1, ""),
     ]:  # fmt: skip
         choices, first = (default, default[0]) if isinstance(default, list) else (None, default)
         what = f"{what} (default: {first or 'none'})".strip()
         parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=what)
-    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="one or several (default: 1)")
     args = parser.parse_args()
     config, _, problems = configure(args, args.kind)
+    problems += [f"{name}: must be greater than 0, is {value}." for name, value in vars(args).items()
+                 if isinstance(value, int | float) and value <= 0 and name != "tokens"]
     if problems:
         parser.exit(2, "\n".join(problems) + "\n")
-    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    cpu, rate = args.device_name == "cpu", (peak_flops(args.device_name) or 0) * args.mfu
-    options = dict(kind=args.kind, predicted=args.predicted, bf16=args.precision == "bf16")
-    options |= dict(block_size=args.block_size, device_type="cpu" if cpu else "cuda")
-    plan_of = partial(estimate, config, **options)
-    if len(args.devices) == 1:
-        hint = ': --device_name "NVIDIA H100" for a GPU, whose attention takes less memory' if cpu else ""
-        hint = f"; speeds are estimates, at {args.mfu:.0%} of its peak" if rate else hint
-        name, batch = args.model_name_or_path or args.model_type, f"{rows} rows of {args.block_size:,} tokens"
-        print(f"{name}, {args.optimizer_type}, {batch}, {args.precision}, on one {args.device_name}{hint}")
-        how = dict(devices=args.devices[0], sharding=args.sharding, optimizer=args.optimizer_type)
-        plan = plan_of(rows, accumulation=accumulation, **how)
-        return print(describe(plan, rate and step_seconds(plan, rate), args.tokens))
-    if not rate:
-        parser.exit(2, f"--device_name {args.device_name}: its peak is unknown, and so is the time\n")
-    head = "| devices | | rows x micro-batches | AdamW: GiB | tokens/s | | Muon: GiB | tokens/s | |"
-    print(f"{head}\n{'|---' * 9}|")
-    step_rows = rows * accumulation * args.devices[0]
-    for number, sharding in product([n for n in args.devices if step_rows % n == 0], ("ddp", "fsdp")):
-        own = max(n for n in range(1, rows + 1) if step_rows // number % n == 0)
-        how = dict(accumulation=step_rows // number // own, devices=number, sharding=sharding)
-        print(f"| {number:,} | {sharding.upper()} | {own} x {how['accumulation']} |", end="")
-        for plan in (plan_of(own, optimizer=name, **how) for name in ("adamw", "muon")):
-            speed = plan["tokens_per_update"] / step_seconds(plan, rate)
-            used = speed * plan["flops_per_token"] / rate / number
-            print(f" {plan['peak'] / 2**30:.0f} | {speed:,.0f} | {used:.0%} |", end="")
-        print()
+    rows, cpu = args.per_device_train_batch_size, args.device_name == "cpu"
+    rate = (peak_flops(args.device_name) or 0) * args.mfu
+    hint = ': --device_name "NVIDIA H100" for a GPU, whose attention takes less memory' if cpu else ""
+    hint = f"; speeds are estimates, at {args.mfu:.0%} of its peak" if rate else hint
+    name, batch = args.model_name_or_path or args.model_type, f"{rows} rows of {args.block_size:,} tokens"
+    print(f"{name}, {args.optimizer_type}, {batch}, {args.precision}, on {args.devices} x "
+          f"{args.device_name}{hint}")
+    plan = estimate(
+        config, rows, args.block_size, kind=args.kind, bf16=args.precision == "bf16", devices=args.devices,
+        accumulation=args.gradient_accumulation_steps, sharding=args.sharding, predicted=args.predicted,
+        device_type="cpu" if cpu else "cuda", optimizer=args.optimizer_type,
+    )  # fmt: skip
+    print(describe(plan, rate * args.devices, args.tokens))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.io.secrets import without_secrets
+from utils.io.terminal import tolerate_any_text, visible
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -19,14 +20,23 @@ class RunFailed(RuntimeError):
     """Raised on all processes: the run cannot go on. Its text is one line on stderr, the exit status is 1."""
 
 
-def raise_together(accelerator, kind: type[Exception], message: str) -> None:
-    """All processes call it, and raise the main process's message, if it has one."""
-    if accelerator.num_processes > 1:
-        from accelerate.utils import broadcast_object_list  # it imports torch, which not all tools need
+def on_main_process(accelerator, function, *args):
+    """What function(*args) returns on the main process, on all. All call it, and its ValueError or RunFailed
+    is raised on all."""
+    if accelerator.num_processes == 1:
+        return function(*args)
+    from accelerate.utils import broadcast_object_list  # it imports torch, which not all tools need
 
-        message = broadcast_object_list([message])[0]
-    if message:
+    answer = [None, None, ""]
+    if accelerator.is_main_process:
+        try:
+            answer[0] = function(*args)
+        except (ValueError, RunFailed) as error:
+            answer[1:] = RunFailed if isinstance(error, RunFailed) else ValueError, str(error)
+    value, kind, message = broadcast_object_list(answer)
+    if kind:
         raise kind(message)
+    return value
 
 
 @contextlib.contextmanager
@@ -36,6 +46,7 @@ def user_mistakes() -> Iterator[None]:
     A library's keeps its traceback. A full disk, a source that does not answer and a lost process are a line
     and exit status 1; so is RunFailed. All processes but the first wait a moment, so that the launcher ends
     them first."""
+    tolerate_any_text()
     try:
         yield
     except ValueError as error:
@@ -64,7 +75,7 @@ def user_mistakes() -> Iterator[None]:
 
 
 def _end(message: str, status: int) -> None:
-    print(f"error: {without_secrets(message)}", file=sys.stderr, flush=True)
+    print(f"error: {visible(without_secrets(message))}", file=sys.stderr, flush=True)
     raise SystemExit(status) from None
 
 

@@ -94,17 +94,18 @@ def retried(start_at: Callable[[int], Iterator], what: str, position=0, retries=
                 yield item
             return
         except Exception as error:
-            last = failures == len(delays)
-            if not diagnose(error).transient or last and retries is not None:
+            last, trouble = failures == len(delays), diagnose(error)
+            if not trouble.transient or last and retries is not None:
                 raise
             reason = f"{type(error).__name__}: {error}".strip(": ")
             failed = f"{what}, item {position:,}, failed" if position else f"{what} failed"
             if last:
                 cause = f"{failures + 1} times in {sum(delays)} s, the last time with {reason}."
                 raise ConnectionError(f"{failed} {cause}") from error
-            text = f"warning: {failed} ({reason}); next try in {delays[failures]} s"
+            wait = max(delays[failures], 0 if retries else trouble.retry_after)
+            text = f"warning: {failed} ({reason}); next try in {wait:.0f} s"
             print(without_secrets(text), file=sys.stderr, flush=True)
-            time.sleep(delays[failures])
+            time.sleep(wait)
             failures += 1
 
 

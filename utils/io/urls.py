@@ -70,11 +70,6 @@ class Folder:
     def read(self, name: str, retries: int | None = None) -> bytes:
         return self._request("reading", name, self.fs.cat_file, retries)
 
-    def copy(self, name: str, file: Path, retries: int | None = None) -> None:
-        """Copies a file of this folder to a local one."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._request("reading", name, lambda path: self.fs.get_file(path, str(file)), retries)
-
     def write(self, name: str, content: bytes | Path, retries: int | None = None) -> None:
         """Writes bytes, or a copy of a local file. Whole or not at all: object stores do so; on a disk, and
         large files elsewhere, are renamed into place."""
@@ -103,14 +98,6 @@ class Folder:
         except FileNotFoundError:
             return []
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
-
-    def files(self, name: str, retries: int | None = None) -> list[str]:
-        """The names of all files in the folder and its subfolders; [] if there is no folder."""
-        try:
-            paths = self._request("listing", name, self.fs.find, retries)
-        except FileNotFoundError:
-            return []
-        return [path.removeprefix(f"{self.root}/") for path in paths]
 
     def remove(self, name: str, retries: int | None = None) -> None:
         """Deletes a file, or a folder and its content, if there is one."""

@@ -28,9 +28,11 @@ def configure(args, kind, tokenizer=None):
     config_overrides, or of model_name_or_path. Only without problems can configuration and model be used.
 
     kind: of MODEL_CLASSES. Without a tokenizer placeholders stand for what it decides, to check the rest."""
-    weights, overrides, values, problems = args.model_name_or_path, args.config_overrides, {}, []
-    config, model, blamed = None, None, f"model_type, {args.model_type!r}"
-    conflict = f"config_overrides, {overrides!r}: cannot go with model_name_or_path; leave it out, or set it"
+    weights, overrides, values = args.model_name_or_path, args.config_overrides, {}
+    config, model, problems, blamed = None, None, [], f"model_type, {args.model_type!r}"
+    if weights and overrides:
+        return None, None, [f"config_overrides, {overrides!r}: cannot go with model_name_or_path; leave it "
+                            'out, or set it to ""']  # fmt: skip
     try:
         if weights:
             blamed = f"model_name_or_path, {weights!r}"
@@ -41,16 +43,20 @@ def configure(args, kind, tokenizer=None):
             config = AutoConfig.for_model(args.model_type)
         else:
             raise ValueError(f"unknown to transformers{_near(args.model_type, CONFIG_MAPPING)}")
-        if overrides and not weights:
+        if overrides:
             blamed = f"config_overrides, {overrides!r}"
             values = parse_overrides(config, overrides)
-        problems += _fit_tokenizer(config, values, kind, tokenizer, weights)
-        problems += _fit_positions(config, values, kind, args.block_size, weights)
-        config, model = _built(kind, config, values, weights)
+        source = blamed if weights else "config_overrides"
+        problems += _fit_tokenizer(config, values, kind, tokenizer, weights, source)
+        config, model, too_short = _fit_positions(config, values, kind, args.block_size, weights, source)
+        problems += too_short
         run_on_meta(kind, model)
     except Exception as error:  # of any kind, as transformers checks few values, and files may be damaged
-        problems = problems or [f"{blamed}: {one_line(error)}"]
-    return config, model, [f'{conflict} to ""', *problems] if weights and overrides else problems
+        heads = "num_attention_heads" in values and setting(config, "num_key_value_heads")
+        hint = f"; num_key_value_heads is {heads}, give it, too" if heads not in (False, None) else ""
+        hint = "" if "num_key_value_heads" in values else hint
+        problems = problems or [f"{blamed}: {one_line(error)}{hint}"]
+    return config, model, problems
 
 
 def _read_config(name_or_path):
@@ -74,21 +80,19 @@ def _check_kind(kind, config_class) -> None:
         raise ValueError(parts + (f"; its text part: {text}" if text in CONFIG_MAPPING else ""))
 
 
-def _fit_tokenizer(config, values, kind, tokenizer, weights) -> list[str]:
+def _fit_tokenizer(config, values, kind, tokenizer, weights, source) -> list[str]:
     """Adds vocabulary size, special ids and what else the kind needs to `values`. Returns problems."""
-    problems, source = [], f"model_name_or_path, {weights!r}" if weights else "config_overrides"
     for name, bidirectional, causal in LEFT_TO_RIGHT if kind == "causal" else ():
         if getattr(config, name, None) == bidirectional:  # a token would see the next one
             values.setdefault(name, causal)
-    if kind == "pretraining" and hasattr(config, "type_vocab_size"):
-        types = config.type_vocab_size if weights else values.setdefault("type_vocab_size", 2)
-        if types < 2:
-            problems.append(f"{source}: type_vocab_size {types} must be 2, to tell two sentences apart")
+    if kind == "pretraining" and not weights and hasattr(config, "type_vocab_size"):
+        values.setdefault("type_vocab_size", 2)  # two sentences
     if tokenizer is None:
-        unknown = (("vocab_size", 512), ("pad_token_id", 0))
-        values |= {name: some for name, some in unknown if getattr(config, name, 0) is None} | values
-        return problems
-    roles = () if kind == "causal" else ("pad", "mask", "cls", "sep")
+        for name, placeholder in ("vocab_size", 512), ("pad_token_id", 0):
+            if getattr(config, name, 0) is None:
+                values.setdefault(name, placeholder)
+        return []
+    problems, roles = [], () if kind == "causal" else ("pad", "mask", "cls", "sep")
     if missing := [role for role in roles if getattr(tokenizer, f"{role}_token_id") is None]:
         names = ", ".join(missing)
         problems.append(f"tokenizer: a masked language model needs its {names} token, which it lacks")
@@ -107,28 +111,24 @@ def _fit_tokenizer(config, values, kind, tokenizer, weights) -> list[str]:
     return problems
 
 
-def _fit_positions(default, values, kind, block_size, weights) -> list[str]:
-    """Adds max_position_embeddings to `values`. Positions that have a padding_idx count from the pad token's
-    id plus 1, as RoBERTa's, and need so many more. Returns problems."""
+def _fit_positions(default, values, kind, block_size, weights, source):
+    """(configuration, its model on the meta device, problems), with a position for each token of a row.
+    Positions that have a padding_idx count from there, as RoBERTa's, and need so many more."""
     key = default.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    if not (usual := setting(default, key)):
-        return []
-    source, problems = f"model_name_or_path, {weights!r}" if weights else "config_overrides", []
-    pad_id, offset = values.get("pad_token_id", getattr(default, "pad_token_id", None)), 0
-    _, model = _built(kind, default, values | {"pad_token_id": pad_id or 0}, weights)
+    fitted = setting(default, key) and not weights and key not in values
+    config, model = _built(kind, default, values | ({key: block_size} if fitted else {}), weights)
     positions = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    if any(getattr(module, "padding_idx", None) is not None for module in positions):
-        offset = (pad_id or 0) + 1
-        if pad_id is None:
-            problems.append("tokenizer: positions count from the pad token's id, and it has none beside EOS")
-        elif weights and pad_id != default.pad_token_id:
-            ids = f"{source}: its pad_token_id is {default.pad_token_id}, the tokenizer's is {pad_id}"
-            problems.append(f"{ids}, and positions count from there; choose the tokenizer of the model")
-    has = usual if weights else values.setdefault(key, block_size + offset)
-    if has < block_size + offset:
-        needs = f"block_size, {block_size}: needs {key} of at least {block_size + offset}"
-        problems.append(f"{needs}, but {source} says {has}; lower block_size or raise it")
-    return problems
+    starts = [module.padding_idx for module in positions if getattr(module, "padding_idx", None) is not None]
+    needed = block_size + (starts[0] + 1 if starts else 0)
+    if fitted and needed > block_size:
+        config, model = _built(kind, default, values | {key: needed}, weights)
+    if weights and starts and starts[0] != default.pad_token_id:
+        pads = f"its pad_token_id, {default.pad_token_id}, and the tokenizer's is {starts[0]}"
+        return config, model, [f"{source}: positions count from {pads}; choose the tokenizer of the model"]
+    if (has := setting(config, key) or needed) >= needed:
+        return config, model, []
+    needs = f"block_size, {block_size}: needs {key} of at least {needed}"
+    return config, model, [f"{needs}, but {source} says {has}; lower block_size or raise it"]
 
 
 def _built(kind, default, values, weights):
@@ -175,7 +175,9 @@ def parse_overrides(config, overrides) -> dict:
     defaults, other_names = config.to_dict(), config.attribute_map
     known = {*defaults, *other_names}
     if unknown := [f"{name}{_near(name, known)}" for name in chosen if name not in known]:
-        remedy = 'give name=value,... by the names of its configuration, or "" for its usual sizes'
+        rest = ",".join(f"{name}={value}" for name, value in chosen.items() if name in known)
+        remedy = f"give name=value,... by the names of its configuration{', such as ' * bool(rest)}{rest}"
+        remedy += ', or "" for its usual sizes'
         raise ValueError(f"{config.model_type} has no {', '.join(unknown)}; {remedy}")
     chosen = {other_names.get(name, name): value for name, value in chosen.items()}
     real = (name for name, value in chosen.items() if isinstance(defaults.get(name), float))

@@ -65,35 +65,6 @@ class CompilerSoftmax(nn.Module):
         return losses, correct, None if bias is None else gradient.sum(0)
 
 
-def replaced_losses(token_loss, logits, targets):
-    """Losses [N] of `token_loss(logits [N, V], targets [N])`, without autocast. Rows without a prediction get
-    logits of 0 and target 0, and the loss 0 whatever it returns for them, even NaN."""
-    valid = targets != IGNORED
-    with torch.autocast(logits.device.type, enabled=False):
-        losses = token_loss(logits.masked_fill(~valid[:, None], 0), targets.where(valid, 0))
-    if losses.shape != targets.shape:
-        shapes = f"{list(losses.shape)} for {list(targets.shape)} targets"
-        raise ValueError(f"token_loss: returned {shapes}, not a loss for each")
-    return losses.where(valid, 0)
-
-
-def _chunk(softmax, token_loss, logits, scratch, bias, targets, weights, with_gradient, with_correct):
-    """-> losses to sum [C], cross-entropy [C], correct [C], bias gradient; logits [C, V] become theirs."""
-    inputs = logits, scratch, bias, targets.where(targets != IGNORED, 0), weights
-    if token_loss is None:
-        losses, correct, d_bias = softmax(*inputs, with_gradient, with_correct)
-        return losses, losses, correct, d_bias
-    x = logits.to(weights.dtype)
-    x = (x if bias is None else x + bias).detach().requires_grad_(with_gradient)
-    with torch.set_grad_enabled(with_gradient):
-        own = replaced_losses(token_loss, x, targets)
-        d_logits = torch.autograd.grad((own * weights).sum(), x)[0] if with_gradient else None
-    losses, correct, _ = softmax(*inputs, False, with_correct)
-    if with_gradient:
-        logits.copy_(d_logits)
-    return own.detach(), losses, correct, d_logits.sum(0) if with_gradient else None
-
-
 def _chunk_of(rows, most, equal):
     """Rows of a chunk, at most `most`. equal: all chunks of one size, unless that doubles their number."""
     chunks = -(-rows // most)
@@ -126,7 +97,7 @@ def _sums_in(dtype, of, device_type):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, bias, targets, token_weights, softmax, with_gradient, with_correct, token_loss
+        ctx, hidden, weight, bias, targets, token_weights, softmax, with_gradient, with_correct
     ):
         rows, vocab_size, kind = len(hidden), len(weight), hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
@@ -143,26 +114,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = token_weights.to(exact) * valid
             d_weight = torch.zeros_like(weight, dtype=exact) if with_gradient else None
             d_bias = torch.zeros_like(bias, dtype=exact) if with_gradient and bias is not None else None
-            trained, losses, corrects, d_hidden = [], [], [], []
+            losses, corrects, d_hidden = [], [], []
             for start in range(0, rows, step):
                 part = slice(start, start + step)
                 logits = torch.mm(h[part], w.t(), out=None if buffer is None else buffer[: rows - start])
                 room = None if scratch is None else scratch[: rows - start]
-                inputs = logits, room, bias, targets[part], weights[part]
-                own, loss, correct, d_bias_part = _chunk(
-                    softmax, token_loss, *inputs, with_gradient, with_correct
-                )
-                trained.append(own)
+                # Of the logits, which become their own gradient.
+                loss, correct, d_bias_part = softmax(
+                    logits, room, bias, targets[part].where(valid[part], 0), weights[part],
+                    with_gradient, with_correct,
+                )  # fmt: skip
                 losses.append(loss)
                 corrects.append(correct)
-                if with_gradient:  # which `logits` holds now
+                if with_gradient:
                     d_hidden.append((logits @ w).to(hidden.dtype))
                     _add_product(d_weight, logits.t(), h[part])
                     if bias is not None:
                         d_bias.add_(d_bias_part)
             losses = torch.cat(losses).where(valid, 0)
             correct = (torch.cat(corrects) & valid) if with_correct else None
-            loss_sum = ((losses if token_loss is None else torch.cat(trained)) * weights).sum()
+            loss_sum = (losses * weights).sum()
         if with_gradient:
             ctx.save_for_backward(torch.cat(d_hidden), d_weight, d_bias)
             ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
@@ -176,29 +147,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype, bias_dtype = ctx.dtypes
         # In place: all activations are alive now, so a second V x D array would raise the peak.
         d_bias = None if d_bias is None else d_bias.mul_(grad_loss_sum).to(bias_dtype)
-        return d_hidden.mul_(grad_loss_sum), d_weight.mul_(grad_loss_sum).to(dtype), d_bias, *[None] * 6
-
-
-# dynamo cannot trace torch.autograd.grad.
-_apply_uncompiled = torch.compiler.disable(_LinearCrossEntropy.apply)
+        return d_hidden.mul_(grad_loss_sum), d_weight.mul_(grad_loss_sum).to(dtype), d_bias, *[None] * 5
 
 
 def linear_cross_entropy(
-    hidden, weight, targets, token_weights, bias=None, softmax=None, with_correct=False, token_loss=None
+    hidden, weight, targets, token_weights, bias=None, softmax=None, with_correct=False
 ):
     """Cross-entropy of `hidden @ weight.T + bias` without the [N, V] logits.
 
     hidden [N, D], weight [V, D], bias [V] or None, targets [N] with -100 for "not predicted", token_weights
     [N]. Returns (sum over rows of token_weights * loss, a scalar with gradients for hidden, weight and bias;
     losses [N], detached, 0 where not predicted; correct [N] bool or None: the target is the most likely id).
-    token_loss(logits [C, V] float32, targets [C]) gives the losses [C] to sum instead, see ModelLoss.
 
     Matrix products run in autocast's type if autocast is on, softmax and sums in float32. The gradients are
     made in the forward pass and scaled in place by backward. So there can be one backward only, without
     retain_graph or second derivatives, and token_weights are constants."""
-    apply = _LinearCrossEntropy.apply if token_loss is None else _apply_uncompiled
     trained = any(x is not None and x.requires_grad for x in (hidden, weight, bias))
     with_gradient = trained and torch.is_grad_enabled()
     softmax = ChunkSoftmax() if softmax is None else softmax
-    options = softmax, with_gradient, with_correct, token_loss
-    return apply(hidden, weight, bias, targets, token_weights, *options)
+    options = softmax, with_gradient, with_correct
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, token_weights, *options)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from utils import patches
-from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy, replaced_losses
+from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy
 from utils.learning.window_attention import WINDOW
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -37,9 +37,9 @@ class ModelLoss(nn.Module):
 
     Build it around a model on the CPU, before anything wraps or moves it. If the head does more than a
     projection (scaled or capped logits, several heads), the model's own logits are used, with a warning.
-    token_loss: None for cross-entropy, or a function (logits [C, V] float32, targets [C]) -> losses [C] that
-    is trained instead. It gets predicted tokens only, in order and in chunks, must be differentiable in the
-    logits, and can train nothing else. In eval mode both modules return cross-entropy."""
+    token_loss: None for cross-entropy, or a function (logits [N, V] float32, targets [N]) -> losses [N] that
+    is trained instead, on the logits of all tokens at once. Those without a prediction get logits of 0 and
+    target 0, and count nothing. In eval mode both modules return cross-entropy."""
 
     options = {}  # for every call of the model
 
@@ -84,18 +84,24 @@ class ModelLoss(nn.Module):
         the model's output (with a split head only if `keep`: [B, T, D] is freed before the logits are made)
         and, like `linear_cross_entropy`, (weighted sum of losses, losses [N], correct [N])."""
         token_loss = self.token_loss if self.training else None
-        if self.splits_head:
+        if self.splits_head and token_loss is None:
             out, (weight, bias) = self._run(self.lm.base_model, batch), self._projection()
             hidden = self._transform(pick(out.last_hidden_state))
             out = out if keep else None
             return out, *linear_cross_entropy(
-                hidden, weight, targets, weights, bias, self.chunk_softmax, with_correct, token_loss
+                hidden, weight, targets, weights, bias, self.chunk_softmax, with_correct
             )
-        out = self._run(self.lm, batch)
+        out, valid = self._run(self.lm, batch), targets != IGNORED
         logits = pick(_logits(out)).float()
-        losses = F.cross_entropy(logits, targets, reduction="none")
-        trained = losses if token_loss is None else replaced_losses(token_loss, logits, targets)
-        correct = (logits.argmax(1) == targets) & (targets != IGNORED) if with_correct else None
+        losses = trained = F.cross_entropy(logits, targets, reduction="none")
+        if token_loss is not None:
+            with torch.autocast(logits.device.type, enabled=False):
+                trained = token_loss(logits.masked_fill(~valid[:, None], 0), targets.where(valid, 0))
+            if trained.shape != targets.shape:
+                shapes = f"{list(trained.shape)} for {list(targets.shape)} targets"
+                raise ValueError(f"token_loss: returned {shapes}, not a loss for each")
+            trained = trained.where(valid, 0)
+        correct = (logits.argmax(1) == targets) & valid if with_correct else None
         return out, (trained * weights).sum(), losses, correct
 
     def _router_loss_weight(self):
@@ -156,7 +162,7 @@ class CausalLMLoss(ModelLoss):
         input_ids = batch["input_ids"]
         rows, predicted = input_ids.shape[0], input_ids.shape[1] - 1
         targets, positions = input_ids[:, 1:], predicted
-        if not self.chunk_softmax.by_hand and not (self.training and self.token_loss):
+        if not self.chunk_softmax.by_hand and not (self.training and self.token_loss):  # equal chunks
             targets, positions = F.pad(targets, (0, 1), value=IGNORED), predicted + 1
         if row_weights is None:
             row_weights = torch.ones(rows, device=input_ids.device)

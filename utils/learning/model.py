@@ -1,5 +1,6 @@
 """A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
 
+import contextlib
 import os
 import re
 
@@ -9,7 +10,7 @@ from transformers import AutoTokenizer
 
 from utils.devices import device_type, memory_of
 from utils.learning.compiled import compile_blocks
-from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
+from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
 
@@ -17,7 +18,11 @@ from utils.xla import autocast_forward
 def check_model(args, kind) -> list[str]:
     """What is wrong with model_type, config_overrides, model_name_or_path, gradient_checkpointing and the
     model's size, a line each, before any weights are made. kind: "causal", "masked" or "pretraining"."""
-    config, model, problems = configure(args, kind, _named_tokenizer(args))
+    tokenizer = None  # if one will be trained
+    if name := args.tokenizer_name or args.model_name_or_path:
+        with contextlib.suppress(Exception):  # of a damaged file any; load_rows tells it
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    config, model, problems = configure(args, kind, tokenizer)
     if problems:
         return problems
     if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
@@ -49,7 +54,8 @@ def build_model(args, kind, tokenizer):
     else:
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32, trust_remote_code=False)
     if kind == "causal":
-        _set_generation(model, args.block_size)
+        # pipeline() would ask for 256 new tokens, more than there are positions.
+        model.generation_config.max_length = model.generation_config.max_length or args.block_size
     try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
     if args.gradient_checkpointing:
@@ -66,17 +72,6 @@ def to_device(model, accelerator) -> None:
     autocast_forward(model)
 
 
-def _named_tokenizer(args):
-    """The tokenizer that the settings name; None if one will be trained, or if it cannot be read, which
-    load_rows tells."""
-    if not (name := args.tokenizer_name or args.model_name_or_path):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception:  # of a damaged file any
-        return None
-
-
 def load_weights(kind, name_or_path, config, **options):
     """(the model with these weights, in float32; names of weights that it does not need). ValueError where
     they cannot be read, or some are missing, of another shape or not finite."""
@@ -88,25 +83,14 @@ def load_weights(kind, name_or_path, config, **options):
     except Exception as error:  # of a damaged file any
         raise ValueError(f"{blamed}: its weights cannot be read ({one_line(error)})") from None
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-    for name, there, here in sorted(info["mismatched_keys"]):
-        wrong.append(f"{name} is {list(there)}, not {list(here)}")
-    if not wrong:
-        weights = ((name, weight) for name, weight in model.named_parameters() if not weight.is_meta)
-        wrong = [f"{name} is not finite" for name, weight in weights if not weight.isfinite().all()]
+    wrong += [f"{name} is {[*there]}, not {[*here]}" for name, there, here in sorted(info["mismatched_keys"])]
+    wrong += [f"{name} is not finite" for name, weight in model.named_parameters()
+              if not wrong and not weight.is_meta and not weight.isfinite().all()]  # fmt: skip
     if wrong:
-        more = ", ..." if len(wrong) > 3 else ""
-        told = f"{len(wrong)} of its weights do not fit the model: {', '.join(wrong[:3])}{more}"
-        raise ValueError(f"{blamed}: {told}; choose a folder that save_pretrained wrote")
+        first = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
+        raise ValueError(f"{blamed}: {len(wrong)} of its weights do not fit the model: {first}; choose a "
+                         "folder that save_pretrained wrote")
     return model, sorted(info["unexpected_keys"])
-
-
-def _set_generation(model, block_size):
-    """What pipeline() finds in the saved model: it would ask for 256 new tokens, more than there are
-    positions; and for a cache, which needs an attention layer, and the number of layers by its usual name."""
-    generation, layers = model.generation_config, set(getattr(model.config, "layer_types", None) or ())
-    generation.max_length = generation.max_length or block_size
-    if layers == {"linear_attention"} or setting(model.config, "num_hidden_layers") is None:
-        generation.use_cache = False
 
 
 def try_model(model, kind, block_size) -> None:

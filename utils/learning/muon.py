@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from utils.devices import cpu_has_bfloat16, local_processes
+from utils.devices import local_processes
 from utils.learning.shares import share
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, Jordan et al.
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
 # Type of the iteration, elsewhere float32. A CPU without bfloat16 instructions would be slower with bfloat16.
 PRECISION = dict.fromkeys(["cuda", "xla"], torch.bfloat16)
-if cpu_has_bfloat16():
+if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
     PRECISION["cpu"] = torch.bfloat16
 
 

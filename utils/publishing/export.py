@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from utils.io.mistakes import RunFailed, raise_together
+from utils.io.mistakes import RunFailed, on_main_process
 from utils.io.secrets import without_secrets
 from utils.publishing.model_card import write_model_card
 from utils.state.things import clean_name, named_tensors
@@ -24,27 +24,29 @@ def save_model(args, accelerator, model, tokenizer, facts: dict) -> None:
     them; only the main process needs them. If it fails, as on a full disk, the model before stays and a
     warning names the cause; at step 0 and after the last step RunFailed does, on all processes."""
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    weights, message = collect_weights(accelerator, model, lm), ""
-    if accelerator.is_main_process:
-        folder = Path(args.output_dir)
-        failure = ""
-        try:
-            shutil.rmtree(folder / ASIDE, ignore_errors=True)
-            write_model(lm, weights, tokenizer, folder / ASIDE)
-            for file in sorted((folder / ASIDE).iterdir(), key=lambda file: file.suffix == ".safetensors"):
-                os.replace(file, folder / file.name)
-            write_model_card(args, facts, tokenizer.mask_token)
-            shutil.rmtree(folder / ASIDE)
-        except Exception as error:  # of safetensors or tokenizers, too: training goes on
-            failure = str(error) or repr(error)
-            logger.warning("the model was not saved in %s: %s", folder, failure)
-            shutil.rmtree(folder / ASIDE, ignore_errors=True)  # a full disk needs the room
-            with contextlib.suppress(OSError):
-                (folder / ASIDE).mkdir(exist_ok=True)
-        if failure and (facts["step"] == 0 or facts["step"] >= facts["last"]):
+    weights = collect_weights(accelerator, model, lm)
+    on_main_process(accelerator, _replace_model, args, lm, weights, tokenizer, facts)
+
+
+def _replace_model(args, lm, weights, tokenizer, facts) -> None:
+    folder = Path(args.output_dir)
+    try:
+        shutil.rmtree(folder / ASIDE, ignore_errors=True)
+        write_model(lm, weights, tokenizer, folder / ASIDE)
+        for file in sorted((folder / ASIDE).iterdir(), key=lambda file: file.suffix == ".safetensors"):
+            os.replace(file, folder / file.name)
+        write_model_card(args, facts, tokenizer.mask_token)
+        shutil.rmtree(folder / ASIDE)
+    except Exception as error:  # of safetensors or tokenizers, too: training goes on
+        failure = str(error) or repr(error)
+        logger.warning("the model was not saved in %s: %s", folder, failure)
+        shutil.rmtree(folder / ASIDE, ignore_errors=True)  # a full disk needs the room
+        with contextlib.suppress(OSError):
+            (folder / ASIDE).mkdir(exist_ok=True)
+        if facts["step"] == 0 or facts["step"] >= facts["last"]:
             which = "first" if facts["step"] == 0 else "last"
-            message = f"the {which} model was not saved: {failure}; make room and run the same command again"
-    raise_together(accelerator, RunFailed, message)
+            raise RunFailed(f"the {which} model was not saved: {failure}; make room and run the same command "
+                            "again") from None
 
 
 def write_model(lm, weights: dict, tokenizer, folder: Path) -> None:

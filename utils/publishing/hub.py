@@ -4,9 +4,7 @@ Data loader workers that are forked during an HTTP call of the thread can deadlo
 """
 
 import contextlib
-import math
 import os
-import random
 import re
 import shlex
 import shutil
@@ -14,15 +12,16 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from tqdm import tqdm
 
-from utils.display.metrics import by_set, read_metrics
+from utils.display.metrics import newest, read_metrics
 from utils.display.progress import readable
-from utils.io.mistakes import raise_together
+from utils.io.mistakes import on_main_process
 from utils.io.retry import FIRST_CONTACT, SILENCE, bound_waiting, diagnose, with_retries
 from utils.publishing.export import ASIDE
 from utils.publishing.model_card import repo_name
@@ -48,9 +47,8 @@ class Snapshot:
     step: int
     folder: Path
     message: str
-    tries: int = 0
-    state: str = ""  # the last event: retry, replaced, failed, done
-    error: str = ""  # of the last try
+    state: str = ""  # the last event: replaced, failed, done
+    error: str = ""
 
 
 class Hub:
@@ -58,26 +56,25 @@ class Hub:
     run trains. At most one save waits, the newest.
 
     repo_id: user/name, or "" without pushes; url: of the model's page; status: a few words on the last push.
-    ValueError, on all processes, if we may not write there or the Hub does not answer within seconds."""
+    problems: what is wrong so far. Without any the repository is made now; a line is added, on all processes,
+    if we may not write there or the Hub does not answer within seconds."""
 
-    def __init__(self, args, accelerator):
+    def __init__(self, args, accelerator, problems: list[str]):
         self.output_dir = Path(args.output_dir)
         self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
         self.api, self.repo_id, self.url, self.status = HfApi(), "", "", ""
         self.named = repo_name(args)
         self.last_error = ""  # that the user has been told
-        self.ending, self.finished = threading.Event(), False
-        self.changed, self.events = threading.Condition(), []  # it guards them and what follows
+        self.changed, self.finished, self.events = threading.Condition(), False, []  # it guards what follows
         self.newest = self.waiting = self.uploading = None  # snapshots
-        if not args.push_to_hub or args.eval_only or args.show:
+        if not args.push_to_hub or args.eval_only or args.show or problems:
             return
-        problem = ""
-        if accelerator.is_main_process:
-            try:
-                self.repo_id = open_repository(self.api, repo_name(args), args.hub_private_repo)
-            except ValueError as error:
-                problem = str(error)
-        raise_together(accelerator, ValueError, problem)
+        try:
+            where = self.named, args.hub_private_repo
+            repo_id = on_main_process(accelerator, open_repository, self.api, *where)
+        except ValueError as error:
+            return problems.append(str(error))
+        self.repo_id = repo_id if accelerator.is_main_process else ""
         self.url = self.repo_id and f"{self.api.endpoint}/{self.repo_id}"
 
     @property
@@ -112,8 +109,7 @@ class Hub:
         with self.changed:
             events, self.events = self.events, []
         for event in events:
-            lasting = event["state"] == "failed" or event["state"] == "retry" and event["tries"] == 2
-            if lasting and event["error"] != self.last_error and not self.finished:
+            if event.get("error", self.last_error) != self.last_error and not self.finished:
                 self.last_error = event["error"]
                 tqdm.write(f"{self.repo_id}: step {event['push_step']} was not published: {self.last_error}. "
                            "Training goes on and tries again.", file=sys.stdout)  # fmt: skip
@@ -123,7 +119,6 @@ class Hub:
         """Wait for the newest save to arrive: ten minutes, or 20 s after a stop signal. If it does not, print
         how to upload it and return False."""
         deadline = time.monotonic() + FINISH_SECONDS
-        self.ending.set()
         with self.changed:
             while (self.waiting or self.uploading) and time.monotonic() < deadline:
                 if requested():
@@ -155,24 +150,22 @@ class Hub:
         with self.changed:
             snapshot.state, snapshot.error = state, details.get("error", "")
             self.events.append({"event": "push", "push_step": snapshot.step, "state": state} | details)
-        if state != "retry":
-            shutil.rmtree(snapshot.folder, ignore_errors=True)
+        shutil.rmtree(snapshot.folder, ignore_errors=True)
 
     def _work(self) -> None:
         """The thread."""
-        failures = 0  # in a row
         while snapshot := self._next():
-            started = time.monotonic()
-            self.status, snapshot.tries = f"pushing step {snapshot.step}", snapshot.tries + 1
+            started, self.status = time.monotonic(), f"pushing step {snapshot.step}"
+            upload = partial(commit, self.api, self.repo_id, snapshot.folder, snapshot.message)
             try:
-                revision = commit(self.api, self.repo_id, snapshot.folder, snapshot.message)
+                revision = with_retries(upload, self.status)
             except Exception as error:
-                failures += 1
-                self._failed(snapshot, diagnose(error), failures)
+                trouble, self.status = diagnose(error), f"step {snapshot.step} not pushed"
+                self._record(snapshot, "failed", error=f"{trouble.text}{REMEDIES.get(trouble.status, '')}")
                 continue
-            failures, self.status = 0, f"step {snapshot.step} pushed"
+            self.status = f"step {snapshot.step} pushed"
             seconds = round(time.monotonic() - started, 2)
-            self._record(snapshot, "done", revision=revision, tries=snapshot.tries, seconds=seconds)
+            self._record(snapshot, "done", revision=revision, seconds=seconds)
 
     def _next(self) -> Snapshot | None:
         """Waits for a snapshot to upload. None after `finish`."""
@@ -183,21 +176,6 @@ class Hub:
             if not self.finished:
                 self.uploading, self.waiting = self.waiting, None
             return self.uploading
-
-    def _failed(self, snapshot: Snapshot, trouble, failures: int) -> None:
-        """Retry what may pass, after a wait that grows with each failure or that the Hub asks for."""
-        if not trouble.transient:
-            self.status = f"step {snapshot.step} not pushed"
-            return self._record(snapshot, "failed", error=f"{trouble.text}{REMEDIES.get(trouble.status, '')}")
-        ending = self.ending.is_set()
-        wait = max(trouble.retry_after, min(5 if ending else 60, 2.0**failures) * random.uniform(0.5, 1))
-        self.status = f"pushing step {snapshot.step} again in {math.ceil(wait)} s"
-        with self.changed:
-            self._record(snapshot, "retry", error=trouble.text, tries=snapshot.tries, wait=round(wait, 1))
-            if self.waiting:
-                self._record(snapshot, "replaced")
-            self.waiting = self.waiting or snapshot
-        (time.sleep if ending else self.ending.wait)(wait)  # `finish` ends the first wait
 
 
 def open_repository(api: HfApi, name: str, private: bool) -> str:
@@ -241,10 +219,10 @@ def commit(api: HfApi, repo_id: str, folder: Path, message: str) -> str:
 
 def commit_message(output_dir: Path, step: int) -> str:
     """Step N, loss/eval 1.23, ...: results of the last evaluation in metrics.jsonl."""
-    evaluations = (record for record in reversed(read_metrics(output_dir)) if by_set(record, "loss/eval"))
-    results = {key: value for key, value in next(evaluations, {}).items() if key.startswith(SHOWN)}
-    known = [key for key, value in results.items() if value is not None and "_stderr" not in key]
-    return ", ".join([f"Step {step}", *(f"{key} {readable(results[key])}" for key in known)])
+    results = newest(read_metrics(output_dir), "loss/eval")[0].items()
+    known = (f"{key} {readable(value)}" for key, value in results
+             if key.startswith(SHOWN) and value is not None and "_stderr" not in key)  # fmt: skip
+    return ", ".join([f"Step {step}", *known])
 
 
 def unpublished(output_dir) -> list[str]:

@@ -7,11 +7,10 @@
         state.json         what is no tensor, and the settings
         manifest.json      size and checksum of each file, written last
 
-Of sharded tensors (FSDP) each process writes its part, model-00001-of-00008.safetensors; `python -m
-utils.state.merge` makes one file of them. All load with any number of processes, sharded or not, and nothing
-that is read back can run code. Other names in checkpoints/: .tmp-* is being written or deleted; bad-* is
-damaged, and deleted at the next save; replaced-* is of the run before one that began anew, and never deleted.
-Every machine must see output_dir.
+Of sharded tensors (FSDP) each process writes its part, model-00001-of-00008.safetensors. All load with any
+number of processes, sharded or not, and nothing that is read back can run code. Other names in checkpoints/:
+.tmp-* is being written or deleted; bad-* is damaged, and deleted at the next save; replaced-* is of the run
+before one that began anew, and never deleted. Every machine must see output_dir.
 """
 
 import json
@@ -28,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from utils.devices import free_memory, local_processes
 from utils.io.files import flush, seal, write_file
+from utils.io.mistakes import on_main_process
 from utils.io.secrets import without_secrets
 from utils.state import folders, things
 from utils.state.experiment import check_experiment, experiment
-from utils.state.folders import on_main_process
 from utils.state.stop_signals import WRITER, keep_alive
 from utils.state.tensors import own_part, read_tensors, safetensors_chunks, tensors_of
 from utils.xla import sync
@@ -229,21 +228,22 @@ class Checkpoints:
         return step
 
     def _restore(self, folder) -> int:
-        state, schedule = folders.read_state(folder), self.things.get("schedule")
-        if not self.args.eval_only:  # its settings are the run's, but for those that are given
-            check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change, schedule)
-        saved, here = state["things"], self._common(state["things"], folder)
-        things.reshard(self.model)
         try:
-            there, targets = tensors_of(folder), {}
+            state, targets = folders.read_state(folder), {}
+            saved, there = state["things"], tensors_of(folder)
+            if not self.args.eval_only:  # its settings are the run's, but for those that are given
+                check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
+                                 self.things.get("schedule"))
+            here = self._common(saved, folder)
+            things.reshard(self.model)
             for name, thing in here.items():
                 targets |= things.find_targets(name, thing, saved[name], there, self.model)
             read_tensors(folder, targets)
             for name, thing in here.items():
                 things.restore_state(thing, saved[name], targets)
             return state["step"]
-        except things.Unfit as error:
-            raise ValueError(f"{folder} does not fit: {error}. Choose another --output_dir") from error
+        except folders.Unfit as error:
+            raise ValueError(f"{folder} {error}") from error
         except (Exception, CheckpointException) as error:  # its checksums are right, but its content is not
             cause = f"{type(error).__name__}: {error}"
             raise ValueError(f"{folder} cannot be restored ({cause}). Move it away to resume from the one "

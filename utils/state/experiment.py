@@ -8,7 +8,7 @@ from pathlib import Path
 
 from utils.flags import as_list
 from utils.io.secrets import without_secrets
-from utils.state.folders import list_checkpoints, read_state
+from utils.state.folders import Unfit, list_checkpoints, read_state
 
 OTHER = "holds a run with other settings: repeat them, or choose another --output_dir"
 LENGTH = {"max_train_steps", "num_train_epochs"}  # the steps that follow from them are compared
@@ -27,17 +27,11 @@ def resume_problems(args, may_change: set) -> list[str]:
     own = list_checkpoints(folder)
     if wanted not in ("auto", "none") and not own and not Path(wanted, "state.json").is_file():
         return [f"resume_from_checkpoint: {wanted} is no checkpoint of this version; give another."]
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # told at the load
+    with contextlib.suppress(Exception):  # told at the load
         source = own[-1] if own else Path(wanted)
         lines = changed_settings(read_state(source)["settings"], args, may_change) if wanted != "none" else []
-        return [f"{_place(args)} {OTHER}", *lines] if lines else []
+        return [f"{source} {OTHER}", *lines] if lines else []
     return []
-
-
-def _place(args) -> str:
-    """Where the checkpoint is that the run continues: it may be a branch of another run."""
-    wanted, own = args.resume_from_checkpoint, list_checkpoints(Path(args.output_dir, "checkpoints"))
-    return args.output_dir if own or wanted == "auto" else wanted
 
 
 def changed_settings(saved: dict, args, may_change: set) -> list[str]:
@@ -52,7 +46,7 @@ def changed_settings(saved: dict, args, may_change: set) -> list[str]:
 
 
 def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change: set, schedule=None) -> None:
-    """ValueError that lists what differs from state.json. The length may differ if the learning rate of the
+    """Raises Unfit with what differs from state.json. The length may differ if the learning rate of the
     step is the same."""
     lines, remedy, step = changed_settings(state["settings"], args, may_change), (), state["step"]
     was, is_now = state["rows"], steps.rows_before(step + 1)
@@ -62,12 +56,13 @@ def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change
         lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and the learning rate "
                      f"of step {step} depends on it")
         folder = shlex.quote(str(args.output_dir))
-        remedy = (f"For a new run with its weights: --model_name_or_path {folder} --output_dir ANOTHER",)
+        remedy = (f"For all steps anew: --output_dir {folder}-2; for a new run with its weights also "
+                  f"--model_name_or_path {folder} --learning_rate {args.learning_rate / 20:g}",)
     if not lines and state["fingerprint"] != rows_fingerprint:
         lines.append("dataset_name: the rows of the run had other content or another order, or it had "
                      "another tokenizer: restore them")
     if lines:
-        raise ValueError("\n".join([f"{_place(args)} {OTHER}", *lines, *remedy]))
+        raise Unfit("\n".join([OTHER, *lines, *remedy]))
 
 
 def _plain(settings: dict) -> dict:

@@ -7,7 +7,6 @@ import shutil
 import socket
 from pathlib import Path
 
-from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 
 from utils.io.files import set_aside, verify_checksums
@@ -17,23 +16,21 @@ logger = logging.getLogger(__name__)
 FORMAT = 3  # of checkpoints: increase it when older ones cannot be resumed
 
 
+class Unfit(ValueError):
+    """A checkpoint is valid, but of another version, run, model or optimizer. Its text follows the folder."""
+
+
 def list_checkpoints(folder) -> list[Path]:
     """The complete checkpoints by their names, oldest first; nothing is verified."""
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
 def read_state(folder: Path) -> dict:
-    """state.json. ValueError if it is not that of a checkpoint of this version."""
+    """state.json. Raises Unfit if another version wrote it."""
     state = json.loads((folder / "state.json").read_bytes())
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise ValueError(f"{folder} was made by another version of this project: resume it with that "
-                         "version, or start anew in another output_dir (model_name_or_path takes weights)")
-    kinds = dict(step=int, rows=int, last=int, fingerprint=str, settings=dict, things=dict)
-    things = state.get("things")
-    if not all(isinstance(state.get(key), kind) for key, kind in kinds.items()) or not all(
-        isinstance(record, dict) for record in things.values()
-    ):
-        raise ValueError(f"{folder}/state.json is not that of a checkpoint")
+    if state["format"] != FORMAT:
+        raise Unfit("was made by another version of this project: resume it with that version, or start anew "
+                    "in another output_dir (model_name_or_path takes weights)")
     return state
 
 
@@ -103,23 +100,6 @@ def size_text(count) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
-def on_main_process(accelerator, function, *args):
-    """What function(*args), a text or number, is on the main process, on all. Its ValueError is raised on
-    all."""
-    if accelerator.num_processes == 1:
-        return function(*args)
-    answer = [None, ""]
-    if accelerator.is_main_process:
-        try:
-            answer[0] = function(*args)
-        except ValueError as error:
-            answer[1] = str(error)
-    value, problem = broadcast_object_list(answer)
-    if problem:
-        raise ValueError(problem)
-    return value
-
-
 def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
     """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
 
@@ -128,16 +108,11 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
     lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            holder = path.read_text().strip() or "unknown process"
-            logger.warning("%s is in use (%s): waiting up to %.0f s", output_dir, holder, wait_seconds)
-            lock.acquire(timeout=wait_seconds)
+        lock.acquire(timeout=wait_seconds)
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout:
-        raise ValueError(f"output_dir {output_dir} is in use by another run ({holder}): stop that run, or "
-                         "choose another output_dir for this one") from None
+        raise ValueError(f"output_dir {output_dir} is in use by another run ({path.read_text().strip()}): "
+                         "stop that run, or choose another output_dir for this one") from None
     except OSError as error:
         raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
     return lock

@@ -159,7 +159,7 @@ class StopSignals:
                 self.pending = work, number
         return self.answer
 
-    def exit(self, finished: bool) -> None:
+    def exit_if_stopped(self, finished: bool) -> None:
         """SystemExit with status 130 after Ctrl-C, 143 after any other signal (schedulers send them in the
         place of SIGTERM), if one stopped the run before it was finished."""
         if self.answer and not finished:

@@ -8,7 +8,6 @@ import json
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,8 +22,6 @@ DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 def flatten(value, tensors: dict, path: str):
     """JSON values of `value`, with {"__tensor__": its path} for each tensor, which is put into `tensors`
     {path: tensor}. path: where `value` stands. ValueError for what cannot be saved."""
-    if isinstance(value, np.ndarray):
-        return {"__numpy__": flatten(torch.from_numpy(value.copy()), tensors, path)}
     if torch.is_tensor(value):
         while path in tensors:  # {"a/b": ...} beside {"a": {"b": ...}}
             path += "'"
@@ -38,7 +35,6 @@ def flatten(value, tensors: dict, path: str):
     if isinstance(value, list | tuple):
         items = [flatten(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"__tuple__": items}
-    value = value.item() if isinstance(value, np.generic) else value
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ValueError(f"checkpoints: a state_dict holds a {type(value).__name__} at {path!r}; tensors, "
@@ -53,8 +49,6 @@ def unflatten(tree, tensors: dict):
         return tree
     if "__tensor__" in tree:
         return tensors[tree["__tensor__"]]
-    if "__numpy__" in tree:
-        return unflatten(tree["__numpy__"], tensors).numpy()
     if "__tuple__" in tree:
         return tuple(unflatten(tree["__tuple__"], tensors))
     if "__dict__" in tree:

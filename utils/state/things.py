@@ -9,14 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from utils.state.folders import Unfit
 from utils.state.tensors import flatten, unflatten
 
 # Settings of an optimizer's group that depend on the device: a resumed run uses its own.
 OF_THE_DEVICE = ("params", "fused", "foreach", "capturable", "differentiable")
-
-
-class Unfit(ValueError):
-    """A checkpoint is of another model or optimizer."""
+ANOTHER = "is another one there ({}): choose another --output_dir"
 
 
 def clean_name(name: str) -> str:
@@ -80,13 +78,13 @@ def find_targets(name: str, thing, record: dict, there: dict, model) -> dict:
         if other := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
             told = (f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} here" for key in other[:3])
             differ = f"{len(other)} tensors differ: {'; '.join(told)}".replace("torch.", "")
-            raise Unfit(f"{name} is another one there: {differ}")
+            raise Unfit(f"does not fit: {name} {ANOTHER.format(differ)}")
         return here
     if isinstance(thing := bare(thing), Optimizer):
         if any(record[key] != now[key] for key in ("class", "parameters")):
             sizes = [" + ".join(str(len(group)) for group in each["parameters"]) for each in (record, now)]
-            raise Unfit(f"{name} is another one there: {record['class']} of {sizes[0]} tensors, here "
-                        f"{now['class']} of {sizes[1]}, or they have other names")
+            differ = f"{record['class']} of {sizes[0]} tensors, here {now['class']} of {sizes[1]}, or renamed"
+            raise Unfit(f"does not fit: {name} {ANOTHER.format(differ)}")
         weights = [weight for group in thing.param_groups for weight in group["params"]]
         here |= {f"{name}/state/{i}": weight for i, weight in enumerate(weights)}
     return {key: _like(here.get(key, here.get(key.rpartition("/")[0])), item) for key, item in saved.items()}
