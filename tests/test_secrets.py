@@ -130,9 +130,13 @@ def test_prepared_shards_do_not_hold_the_password_of_their_source(server, hub, t
         ("AccountName=ada;AccountKey=c2Vj+cmV0/==;x=1", "AccountName=ada;AccountKey=***;x=1"),
         *((f"it is {token} here", "it is *** here") for token in (
             "github_pat_11ABC_defGHI22345678", "gho_16C7e42F292c6912E7710c83", "glpat-aB3-cD4_eF5gH6iJ7kL8",
-            "sk-proj-aB3_cD4-eF5gH6iJ7kL8mN9",
+            "sk-proj-aB3_cD4-eF5gH6iJ7kL8mN9", "npm_aB3cD4eF5gH6iJ7kL8mN9oP0qR1sT2uV3wX4",
+            "dckr_pat_aB3-cD4eF5gH6iJ7kL8mN9oP0qR", "AIzaSyA1b2C3d4E5f6G7h8I9j0K1l2M3n4O5p6Q",
+            "ya29.a0AfH6SMBx-aB3cD4eF5gH6iJ7kL8", "xoxb-123456789012-1234567890123-aBcDeFgHiJkL",
         )),
+        ("Authorization: Bearer eyJhbGciOi.JIUzI1NiJ9.x-y_z", "Authorization: Bearer ***"),
         *((same, same) for same in (
+            "the bearer of the token", "npm_install and dckr_x",
             "s3://bucket/part-?.jsonl", "hf://datasets/ada/rows@main/x", "http://host:80/x@2", "a@b c=d",
         )),
     ],

@@ -14,8 +14,10 @@ PATTERNS = (
     # The query of a URL. In URLs other than http a ? may belong to a glob.
     (re.compile(r"(https?://[^\s?'\"]*\?|://[^\s?'\"]*\?(?=[^\s'\"]*=))[^\s'\"]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)\b(\w*{NAMES}=)[^\s,;&'\"]+"), rf"\1{HIDDEN}"),  # name=value, as in config_overrides
-    # Tokens with the prefixes of Hugging Face, AWS, GitHub, GitLab, OpenAI and others.
-    (re.compile(r"\b(?:hf_|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk-)[\w-]{16,}"), HIDDEN),
+    (re.compile(r"(?i)\b(bearer )[\w.~+/=-]{16,}"), rf"\1{HIDDEN}"),  # of an Authorization header
+    # Tokens with the prefixes of Hugging Face, AWS, GitHub, GitLab, OpenAI, Google, Slack, npm and Docker.
+    (re.compile(r"\b(?:hf_|AKIA|ASIA|gh[pousr]_|github_pat_|glpat-|sk-|AIza|ya29\.|xox[a-z]-|xapp-|npm_"
+                r"|dckr_[a-z]+_)[\w-]{16,}"), HIDDEN),
 )
 ENVIRONMENT = re.compile(rf"(?i){NAMES}$|_key$|_pass$|_pwd$|^sshpass$")
 
