@@ -112,21 +112,24 @@ def test_the_smoothed_curve_follows_the_loss_and_ignores_spikes():
     assert set(at[np.isnan(smooth)]) == {step for step in at if 3000 <= step < 3050} != set()  # a gap
 
 
-def test_events_are_marked_where_they_happened(tmp_path, drawn):
-    """Three resumes and a skipped update, read back from the axes that were drawn."""
-    metrics = begin(tmp_path)
-    for step in range(1, 31):
-        metrics.write({"step": step, "event": "skipped_update"} if step == 17 else train_line(step))
-        if step in (10, 20):
-            metrics = begin(tmp_path, step)
-    begin(tmp_path, 34)  # stopped between two lines of the log
+def test_the_right_axis_has_the_perplexity_of_the_loss(tmp_path, drawn):
+    write_run(tmp_path, RUNS["five points"])
     draw_curves(tmp_path)
-    lines = {str(line.get_label()): line for line in drawn[0].lines}
-    assert [line.get_xdata()[0] for line in drawn[0].lines if line.get_linestyle() == ":"] == [10, 20, 34]
-    assert list(lines["skipped updates (1)"].get_xdata()) == [17]
     right = drawn[0].child_axes[0]
     for place, label in zip(right.get_yticks(), right.get_yticklabels(), strict=True):
         assert math.exp(place) == pytest.approx(float(label.get_text()), rel=0.01)
+
+
+def test_the_two_losses_of_pairs_are_drawn_and_no_perplexity_of_their_sum(tmp_path, drawn):
+    record = {"loss/mlm": 4.0, "loss/nsp": 0.7, "loss/eval": 4.7, "accuracy": 0.2, "nsp_accuracy": 0.5}
+    lines = [{"step": step, "loss/train": 5.0} | record for step in (0, 5, 10)]
+    write_run(tmp_path, lines)
+    draw_curves(tmp_path)
+    loss, *below = drawn
+    named = {line.get_label(): line.get_ydata().tolist() for line in loss.lines}
+    assert named["evaluation: next sentence"] == [0.7] * 3 and named["evaluation: masked tokens"] == [4.0] * 3
+    assert {"accuracy", "nsp accuracy"} <= {axis.get_title(loc="left") for axis in below}
+    assert not loss.child_axes
 
 
 @pytest.fixture

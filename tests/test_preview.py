@@ -111,6 +111,9 @@ def test_rows_are_those_of_the_first_steps_decoded(case):
         expected = case.tokenizer.decode(ids[:real], clean_up_tokenization_spaces=False)
         assert squeezed("".join(map(label_text, lines))) == squeezed(expected)
         assert f"{real} tokens" in facts and (f"{len(ids) - real} of padding" in facts) == (real < len(ids))
+    batch = re.search(r"^  a batch is (.*)$", case.text, re.M)[1]
+    assert f"input_ids int64 [8, {len(case.rows[0]['input_ids'])}]" in batch
+    assert all(f"{name} int64" in batch for name in case.rows[0] if name not in ("key", "weight"))
     if case.name == "causal":  # with every space and line, each document's end closing a line
         eos = case.tokenizer.eos_token
         assert eos in case.text.split("step 1")[0]

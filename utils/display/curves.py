@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from utils.display.metrics import by_set, read_args, read_metrics
+from utils.display.metrics import by_set, newest, read_metrics
 from utils.display.progress import format_metric, readable
 from utils.io.files import replacing
 
@@ -39,8 +39,8 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     from matplotlib.ticker import EngFormatter
 
     logged = dict.fromkeys(key for line in lines for key in line)
-    resumes = [start["step"] for start in read_args(run).get("starts", [])[1:]]
-    below = PANELS + (["accuracy"] if by_set(logged, "accuracy") else [])
+    shares = [key for key in ("accuracy", "nsp_accuracy") if by_set(logged, key)]
+    below = PANELS + shares
     axes = figure.subplot_mosaic([["loss"] * len(below), below], height_ratios=[2, 1])
     loss = axes["loss"]
     train = "loss/train_plain" if "loss/train_plain" in logged else "loss/train"
@@ -51,8 +51,11 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
         suffix, colour = f"/{name}" if name else "", COLOURS[number % len(COLOURS)]
         label = f"evaluation, {name}" if name else "evaluation"
         _plot(loss, lines, f"loss/eval{suffix}", colour, label=label)
-        if "accuracy" in axes:
-            _plot(axes["accuracy"], lines, f"accuracy{suffix}", colour)
+        if "loss/nsp" in logged:  # loss/eval is the sum
+            _plot(loss, lines, f"loss/mlm{suffix}", COLOURS[-2], label=f"{label}: masked tokens")
+            _plot(loss, lines, f"loss/nsp{suffix}", COLOURS[-1], label=f"{label}: next sentence")
+        for key in shares:
+            _plot(axes[key], lines, f"{key}{suffix}", colour)
     for key, axis in axes.items():
         axis.set_title(key.replace("_", " "))
         axis.set_xlim(loss.get_xlim())
@@ -62,12 +65,10 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     loss.set_title(_title(run.resolve().name, lines))
     loss.set_xlabel("step")
     loss.set_ylabel("loss (nats per token)")
-    if loss.get_ylim()[1] < 30:  # else the run has diverged
+    if loss.get_ylim()[1] < 30 and "loss/nsp" not in logged:  # else it has diverged, or is a sum
         right = loss.secondary_yaxis("right")
         right.yaxis.set_major_formatter(lambda value, _: readable(math.exp(value)))
-        right.set_ylabel("exp(loss)" if "loss/nsp" in logged else "perplexity")
-    for axis in (loss, axes["grad_norm"]):
-        _mark_events(axis, resumes, lines)
+        right.set_ylabel("perplexity")
     handles, labels = loss.get_legend_handles_labels()
     columns = 140 // (10 + max(map(len, labels))) or 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
@@ -105,19 +106,9 @@ def _set_limits(axis, from_zero: bool) -> None:
 
 
 def _title(name: str, lines: list[dict]) -> str:
-    last = next((line for line in reversed(lines) if by_set(line, "loss/eval")), {})
+    last, _ = newest(lines, "loss/eval")
     if loss := format_metric(last, "loss/eval", ".3f"):
         name += f": evaluation loss {loss}"
     if perplexity := format_metric(last, "perplexity", ",.2f"):
         name += f"; perplexity {perplexity}"
     return textwrap.fill(name, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")
-
-
-def _mark_events(axis, resumes: list, lines: list[dict]) -> None:
-    """Draws dotted lines where the run was resumed, triangles where updates were skipped."""
-    for i, step in enumerate(resumes):
-        axis.axvline(step, color="grey", lw=0.9, ls=":", label="" if i else f"resumed ({len(resumes)})")
-    if skipped := [line["step"] for line in lines if line.get("event") == "skipped_update"]:
-        bottom = axis.get_xaxis_transform()  # x in data, y as a share of the height
-        label = f"skipped updates ({len(skipped)})"
-        axis.plot(skipped, [0.02] * len(skipped), "^", color="#c53030", transform=bottom, label=label)

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import importlib.metadata
 import inspect
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -12,14 +11,13 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, parse_flag_from_env
 
-from utils.devices import cpu_has_bfloat16, local_processes, module_of
+from utils.devices import has_bf16, local_processes
 from utils.display.throughput import device_name
 from utils.launch import PRECISIONS, counted, hiding
 from utils.learning.optim import describe_groups
 from utils.xla import is_xla, xla_precision
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # files of a loaded driver
-LARGE = 10_000_000  # parameters of a model whose step on a CPU is much faster in bfloat16
 
 
 def launch_facts(accelerator, attention: str) -> dict:
@@ -70,37 +68,37 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
         length += f" = {passes:,.3g} passes over the rows"
     names, weights = facts["settings"]["dataset_name"], args.model_name_or_path
     data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    model = f"{facts['model_type']} {f'with the weights of {weights}' if weights else 'from scratch'}"
+    origin = "" if step else f" with the weights of {weights}" if weights else " from scratch"
+    model = f"{facts['model_type']}{origin}"
     model += f" on {data}, {_millions(facts['parameters'])} parameters, attention: {launch['attention']}"
     lines = [f"run        {begins}, in {args.output_dir}; stop it any time{again}", f"target     {target}",
              f"batch      {batch}", f"steps      {length}", f"model      {model}"]
     lines += describe_groups(optimizer)
-    on_cpu, large = accelerator.device.type == "cpu", facts["parameters"] > LARGE
-    if on_cpu and large and launch["precision"] == PRECISIONS["no"] and cpu_has_bfloat16():
-        lines.append("advice     accelerate launch --mixed_precision bf16 is faster on this CPU")
-    warnings = device_warnings(accelerator.device.type, torch.accelerator.device_count(), local)
-    warnings += precision_warnings(launch["precision"], accelerator.device)
-    return lines + [f"warning    {text}" for text in warnings]
+    if args.prompts == ["rows"]:
+        lines.append("samples    continue the beginnings of evaluation rows; --prompts gives your own")
+    if passes >= 5:
+        lines.append(f"advice     {passes:,.0f} passes over the same text: evaluations may get worse while "
+                     "the training loss still falls")
+    usual = type(args)().learning_rate
+    if weights and not step and args.learning_rate >= usual:
+        lines.append("advice     these rates are for new models and ruin trained weights: try a twentieth, "
+                     f"--learning_rate {usual / 20:g} --muon_learning_rate {args.muon_learning_rate / 20:g}")
+    return lines + [f"warning    {text}" for text in device_warnings(accelerator)]
 
 
-def device_warnings(device: str, devices: int, processes: int) -> list[str]:
-    """device: the type in use; devices: how many are visible; processes: how many on this machine."""
-    if device != "cpu":
-        return [f"num_processes: {processes} of {devices} devices are used."] if processes < devices else []
+def device_warnings(accelerator) -> list[str]:
+    """A line for each device that is not used, or slower than it may seem."""
+    kind, local, devices = accelerator.device.type, local_processes(), torch.accelerator.device_count()
     drivers = [maker for file, maker in DRIVERS.items() if Path(file).exists()]
-    causes = [f"an accelerator's {maker} driver is loaded" for maker in drivers]
-    if "ACCELERATE_MIXED_PRECISION" in os.environ or "WORLD_SIZE" in os.environ:
-        causes.append("launched for an accelerator")
-    if not causes or parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return []
-    return [f"device: {causes[0]}, but none is visible{hiding()} to torch {torch.__version__}: on the CPU."]
-
-
-def precision_warnings(precision: str, device: torch.device) -> list[str]:
-    ask = getattr(module_of(device), "is_bf16_supported", None)
-    if precision != PRECISIONS["bf16"] or ask is None or ask(including_emulation=False):
-        return []
-    return ["mixed_precision: bf16 is emulated on this device and slow; use --mixed_precision fp16."]
+    if kind == "cpu" and drivers and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return [f"device: an accelerator's {drivers[0]} driver is loaded, but none is visible{hiding()} to "
+                f"torch {torch.__version__}: on the CPU."]
+    lines = []
+    if kind != "cpu" and local < devices:
+        lines.append(f"num_processes: {local} of {devices} devices are used.")
+    if accelerator.mixed_precision == "bf16" and not has_bf16(accelerator.device):
+        lines.append("mixed_precision: bf16 is emulated here and slow; use --mixed_precision fp16.")
+    return lines
 
 
 def launched(kind: DistributedType, processes: int, local: int) -> str:

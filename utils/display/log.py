@@ -9,13 +9,10 @@ import inspect
 import json
 import os
 import shlex
-import time
+import sys
 from pathlib import Path
 
-import torch
-
 from utils import xla
-from utils.devices import forget_peak, memory_of, peak_memory
 from utils.display.curves import draw_curves
 from utils.display.facts import environment_of, launch_facts, start_lines
 from utils.display.metrics import Metrics, finite, newest
@@ -24,10 +21,10 @@ from utils.display.slow import FirstSteps
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.secrets import without_secrets
-from utils.learning.compiled import Compilations
 from utils.learning.model import pipeline_tag
+from utils.learning.optim import describe_groups
 
-FIRST = 3  # steps that are waited for, to say how long the run will take
+UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
 TRY = {  # the command that tries a saved model: its label, the text, options of pipeline()
     "text-generation": ("generate", "import numpy as np", ", do_sample=False, repetition_penalty=1.2"),
     "fill-mask": ("fill", "It is [MASK].", ""),
@@ -44,26 +41,26 @@ class Log:
         self.args, self.accelerator, self.steps, self.hub = args, accelerator, steps, hub
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
         launch = launch_facts(accelerator, lm.config._attn_implementation)
-        self.device, self.compilations = accelerator.device, Compilations(accelerator)
+        self.tried = ""  # the first prompt
         self.metrics = Metrics(args, step, accelerator.is_main_process and not args.eval_only)
         self.finished = not args.eval_only and self.metrics.finished == step == steps.last
         kept = self.metrics.kept
         results, self.evaluated = newest(kept, "loss/eval")
         self.skipped = sum(line.get("event") == "skipped_update" for line in kept)
-        self.repeating = [line["source"] for line in kept if line.get("event") == "repeats"]
         peak = (peak_flops(launch["device"]) or 0) * launch["processes"]
         flops = flops_per_token(lm, args.block_size, getattr(args, "mlm_probability", 1.0))
         self.throughput = Throughput(steps, flops, peak or None, step=step, seconds=self.metrics.seconds)
-        share = steps.tokens_before(1) / accelerator.num_processes
         self.progress = Progress(steps.last, step, accelerator.is_main_process and not args.eval_only)
-        self.watch = FirstSteps(flops * share, accelerator.device, self.progress.write)
-        self.started, self.second = step, 0.0  # the step of this start; when its second step began
+        self.watch = FirstSteps(accelerator.device, self.progress.write)
         self.facts = dict(
             step=step, last=steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
             repo_id=hub.repo_id,
             pipeline_tag=pipeline_tag(lm), model_type=lm.config.model_type, mask_token=tokenizer.mask_token,
             settings=without_secrets(dataclasses.asdict(args)), script=inspect.getsourcefile(type(args)),
+            optimizer=[line.removeprefix("optimizer  ") for line in describe_groups(optimizer)],
         )  # fmt: skip
+        script = os.path.relpath(self.facts["script"])
+        self.facts["command"] = without_secrets(shlex.join(["python", script, *sys.argv[1:]]))
         self._count(step)
         if not args.eval_only:
             self._start(step, optimizer, launch)
@@ -79,11 +76,9 @@ class Log:
         self.metrics.start(step, settings, rows, launch, environment_of(self.args))
         project = Path(self.facts["script"]).stem
         start_trackers(self.accelerator, project, self.args.output_dir, self.metrics.run_id, settings, step)
-        forget_peak(self.device)
 
     def bar(self, batches):
         """The batches of an evaluation behind a bar, which a terminal shows while they last."""
-        self.compilations.first_evaluation()
         return bar(batches, "evaluating", is_main_process=self.accelerator.is_main_process)
 
     @contextlib.contextmanager
@@ -94,19 +89,10 @@ class Log:
         self.watch.begin()
 
     def step(self, step: int) -> None:
-        """After each step. The first ones tell how long the run will take and what memory it needs."""
+        """After each step."""
         self._count(step)
-        self.watch.end()
-        for line in self.compilations.news():
-            self.progress.write(line)
+        self.watch.end(self.steps.last - step)
         self.progress.update(step)
-        done = step - self.started
-        if done <= FIRST and torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        if done == 1:  # which compiles
-            self.second = time.perf_counter()
-        elif done == FIRST:
-            self._estimate(step, (time.perf_counter() - self.second) / (FIRST - 1))
         self.watch.begin()
 
     def train(self, step: int, means: dict, learning_rate: float, skipped: list[int]) -> None:
@@ -118,13 +104,8 @@ class Log:
                 positions = [steps.rows_before(done - 1), steps.rows_before(done)]  # of rows: first, end
                 main.write({"step": step, "event": "skipped_update", "update": done, "positions": positions})
                 self.skipped += 1
-        epochs = steps.epochs(step)
-        for name in [name for name, epoch in epochs.items() if epoch >= 1 and name not in self.repeating]:
-            main.write({"step": step, "event": "repeats", "source": name})
-            self.progress.write(f"data       {name}: first epoch done, rows repeat")
-            self.repeating.append(name)
         record = {"step": step, "epoch": steps.epoch(step)}
-        record |= {f"epoch/{name}": epoch for name, epoch in epochs.items()}
+        record |= {f"epoch/{name}": epoch for name, epoch in steps.epochs(step).items()}
         record |= {"samples": steps.rows_before(step), "tokens": steps.tokens_before(step)}
         record |= means | {"learning_rate": learning_rate, "skipped_updates": self.skipped}
         self._record(record | self.throughput.measure(step))
@@ -132,9 +113,16 @@ class Log:
     def evaluation(self, step: int, record: dict, samples=()) -> None:
         """A record of an evaluation, samples of what the model can do, and new curves."""
         if self.args.eval_only:
-            return self.accelerator.print(json.dumps(finite(record)))
+            lines = [f"{self.facts['model_type']}, evaluated after step {step}", *_table(record)]
+            return self.accelerator.print(*lines, json.dumps(finite(record)), sep="\n")
+        error = record.get("loss/eval_stderr") or 0
+        if error > UNSURE and self.evaluated is None:
+            self.progress.write(f"advice     few rows are evaluated: the perplexity's error is {error:.0%}; "
+                                "name more text to evaluate on, or raise --max_eval_samples")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
+        if samples:  # what the printed command tries, too
+            self.tried = samples[0].splitlines()[0].removeprefix("> ").partition("  ->  ")[0]
         for text in samples if step or self.args.model_name_or_path else ():  # else they are noise
             self.progress.write(text)
         if self.accelerator.is_main_process:
@@ -156,17 +144,6 @@ class Log:
         counts = {"step": step, "tokens": self.steps.tokens_before(step)}
         self.facts |= counts | {"seconds": self.throughput.seconds}
 
-    def _estimate(self, step: int, seconds: float) -> None:
-        """How long the run will take at so many seconds a step, and the memory of its first steps."""
-        left = seconds * (self.steps.last - step)
-        rate = f"{1000 * seconds:,.0f} ms a step"
-        lines = [f"time       about {duration(left)} left, at {rate}; evaluations and saves come on top"]
-        if peak := peak_memory(self.device):
-            room = memory_of(self.device) / 2**30
-            lines.append(f"memory     {peak / 2**30:,.1f} GiB at the peak of these steps, of {room:,.1f} GiB")
-        for line in lines:
-            self.progress.write(line)
-
     def _record(self, record: dict) -> None:
         """Of training or evaluation, with its step; 0-d tensors become numbers."""
         self._events(record["step"])
@@ -183,11 +160,10 @@ class Log:
     def _summary(self, step: int) -> str:
         facts, folder = self.facts, self.args.output_dir
         results = {"steps": step, "tokens": facts["tokens"], "time": duration(facts["seconds"])}
-        results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else self.compilations.summary()
-        results |= {name: value for name, value in finite(facts["results"]).items() if value is not None}
-        results |= {"model": self.hub.url or folder, "curves": f"{folder}/curves.png"}
+        results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}
+        results |= facts["results"] | {"model": self.hub.url or folder, "curves": f"{folder}/curves.png"}
         label, text, options = TRY[facts["pipeline_tag"]]
-        text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
+        text = (self.tried or text).replace("[MASK]", facts["mask_token"] or "[MASK]")
         # As in JSON, with double quotes: the shell needs the single ones.
         words = facts["pipeline_tag"], folder, text
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
@@ -197,9 +173,12 @@ class Log:
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
         commands["publish"] = self.hub.command
         names = ", ".join(facts["settings"]["dataset_name"])
-        width = max(map(len, [*results, *commands]))
-        lines = [f"{facts['model_type']} on {names}"]
-        lines += [f"  {name:<{width}}  {readable(value)}" for name, value in results.items()]
-        lines += ["Next:"]
-        lines += [f"  {name:<{width}}  {text}" for name, text in without_secrets(commands).items()]
-        return "\n".join(lines)
+        lines = [f"{facts['model_type']} on {names}", *_table(results)]
+        lines += ["Next:", *_table(without_secrets(commands))]
+        return "\n".join(lines + [f"Published: {self.hub.url}"] * bool(self.hub.url))
+
+
+def _table(values: dict) -> list[str]:
+    """A line for each value, without what is missing or not finite."""
+    known = {name: readable(value) for name, value in finite(values).items() if value is not None}
+    return [f"  {name:<16}  {text}" for name, text in known.items()]

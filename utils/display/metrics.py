@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utils.io.files import set_aside, write_json
+from utils.io.files import replacing, set_aside, write_json
 
 
 class Metrics:
@@ -43,12 +43,9 @@ class Metrics:
         elif step and not self.path.exists():
             print(f"warning    {self.path} is missing: the lines up to step {step} are lost")
         lines = [json.dumps(finite(line), allow_nan=False) + "\n" for line in self.kept]
-        self.path.touch()
+        with replacing(self.path) as temporary:
+            temporary.write_text("".join(lines))
         self.file = open(self.path, "r+b", buffering=0)
-        if (content := "".join(lines).encode()) != self.file.read():
-            self.file.seek(0)
-            self.file.write(content)
-            self.file.truncate()
         starts = [start for start in self.known.get("starts", []) if start["step"] < step]
         self.known = {"settings": settings, "rows": rows, "run_id": self.run_id, "finished": None,
                       "starts": [*starts, {"step": step, **launch}], **environment}  # fmt: skip

@@ -2,8 +2,9 @@
 
 import os
 import sys
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
+from utils.io.terminal import visible
 from utils.launch import counted
 from utils.learning.losses import keytoken_row_weights
 
@@ -13,11 +14,17 @@ def show_rows(args, accelerator, loader, tokenizer, keytokens=None) -> None:
 
     loader: of all positions from 0; keytokens [V]: 1 at key tokens, None if rows have no weights."""
     alpha = args.keytoken_alpha if keytokens is not None and keytokens.any() else 0.0
-    rows = list(islice(_rows(accelerator.prepare(loader), keytokens if alpha else None, alpha), args.show))
+    batches = iter(accelerator.prepare(loader))
+    first = next(batches)
+    batches = chain([first], batches)
+    rows = list(islice(_rows(batches, keytokens if alpha else None, alpha), args.show))
     if not accelerator.is_main_process:
         return
     end, mask = tokenizer.eos_token or tokenizer.sep_token, tokenizer.mask_token
     lines = [f"What the model is fed: the first {counted(len(rows), 'row')} of this run"]
+    columns = (f"{name} {str(column.dtype).removeprefix('torch.')} {[*column.shape]}"
+               for name, column in first.items())
+    lines.append(f"  a batch is {', '.join(columns)}")
     lines.append(f"  {end} ends a document; all special tokens are shown by their names")
     if "key" in rows[0]:
         lines.append(f"  «plt» is a key token: it adds {alpha:g} to its row's weight, which is 1 without")
@@ -38,24 +45,21 @@ def show_rows(args, accelerator, loader, tokenizer, keytokens=None) -> None:
 
 
 def _rows(batches, keytokens, alpha):
-    """The rows of this process's micro-batches, {name: list or number}."""
+    """The rows of this process's micro-batches, {name: list or number}, without padding, which is counted."""
     for batch in batches:
         if keytokens is not None:
             weights = keytoken_row_weights(batch["input_ids"], keytokens, alpha)
             batch = batch | {"key": keytokens[batch["input_ids"]], "weight": weights}
         for values in zip(*(column.tolist() for column in batch.values()), strict=True):
-            yield dict(zip(batch, values, strict=True))
-
-
-def _tokens(row: dict) -> list[int]:
-    """Without the padding, which comes last."""
-    ids = row["input_ids"]
-    return ids[: len(ids) - row.get("attention_mask", []).count(0)]
+            row = dict(zip(batch, values, strict=True))
+            padding = row.get("attention_mask", []).count(0)  # it comes last
+            ids = row["input_ids"][: len(row["input_ids"]) - padding]
+            yield row | {"input_ids": ids, "padding": padding}
 
 
 def _facts(row: dict, step: int, total: str) -> str:
-    tokens, padding = len(_tokens(row)), row.get("attention_mask", []).count(0)
-    facts = [counted(tokens, "token")] + ([f"{padding} of padding"] if padding else [])
+    facts = [counted(len(row["input_ids"]), "token")]
+    facts += [f"{row['padding']} of padding"] if row["padding"] else []
     if "slots" in row:
         facts.append(f"{sum(label != -100 for label in row['slot_labels'])} to be predicted")
     if "weight" in row:
@@ -67,7 +71,7 @@ def _facts(row: dict, step: int, total: str) -> str:
 
 def _text(row: dict, tokenizer, end: str) -> str:
     """The lines of a row. Each begins with "│"."""
-    ids, key, parts = _tokens(row), row.get("key"), ["\n  │ "]
+    ids, key, parts = row["input_ids"], row.get("key"), ["\n  │ "]
     slots = zip(row.get("slots", []), row.get("slot_labels", []), strict=True)
     labels = {place: label for place, label in slots if label != -100}  # -100: an empty slot
     special = set(tokenizer.all_special_ids)
@@ -75,8 +79,7 @@ def _text(row: dict, tokenizer, end: str) -> str:
 
     def decoded(tokens: list[int]) -> str:
         texts = [tokenizer.decode(t, clean_up_tokenization_spaces=False) for t in (anchor, anchor + tokens)]
-        text = texts[1].removeprefix(texts[0])
-        return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+        return visible(texts[1].removeprefix(texts[0]))
 
     def word(token: int) -> str:
         text = tokenizer.convert_ids_to_tokens(token) if token in special else decoded([token])

@@ -1,6 +1,7 @@
 """What the user sees of a run: lines of losses, on a terminal a bar below them, few messages of libraries."""
 
 import logging
+import math
 import os
 import sys
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from tqdm.auto import tqdm
 
 from utils.display.metrics import by_set
-from utils.display.slow import show_slow_paths
+from utils.io.terminal import visible
 
 SHOWN = {  # name in the line -> metric, format
     "eval loss": ("loss/eval", ".4f"),
@@ -50,7 +51,7 @@ class Progress:
         train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
         shown = {"loss": (train, ".4f"), **SHOWN}
         texts = {name: format_metric(record, *how) for name, how in shown.items()}
-        if record.get("loss/eval_stderr") is not None:  # with a single evaluation set
+        if math.isfinite(record.get("loss/eval_stderr") or math.nan):  # with a single set of several rows
             texts["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
         texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # these fit a narrow terminal
         texts["skipped"] = str(record.get("skipped_updates") or "")
@@ -63,6 +64,7 @@ class Progress:
     def write(self, text: str) -> None:
         """Print above the bar."""
         if self.is_main_process:
+            text = visible(text)
             tqdm.write(text, file=sys.stdout) if not self.bar.disable else print(text, flush=True)
 
     def close(self) -> None:
@@ -83,9 +85,11 @@ def quiet_libraries(level: int = logging.ERROR) -> None:
             logging.getLogger(name).setLevel(level)
     if os.environ.get("RANK", "0") == "0":  # waiting for the Hub is no silence
         logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)
-        show_slow_paths(level)
+        for name in ("transformers.models", "transformers.integrations"):  # a model without its kernels
+            logging.getLogger(name).setLevel(min(level, logging.WARNING))
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
+    warnings.filterwarnings("ignore", message=r"std\(\)")  # of one row there is no standard error
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
 

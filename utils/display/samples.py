@@ -14,6 +14,7 @@ from utils.learning.losses import eval_mode
 # 1909.05858, section 4.1), or small or young models would repeat one phrase forever.
 DECODING = {"do_sample": False, "repetition_penalty": 1.2}
 MASK = "[MASK]"  # in prompts, replaced by the tokenizer's own mask token
+MOST_LINES = 12  # of a completion
 ROWS = ["rows"]  # the setting prompts: take the beginnings of evaluation rows
 
 
@@ -40,8 +41,8 @@ def _for_samples(accelerator, model):
 
 
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
-    """The last line of each prompt and its completion. [] on other processes than the first, under FSDP
-    (nobody holds all weights), on XLA (each length is a graph)."""
+    """The last line of each prompt, behind "> ", and its completion. [] on other processes than the first,
+    under FSDP (nobody holds all weights), on XLA (each length is a graph)."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     if sharded or not accelerator.is_main_process:
         return []
@@ -56,7 +57,8 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_row
             new = lm.generate(ids, **options)[0, ids.shape[1] :]
             text = tokenizer.decode(new, skip_special_tokens=True).rstrip()
             text = re.sub(r"\n\s*\n", "\n\n", text)  # young models give many blank lines
-            texts.append(f"{prompt.strip().splitlines()[-1]}\n{text}\n")
+            lines = text.splitlines()[:MOST_LINES]
+            texts.append("\n".join([f"> {prompt.strip().splitlines()[-1]}", *lines, ""]))
     return texts
 
 

@@ -73,10 +73,6 @@ class Throughput:
     def __init__(self, steps, flops_per_token=0.0, peak: float | None = None, *, step=0, seconds=0.0):
         self.steps, self.flops_per_token, self.peak, self.measured = steps, flops_per_token, peak, 0
         self.tokens, self.run_start = steps.tokens_before(step), time.perf_counter() - seconds
-        self.begin()
-
-    def begin(self) -> None:
-        """The loop begins: what came before counts neither for tokens/s nor for the time left."""
         self.interval_start = time.perf_counter()
         self.apart_seconds = Counter()  # by name, in this log interval
 

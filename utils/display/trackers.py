@@ -3,17 +3,15 @@
 from pathlib import Path
 
 
-def check_trackers(report_to: str) -> list[str]:
-    """report_to ("none", or names separated by commas) as Accelerator(log_with=...) takes it. ValueError if a
-    tracker's package is missing: accelerate would leave it out silently."""
+def tracker_problems(report_to: str) -> list[str]:
+    """A line if the package of a tracker is missing: accelerate would leave it out silently."""
     from accelerate.tracking import get_available_trackers
 
-    names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
-    missing = sorted(set(names) - {str(name) for name in get_available_trackers()} - {"all"})
-    if missing:
-        cause = f"report_to is {report_to!r}, but {', '.join(missing)} cannot be imported here"
-        raise ValueError(f"{cause}: `pip install {' '.join(missing)}`, or --report_to none")
-    return names
+    wanted = {name.strip() for name in report_to.split(",")} - {"", "none", "all"}
+    if not (missing := sorted(wanted - {str(name) for name in get_available_trackers()})):
+        return []
+    cause = f"report_to is {report_to!r}, but {', '.join(missing)} cannot be imported here"
+    return [f"{cause}: `pip install {' '.join(missing)}`, or --report_to none"]
 
 
 def start_trackers(accelerator, project: str, output_dir, run_id: str, settings: dict, step: int) -> None:
