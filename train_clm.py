@@ -6,7 +6,9 @@
     accelerate launch --config_file accelerate_configs/tpu.yaml train_clm.py   # one TPU host
 
 Run the same command again and it continues where it stopped. `--help` lists the settings, the fields of
-TrainArgs below: edit them there, or give them as flags.
+TrainArgs below: edit them there, or give them as flags. Edit main, too: docs/editing.md shows how, and
+`python -m utils.check train_clm.py` tells what still holds. Every process runs every line of main, and many
+lines wait for the others: Log, Hub and save_model write on the first process by themselves.
 
 Shapes: B rows per micro-batch, T tokens per row (block_size), V vocabulary. A step is an optimizer step.
 """
@@ -17,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed `utils`; TPU appends it
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed package `utils`
 
 from utils.entry import entry_point  # isort: skip  # first: it handles stop signals from here on
 
@@ -52,7 +54,7 @@ PROMPTS = [
     "from sklearn.ensemble import RandomForestRegressor\n\n# fit a random forest with 300 trees to X, y\n",
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
-# Where --dataset_name names other data: all documents, and beginnings of evaluation rows as prompts.
+# Where --dataset_name is another one: all its documents, and beginnings of evaluation rows as prompts.
 OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
 # Of the default model_type, by transformers' names.
@@ -146,15 +148,16 @@ PRESETS = {
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
         model_type="gpt2",
-        config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257, to 64 x 786
+        config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257 in 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
         learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
         prompts=["rows"], output_dir="runs/gpt2-124m",
     ),
 }
 
-# What may differ when a run continues, since it changes what is shown and kept, not what is learnt. Beside it
-# the division of a step's rows into micro-batches and processes, and the length while the rate is constant.
+# Settings that may differ when a run continues: they change what is shown and kept, not what is learnt. The
+# rows per step (B x micro-batches x processes) must stay the same. max_train_steps is not in this list, but
+# may change as long as the learning rate does not depend on it.
 MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_device_eval_batch_size
     gradient_accumulation_steps gradient_checkpointing logging_steps eval_at_start eval_steps save_steps
     save_total_limit max_eval_samples prompts output_dir resume_from_checkpoint eval_only show report_to
@@ -164,70 +167,71 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
     args = args or parse_args(TrainArgs, PRESETS, OTHER_DATA)
-    problems = check_settings(args, "causal", MAY_CHANGE)  # told with those of the data, before any work
+    problems = check_settings(args, "causal", MAY_CHANGE)  # load_rows raises them, with its own
     accelerator = Accelerator(
-        **launch_options(),  # precision and compiler: of accelerate_configs/*.yaml, also without a launcher
+        **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher
         log_with=None if args.report_to == "none" else args.report_to.split(","),
         project_dir=args.output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(
             gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
     )
     check_launch(accelerator)  # every process must see the others
-    hub = Hub(args, accelerator)  # with push_to_hub: makes the repository now, pushes in the background
+    hub = Hub(args, accelerator, problems)  # with push_to_hub: makes the repository now
 
     # ---- Data: rows of T tokens, prepared once per machine; those to evaluate on by name, a single set as ""
     tokenizer, rows, eval_rows = load_rows(args, accelerator, problems)
-    steps = Steps(args, accelerator, rows)  # all row arithmetic
-    keytokens = keytoken_table(args.keytokens, tokenizer, accelerator.device)  # [V], 1 at key tokens
+    steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
+    keytokens = keytoken_table(args.keytokens, tokenizer, accelerator.device)  # float [V], 1 at key tokens
     if args.show:
         return show_rows(args, accelerator, train_loader(rows, args), tokenizer, keytokens)
 
     # ---- Model, optimizer, schedule
     set_seed(args.seed)
     model = CausalLMLoss(build_model(args, "causal", tokenizer))  # (batch, row weights) -> loss, rows' losses
-    to_device(model, accelerator)
-    optimizer = build_optimizer(model, args)  # grouped weight decay
+    to_device(model, accelerator)  # before the optimizer: it compiles blocks, and XLA makes new parameters
+    optimizer = build_optimizer(model, args)  # one of Muon and AdamW, or AdamW alone; grouped weight decay
     schedule = build_schedule(optimizer, args, steps.last)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
     guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
-    means = Means(accelerator, "train", "train_plain")  # of the weighted loss and the plain one, for the log
+    means = Means(accelerator, "train", "train_plain")  # loss/train, the weighted one, ... in the log
 
     # ---- Where the run continues
     checkpoints = Checkpoints(
         args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
-        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,  # yours: one more name
+        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,
+        # yours: name=thing, with state_dict and load_state_dict; saved as the first process has it
     )  # fmt: skip
-    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run
-    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)
-    if log.finished:  # by an earlier start; what it could not push is pushed now
+    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run; eval_only: models alone
+    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)  # drops later records
+    if log.finished:  # an earlier start has done all; what it could not push is pushed now
         hub.push(step)
         sys.exit(int(not hub.finish()))
     batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last))
     batches = iter(accelerator.prepare(batches))
     eval_batches = {name: eval_loader(some, args) for name, some in eval_rows.items()}
     eval_batches = {name: accelerator.prepare(loader) for name, loader in eval_batches.items()}
-    signals = StopSignals(accelerator)  # from now on the first one lets the run save
+    signals = StopSignals(accelerator)  # from here on a first signal lets the run save; before, it ends it
 
-    # A batch: input_ids [B, T]; and of each row [B] its position in the stream, epoch, row and source, the
-    # number of its data set. row is -1 where the last batch of an evaluation is filled up.
+    # A batch is a dict of input_ids [B, T] and, for each row [B], its position in the stream, epoch, row (its
+    # number; -1 where the last batch of an evaluation is filled up) and source (the number of its data set).
     def evaluate() -> dict:
         """{metric: value} over each evaluation set, each row once; {} if a stop signal ends it."""
         steps.seed(step)
         model.eval()
         record = {}
         for name, loader in eval_batches.items():
-            losses, numbers = [], []
+            losses, row_numbers = [], []
             for batch in log.bar(loader):
                 with torch.no_grad():
                     losses.append(model(batch)[1])  # [B], each the mean over T - 1 predictions
-                numbers.append(batch["row"])
-                if signals.agreed():
-                    return {}
-            losses, numbers = accelerator.gather((torch.cat(losses), torch.cat(numbers)))
-            losses = losses.cpu().double()[numbers.cpu() >= 0]  # of all processes
+                row_numbers.append(batch["row"])
+                if signals.agreed():  # the answer of the call before, the same on all processes
+                    return {}  # the run ends now
+            losses, row_numbers = accelerator.gather((torch.cat(losses), torch.cat(row_numbers)))
+            losses = losses.cpu().double()[row_numbers.cpu() >= 0]  # of all processes
             loss = losses.mean().item()
             metrics = {
-                "loss/eval": loss,
+                "loss/eval": loss,  # keep this name: a resume looks for it
                 "loss/eval_stderr": (losses.std() / math.sqrt(len(losses))).item(),
                 "perplexity": math.exp(min(loss, 700)),
                 "bits_per_byte": loss / math.log(2) / eval_rows[name].bytes_per_token,
@@ -239,11 +243,11 @@ def main(args: TrainArgs | None = None) -> None:
 
     if args.eval_only:
         record = evaluate()
-        signals.exit(finished=bool(record))
+        signals.exit_if_stopped(finished=bool(record))
         return log.evaluation(step, record)
 
-    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save or push should end at
-    # once; then one optimizer step
+    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save should end at once;
+    # then one optimizer step
     while True:
         if steps.due(step, args.eval_steps) and (step or args.eval_at_start) and log.evaluated != step:
             with log.timed("evaluation"):
@@ -253,14 +257,14 @@ def main(args: TrainArgs | None = None) -> None:
         stopping = step >= steps.last or signals.agreed()
         if steps.due(step, args.save_steps) or stopping:
             with log.timed("save"):
-                checkpoints.save(step, must=stopping or step == 0)  # in the background, unless it must
-                save_model(args, accelerator, model, tokenizer, log.facts)
+                checkpoints.save(step, must=stopping or step == 0)  # in the background, or it must succeed
+                save_model(args, accelerator, model, tokenizer, log.facts)  # these for the model card
                 hub.push(step)
         if stopping:
             break
 
         micro_batches = [next(batches) for _ in range(steps.micro_batches(step))]
-        steps.seed(step)  # now random numbers are a function of (seed, step, process)
+        steps.seed(step)  # from here on random numbers are a function of (seed, step, process)
         losses = torch.zeros(2, device=accelerator.device)
         for micro_step, batch in enumerate(micro_batches, 1):
             last = micro_step == len(micro_batches)
@@ -272,20 +276,19 @@ def main(args: TrainArgs | None = None) -> None:
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
         means.add(losses, skipped)
-        learning_rate = schedule.get_last_lr()[0]  # of this step
+        learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         step += 1
         log.step(step)
-        if steps.due(step, args.logging_steps):  # here the host waits for the device
+        if steps.due(step, args.logging_steps):  # losses since the last record, norm and rate of this step
             log.train(step, means.read(grad_norm=guard.norm), learning_rate, guard.read())
 
-    checkpoints.wait()  # for what is written in the background
     pushed = hub.finish()  # False: a message says how to upload what did not arrive
     log.finish(step)
     finished = step >= steps.last and log.evaluated == step
-    signals.exit(finished)  # if a signal stopped it before: 143 after SIGTERM, 130 after Ctrl-C
+    signals.exit_if_stopped(finished)  # status 143 after SIGTERM, 130 after Ctrl-C
     if not pushed:
         sys.exit(1)
 

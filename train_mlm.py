@@ -6,7 +6,9 @@
     accelerate launch --config_file accelerate_configs/tpu.yaml train_mlm.py   # one TPU host
 
 Run the same command again and it continues where it stopped. `--help` lists the settings, the fields of
-TrainArgs below: edit them there, or give them as flags.
+TrainArgs below: edit them there, or give them as flags. Edit main, too: docs/editing.md shows how, and
+`python -m utils.check train_mlm.py` tells what still holds. Every process runs every line of main, and many
+lines wait for the others: Log, Hub and save_model write on the first process by themselves.
 
 Shapes: B rows per micro-batch, T tokens per row (block_size), K predictions. A step is an optimizer step.
 """
@@ -17,7 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed `utils`; TPU appends it
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed package `utils`
 
 from utils.entry import entry_point  # isort: skip  # first: it handles stop signals from here on
 
@@ -130,7 +132,8 @@ PRESETS = {
     "laptop": {},  # the defaults: minutes on two cores, no network
     "wikitext-roberta": dict(  # Hugging Face's Keras example for TPUs: RoBERTa base on WikiText-103
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", block_size=512,
-        model_type="roberta", config_overrides="", vocab_size=25_000, mlm_probability=0.15,
+        model_type="roberta", config_overrides="layer_norm_eps=1e-5,type_vocab_size=1",  # roberta-base's
+        vocab_size=25_000, mlm_probability=0.15,
         per_device_train_batch_size=16, per_device_eval_batch_size=16, optimizer_type="adamw",
         learning_rate=1e-4, weight_decay=1e-3, adam_beta2=0.999, max_grad_norm=0, lr_scheduler_type="linear",
         num_warmup_steps=0.05, num_train_epochs=10, max_train_steps=0, eval_steps=0, save_steps=0,
@@ -151,6 +154,7 @@ PRESETS = {
     "modernbert-base": dict(  # ModernBERT's first phase, 26 B of its 1,719 B tokens; not run (docs/masked.md)
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
         tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=MODERNBERT,
+        max_train_samples=33_000 * 768,  # of the sample: what the steps take
         per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
         learning_rate=8e-4, weight_decay=0.0125, adam_beta2=0.98, lr_scheduler_type="warmup_stable_decay",
         num_warmup_steps=3815, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
@@ -159,6 +163,7 @@ PRESETS = {
     "bert-24h": dict(  # Cramming's BERT of one GPU and one day, 18 B tokens; not run (docs/masked.md)
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
         tokenizer_name="google-bert/bert-base-uncased", mlm_probability=0.25,
+        max_train_samples=35_000 * 4096,
         config_overrides="num_hidden_layers=16,intermediate_size=1536,local_attention=256",  # all T
         per_device_train_batch_size=512, gradient_accumulation_steps=8, optimizer_type="adamw",
         learning_rate=1e-3, weight_decay=0.01, adam_beta2=0.98, max_grad_norm=0.5, lr_scheduler_type="linear",
@@ -168,8 +173,9 @@ PRESETS = {
 }
 
 
-# What may differ when a run continues, since it changes what is shown and kept, not what is learnt. Beside it
-# the division of a step's rows into micro-batches and processes, and the length while the rate is constant.
+# Settings that may differ when a run continues: they change what is shown and kept, not what is learnt. The
+# rows per step (B x micro-batches x processes) must stay the same. max_train_steps is not in this list, but
+# may change as long as the learning rate does not depend on it.
 MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_device_eval_batch_size
     gradient_accumulation_steps gradient_checkpointing logging_steps eval_at_start eval_steps save_steps
     save_total_limit max_eval_samples prompts output_dir resume_from_checkpoint eval_only show report_to
@@ -180,22 +186,22 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 def main(args: TrainArgs | None = None) -> None:
     args = args or parse_args(TrainArgs, PRESETS, OTHER_DATA)
     kind = "pretraining" if args.next_sentence else "masked"  # of transformers' models
-    problems = check_settings(args, kind, MAY_CHANGE)  # told with those of the data, before any work
+    problems = check_settings(args, kind, MAY_CHANGE)  # load_rows raises them, with its own
     accelerator = Accelerator(
-        **launch_options(),  # precision and compiler: of accelerate_configs/*.yaml, also without a launcher
+        **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher
         log_with=None if args.report_to == "none" else args.report_to.split(","),
         project_dir=args.output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(
             gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
     )
     check_launch(accelerator)  # every process must see the others
-    hub = Hub(args, accelerator)  # with push_to_hub: makes the repository now, pushes in the background
+    hub = Hub(args, accelerator, problems)  # with push_to_hub: makes the repository now
 
     # ---- Data: rows of T tokens, prepared once per machine; those to evaluate on by name, a single set as ""
     n_special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
     tokenizer, rows, eval_rows = load_rows(args, accelerator, problems, "unigram", n_special)
-    steps = Steps(args, accelerator, rows)  # all row arithmetic
-    mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)
+    steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
+    mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)  # a function of (seed, epoch, row)
     eval_mask = MaskTokens(tokenizer, EVAL_MASKED, args.seed)  # the same masks in every evaluation
     if args.show:
         return show_rows(args, accelerator, train_loader(rows, args, collate=mask), tokenizer)
@@ -203,49 +209,50 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Model, optimizer, schedule
     set_seed(args.seed)
     model = MaskedLMLoss(build_model(args, kind, tokenizer))  # batch -> sums over rows and of each row
-    to_device(model, accelerator)
-    optimizer = build_optimizer(model, args)  # grouped weight decay
+    to_device(model, accelerator)  # before the optimizer: it compiles blocks, and XLA makes new parameters
+    optimizer = build_optimizer(model, args)  # one of Muon and AdamW, or AdamW alone; grouped weight decay
     schedule = build_schedule(optimizer, args, steps.last)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
     guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
     names = ["train", "train_mlm", *(["train_nsp"] if args.next_sentence else [])]
-    means = Means(accelerator, *names)  # of the whole loss and its parts, for the log
+    means = Means(accelerator, *names)  # loss/train, the whole one, and its parts in the log
 
     # ---- Where the run continues
     checkpoints = Checkpoints(
         args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
-        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,  # yours: one more name
+        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,
+        # yours: name=thing, with state_dict and load_state_dict; saved as the first process has it
     )  # fmt: skip
-    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run
-    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)
-    if log.finished:  # by an earlier start; what it could not push is pushed now
+    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run; eval_only: models alone
+    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)  # drops later records
+    if log.finished:  # an earlier start has done all; what it could not push is pushed now
         hub.push(step)
         sys.exit(int(not hub.finish()))
-    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last), mask)
+    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last), collate=mask)
     batches = iter(accelerator.prepare(batches))
-    eval_batches = {name: eval_loader(some, args, eval_mask) for name, some in eval_rows.items()}
+    eval_batches = {name: eval_loader(some, args, collate=eval_mask) for name, some in eval_rows.items()}
     eval_batches = {name: accelerator.prepare(loader) for name, loader in eval_batches.items()}
-    signals = StopSignals(accelerator)  # from now on the first one lets the run save
+    signals = StopSignals(accelerator)  # from here on a first signal lets the run save; before, it ends it
 
-    # A batch: input_ids [B, T], masked; slots [B, K], the positions to predict, and slot_labels; of sentence
-    # pairs token_type_ids, attention_mask and next_sentence_label, too; and of each row [B] its position in
-    # the stream, epoch, row and source, the number of its data set. row is -1 where the last batch of an
-    # evaluation is filled up.
+    # A batch is a dict of input_ids [B, T], masked; slots [B, K], the positions to predict, and slot_labels;
+    # for sentence pairs also token_type_ids, attention_mask and next_sentence_label; and for each row [B] its
+    # position in the stream, epoch, row (its number; -1 where the last batch of an evaluation is filled up)
+    # and source (the number of its data set).
     def evaluate() -> dict:
         """{metric: value} over each evaluation set, each row once; {} if a stop signal ends it."""
         steps.seed(step)
         model.eval()
         record = {}
         for name, loader in eval_batches.items():
-            sums, numbers = [], []
+            sums, row_numbers = [], []
             for batch in log.bar(loader):
                 with torch.no_grad():
                     sums.append(model(batch)["rows"])  # [B, 3 or 6]: losses, predictions, right ones, of each
-                numbers.append(batch["row"])
-                if signals.agreed():
-                    return {}
-            sums, numbers = accelerator.gather((torch.cat(sums), torch.cat(numbers)))
-            sums = sums.cpu().double()[numbers.cpu() >= 0]  # of all processes
+                row_numbers.append(batch["row"])
+                if signals.agreed():  # the answer of the call before, the same on all processes
+                    return {}  # the run ends now
+            sums, row_numbers = accelerator.gather((torch.cat(sums), torch.cat(row_numbers)))
+            sums = sums.cpu().double()[row_numbers.cpu() >= 0]  # of all processes
             metrics = masked_metrics(sums)  # adds up, then divides once
             record |= {f"{metric}/{name}".rstrip("/"): value for metric, value in metrics.items()}
         model.train()
@@ -253,11 +260,11 @@ def main(args: TrainArgs | None = None) -> None:
 
     if args.eval_only:
         record = evaluate()
-        signals.exit(finished=bool(record))
+        signals.exit_if_stopped(finished=bool(record))
         return log.evaluation(step, record)
 
-    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save or push should end at
-    # once; then one optimizer step
+    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save should end at once;
+    # then one optimizer step
     while True:
         if steps.due(step, args.eval_steps) and (step or args.eval_at_start) and log.evaluated != step:
             with log.timed("evaluation"):
@@ -267,14 +274,14 @@ def main(args: TrainArgs | None = None) -> None:
         stopping = step >= steps.last or signals.agreed()
         if steps.due(step, args.save_steps) or stopping:
             with log.timed("save"):
-                checkpoints.save(step, must=stopping or step == 0)  # in the background, unless it must
-                save_model(args, accelerator, model, tokenizer, log.facts)
+                checkpoints.save(step, must=stopping or step == 0)  # in the background, or it must succeed
+                save_model(args, accelerator, model, tokenizer, log.facts)  # these for the model card
                 hub.push(step)
         if stopping:
             break
 
         micro_batches = [next(batches) for _ in range(steps.micro_batches(step))]
-        steps.seed(step)  # now random numbers are a function of (seed, step, process)
+        steps.seed(step)  # from here on random numbers are a function of (seed, step, process)
         # Rows differ in their number of predictions: count those of the step on all processes first.
         labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
         counts = torch.stack([sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels])
@@ -289,20 +296,19 @@ def main(args: TrainArgs | None = None) -> None:
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
         means.add(torch.cat([losses.sum(0, keepdim=True), losses]), skipped)
-        learning_rate = schedule.get_last_lr()[0]  # of this step
+        learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         step += 1
         log.step(step)
-        if steps.due(step, args.logging_steps):  # here the host waits for the device
+        if steps.due(step, args.logging_steps):  # losses since the last record, norm and rate of this step
             log.train(step, means.read(grad_norm=guard.norm), learning_rate, guard.read())
 
-    checkpoints.wait()  # for what is written in the background
     pushed = hub.finish()  # False: a message says how to upload what did not arrive
     log.finish(step)
     finished = step >= steps.last and log.evaluated == step
-    signals.exit(finished)  # if a signal stopped it before: 143 after SIGTERM, 130 after Ctrl-C
+    signals.exit_if_stopped(finished)  # status 143 after SIGTERM, 130 after Ctrl-C
     if not pushed:
         sys.exit(1)
 

@@ -37,7 +37,7 @@ FAULTS = [
           "(plain if name.endswith('bias') else decayed)",
           "test_optim.py no_bias_and_no_norm"),
     Fault("evaluation counts padding", "train_clm.py",
-          '[numbers.cpu() >= 0]', '[numbers.cpu() >= -1]',
+          '[row_numbers.cpu() >= 0]', '[row_numbers.cpu() >= -1]',
           "test_train_clm.py evaluation_is_the_sum"),
     Fault("schedule steps twice", "train_clm.py",
           "schedule.step()\n", "schedule.step() or schedule.step()\n",

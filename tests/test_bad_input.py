@@ -66,7 +66,7 @@ CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.js
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder
 CLM | --dataset_name ../image.png                       | holds no file of the types
-CLM | --dataset_name ../folder.py                       | holds no file of the types && by a glob, such as 'src/**/*.py'
+CLM | --dataset_name ../folder.py                       | holds no file of the types && by a glob, such as
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
 CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one that holds text
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
@@ -93,6 +93,8 @@ CLM | --model_type longcat_flash                        | longcat_flash has no
 CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4':
 CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | Field 'n_positions' expected int, got list
+CLM | --config_overrides hidden_size=64,num_hidden_layers=2,num_attention_heads=2 | num_key_value_heads is 32, give it, too
+MLM | --prompts 'no mask here' 'a [MASK]'                | prompts: 'no mask here' has no [MASK]
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --model_type gpt2 --config_overrides n_layer=two | Field 'n_layer' expected int, got str (value: 'two')
 MLM | --config_overrides num_hidden_layers=nan          | Field 'num_hidden_layers' expected int, got str (value: 'nan')
@@ -104,17 +106,15 @@ CLM | --model_name_or_path ../old --tokenizer_name none | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token
 # resume
-CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
+CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old/checkpoints/step-00000003 holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
 CLM | --resume_from_checkpoint ../no                    | resume_from_checkpoint: ../no is no checkpoint
 CLM | --resume_from_checkpoint ../empty                 | resume_from_checkpoint: ../empty is no checkpoint
 # disk
-CLM | --output_dir ../corpus.jsonl                      | output_dir: ../corpus.jsonl is a file
-CLM | --output_dir ../corpus.jsonl/run                  | is not a folder. Name another folder
-CLM | --output_dir LONG                                 | its name is too long (300 bytes
-CLM | --cache_dir ../corpus.jsonl                       | cache_dir: ../corpus.jsonl is a file
-CLM | --cache_dir LONG                                  | cache_dir: && its name is too long (300 bytes
+CLM | --output_dir ../corpus.jsonl                      | output_dir: ../corpus.jsonl cannot be written && is a file
+CLM | --output_dir ../corpus.jsonl/run                  | corpus.jsonl is a file, not a folder. Name another folder
+CLM | --cache_dir ../corpus.jsonl                       | cache_dir: ../corpus.jsonl cannot be written && is a file
 # preparation
-PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | tokenizer_name: none given
+PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | arguments are required: --tokenizer_name
 PREPARE | --output_dir shards --dataset_name ../no.jsonl --tokenizer_name ../words | '../no.jsonl': no such file
 PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | unrecognized arguments: --block_size 1
 PREPARE | --output_dir shards --tokenizer_name ../words --validation_fraction nan | validation_fraction: must be in [0, 1)
@@ -123,13 +123,13 @@ PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --seed -1
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb 0   | shard_mb: must be 1e-06 or greater
 PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long
-PREPARE | --output_dir shards --dataset_nam x            | unrecognized arguments: --dataset_nam
+PREPARE | --output_dir shards --tokenizer_name x --dataset_nam x | unrecognized arguments: --dataset_nam
 PREPARE | --tokenizer_name ../words                      | the following arguments are required: --output_dir
 PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --tokenizer_name ../words | is not empty and holds no shards
 TOKENIZER | --output_dir words --dataset_name ../no.jsonl | '../no.jsonl': no such file
 TOKENIZER | --output_dir ../corpus.jsonl --dataset_name ../corpus.jsonl | ../corpus.jsonl cannot be written: && Not a directory
 TOKENIZER | --output_dir LONG --dataset_name ../corpus.jsonl | cannot be written: && File name too long
-TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --max_bytes 0 --seed -1 | max_bytes: must be 1 or greater && seed: must be 0
+TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --max_bytes 0 --vocab_size -1 | max_bytes: must be 1 or greater && vocab_size: must be 1
 TOKENIZER | --output_dir words --algorithm bpee          | invalid choice: 'bpee'
 # what comes after a run
 """  # noqa: E501
@@ -144,7 +144,7 @@ def around(tmp_path_factory):
     (folder / "empty.jsonl").write_text("")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1")
     (folder / "folder.py").mkdir()
-    (folder / "folder.py" / "a.md").write_text("# A title\n")
+    (folder / "folder.py" / "a.log").write_text("# A title\n")
     (folder / "empty").mkdir()
     (folder / "unnamed").mkdir()
     (folder / "unnamed/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
@@ -193,9 +193,9 @@ def test_it_is_told(around, number):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("MIXED_PRECISION", "fp8", "mixed_precision: 'fp8' from the launcher; give no, bf16 or fp16."),
-        ("MIXED_PRECISION", "fp16", "mixed_precision: fp16 from the launcher needs an accelerator"),
-        ("DYNAMO_BACKEND", "inducto", "dynamo_backend: 'inducto' from the launcher; give no or inductor."),
+        ("MIXED_PRECISION", "fp8", "mixed_precision: 'fp8' is unknown, give no, bf16 or fp16."),
+        ("MIXED_PRECISION", "fp16", "mixed_precision: fp16 needs an accelerator"),
+        ("DYNAMO_BACKEND", "inducto", "dynamo_backend: 'inducto' is unknown, give no or inductor."),
     ],
 )
 def test_what_the_launcher_asks_for_in_vain_is_told(around, name, value, said):

@@ -182,6 +182,29 @@ def masks_otherwise(edited, plain):
     assert lines[-1]["loss/eval"] != without[-1]["loss/eval"]
 
 
+def whole_words(edited, plain):
+    """Of text with line ends, tokenized by the saved tokenizer, each word is hidden whole or not at all."""
+    masks_otherwise(edited, plain)
+    tokenizer = AutoTokenizer.from_pretrained(edited.folder / "whole")
+    text = "The tokenizer reads documents.\nAnother paragraph of words, unfortunately.\n\n(nothing)\n"
+    encoded = tokenizer(text * 3, add_special_tokens=False, return_offsets_mapping=True)
+    ids = torch.tensor([encoded["input_ids"]]).expand(64, -1)  # [rows, T]
+    row = torch.arange(64)
+    masked = edited.module.MaskWords(tokenizer, 0.3, 0)(
+        {"input_ids": ids, "row": row, "position": row, "epoch": 0 * row})
+    words = [-1, *(len((text * 3)[:end].split()) if (text * 3)[start:end].strip() else -1
+                   for start, end in encoded["offset_mapping"])]  # of each place, which <s> moves by one
+    apart = set()  # words that were hidden without the next one, or the other way round
+    for slots, labels in zip(masked["slots"].tolist(), masked["slot_labels"].tolist(), strict=True):
+        hidden = [place for place, label in zip(slots, labels, strict=True) if label != -100]
+        partly = {words[p] for p in hidden if words[p] >= 0} & {
+            word for place, word in enumerate(words) if word >= 0 and place not in hidden}
+        assert len(partly) <= 1  # that at which the number of masks ran out
+        touched = {words[place] for place in hidden}
+        apart |= {word for word in range(max(words)) if (word in touched) != (word + 1 in touched)}
+    assert apart == {*range(max(words))}
+
+
 def rows_of(check) -> tuple:
     """The tokenizer, training and evaluation rows, and the settings."""
     args = settings(check.module, [*check.flags, "--output_dir", str(check.folder / "whole")])
@@ -273,7 +296,7 @@ EDITS = {
     "second-optimizer": Edit(second_optimizer, fast=True),
     "layer-wise-learning-rates": Edit(layer_wise_learning_rates, settings={"layer_decay": 0.5}),
     "frozen-embeddings": Edit(frozen_embeddings, settings={"frozen_embedding_steps": 8}),
-    "whole-word-masking": Edit(masks_otherwise, "train_mlm.py"),
+    "whole-word-masking": Edit(whole_words, "train_mlm.py"),
     "decaying-mask-rate": Edit(masks_otherwise, "train_mlm.py"),
     "isolated-documents": Edit(isolated_documents, short=True, fails=["the saved model"]),
     "fill-in-the-middle": Edit(fill_in_the_middle, short=True),
@@ -324,6 +347,18 @@ def test_it_keeps_what_is_promised_and_does_what_it_says(name, corpus, unedited,
     assert edited.whole() == edit.fails
     assert equal(saved(edited, STEPS), saved(plain, STEPS)) == edit.observes
     edit.check(edited, plain)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", EDITS)
+def test_it_keeps_it_with_two_evaluation_sets(name, corpus, unedited, tmp_path):
+    edit, data = EDITS[name], corpus["dataset_name"]
+    two = {"eval_dataset_name": [data.with_name("short.jsonl"), data.with_name("long.jsonl")]}
+    if name == "distillation":
+        edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
+        two["tokenizer_name"] = edit.settings["teacher"]
+    apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
+    assert ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).whole() == edit.fails
 
 
 @pytest.mark.slow

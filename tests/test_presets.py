@@ -100,6 +100,21 @@ def test_its_model_has_the_sources_size(preset):
     assert round(model.num_parameters() / 1e6, 1) == millions
 
 
+def test_the_roberta_preset_is_roberta_base_but_for_its_vocabulary():
+    """What config.json of FacebookAI/roberta-base on the Hub says."""
+    hub = dict(
+        attention_probs_dropout_prob=0.1, hidden_act="gelu", hidden_dropout_prob=0.1, hidden_size=768,
+        initializer_range=0.02, intermediate_size=3072, layer_norm_eps=1e-5, max_position_embeddings=514,
+        num_attention_heads=12, num_hidden_layers=12, type_vocab_size=1, bos_token_id=0, pad_token_id=1,
+        eos_token_id=2, model_type="roberta",
+    )  # fmt: skip
+    args = parse_args(train_mlm.TrainArgs, train_mlm.PRESETS, argv=["--preset", "wikitext-roberta"])
+    tokenizer = train_tokenizer(["Some words, and some more words."], "unigram", 25, "roberta")
+    config, _, problems = configure(args, "masked", tokenizer)
+    assert problems == []
+    assert hub.items() <= config.to_dict().items()
+
+
 @pytest.mark.parametrize("script", [train_clm, train_mlm], ids=["clm", "mlm"])
 @pytest.mark.parametrize("line", ["--max_train_steps 12", "--eval_steps 0 --save_steps 0"])
 def test_one_setting_may_be_given_alone(script, line, tmp_path):
@@ -172,6 +187,19 @@ def test_it_starts_on_the_hub_and_evaluates_on_what_it_names(preset, hub, tmp_pa
     expected = ON_THE_HUB[preset]
     read, asked = started(hub, SCRIPTS[preset], tmp_path, preset=preset)
     assert read == expected or asked and all(file.startswith(expected) for file in asked)
+
+
+def test_without_a_network_it_takes_what_the_hubs_cache_has(hub, tmp_path):
+    """As docs/data.md says: HF_ENDPOINT names a mirror, which the server here is, HF_HUB_OFFLINE=1 none."""
+    started(hub, train_clm, tmp_path / "first", preset="codeparrot")
+    hub.log.clear()
+    flags = {"preset": "codeparrot", "output_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
+    env = hub.env() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = forked.run("train_clm.py", TINY | flags, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not hub.log and "90 documents" in done.stdout
+    done = forked.run("train_clm.py", TINY | flags | {"dataset_name": "ada/not-there"}, env=env)
+    assert done.returncode == 2 and "ada/not-there" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_no_preset_is_left_out():

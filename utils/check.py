@@ -71,27 +71,28 @@ class Check:
     def whole(self) -> list[str]:
         """All of it, two runs at a time; returns what does not hold."""
         started = time.monotonic()
-        problem = self.broken("whole", self.run("whole"))
-        self.say("undisturbed", problem, f"a run of {time.monotonic() - started:.0f} s")
+        problem = self._broken("whole", self.run("whole"))
+        self._say("undisturbed", problem, f"a run of {time.monotonic() - started:.0f} s")
         if problem:
             return self.failed
         self.limit = self.limit or 60 + 5 * (time.monotonic() - started)
-        parts = {"one checkpoint": (self.one_checkpoint,), "killed, resumed": (self.resumed, signal.SIGKILL),
-                 "stopped, resumed": (self.resumed, signal.SIGTERM), "two processes": (self.two_processes,),
-                 "--eval_only": (self.evaluated,), "the saved model": (self.saved_model,)}  # fmt: skip
+        kill, term = (self._resumed, signal.SIGKILL), (self._resumed, signal.SIGTERM)
+        parts = {"one checkpoint": (self._one_checkpoint,), "killed, resumed": kill, "stopped, resumed": term,
+                 "two processes": (self._two_processes,), "--eval_only": (self._evaluated,)}  # fmt: skip
         with ThreadPoolExecutor(2) as pool:
             results = {what: pool.submit(*part) for what, part in parts.items()}
             for what, result in results.items():
-                self.say(what, *result.result())
+                self._say(what, *result.result())
+        self._say("the saved model", *self._saved_model())  # alone, as it silences stdout meanwhile
         return self.failed
 
-    def say(self, what: str, problem: str, compared: str = "", look_for: str = "") -> None:
+    def _say(self, what: str, problem: str, compared: str = "", look_for: str = "") -> None:
         if problem:
             self.failed.append(what)
         text = f"DOES NOT HOLD: {problem}{'; look for ' * bool(look_for)}{look_for}"
         print(f"{what:<18}", text if problem else f"holds: {compared}", flush=True)
 
-    def broken(self, name: str, status: int | None, expected: tuple = (0,)) -> str:
+    def _broken(self, name: str, status: int | None, expected: tuple = (0,)) -> str:
         """Why a run did not end as expected, or ""."""
         if status is None:
             return f"a run did not end in {self.limit:.0f} s; look for a collective that one process skips"
@@ -100,36 +101,36 @@ class Check:
 
     # Each part returns what does not hold, or "", and then what was compared and what to look for
 
-    def one_checkpoint(self) -> tuple:
+    def _one_checkpoint(self) -> tuple:
         checkpoint = self.first / "checkpoints/step-00000008"  # where no evaluation is due
         problem = compare.odd_state(checkpoint) if checkpoint.exists() else ""
         return problem, "schedules drive the optimizers, nothing shares memory with weights"
 
-    def resumed(self, stop: int) -> tuple:
+    def _resumed(self, stop: int) -> tuple:
         name = signal.Signals(stop).name
-        problem = self.broken(name, self.run(name, stop=stop), (-stop, 128 + stop))
-        if problem := problem or self.broken(name, self.run(name)):
+        problem = self._broken(name, self.run(name, stop=stop), (-stop, 128 + stop))
+        if problem := problem or self._broken(name, self.run(name)):
             return (problem,)
         problem, compared = compare.metrics_difference(self.first, self.folder / name)
         problem = problem or compare.checkpoint_difference(self.first, self.folder / name)
         return problem, f"{compared}, the same bits in checkpoints", LOST
 
-    def two_processes(self) -> tuple:
+    def _two_processes(self) -> tuple:
         config = json.loads((self.first / "config.json").read_text())
         if drops := [key for key, value in config.items() if "drop" in key and value and value is not True]:
             return "", f"not compared, as each process draws its own {', '.join(drops)}"
-        if problem := self.broken("two", self.run("two", processes=2)):
+        if problem := self._broken("two", self.run("two", processes=2)):
             return (problem,)
         return *compare.metrics_difference(self.first, self.folder / "two", 1e-3), APART
 
-    def evaluated(self) -> tuple:
+    def _evaluated(self) -> tuple:
         key, loss = compare.evaluation_loss(self.first)
-        if problem := self.broken("whole", self.run("whole", "--eval_only", "true")):
+        if problem := self._broken("whole", self.run("whole", "--eval_only", "true")):
             return (problem,)
         found = json.loads((self.folder / "whole.log").read_text().strip().splitlines()[-1])[key]
         return *compare.values(key, found, loss, 1e-6), "state of the evaluation that no checkpoint has"
 
-    def saved_model(self) -> tuple:
+    def _saved_model(self) -> tuple:
         key, loss = compare.evaluation_loss(self.first)
         args = compare.settings(self.module, [*self.flags, "--output_dir", str(self.first)])
         found = compare.loss_by_transformers(self.module, args)

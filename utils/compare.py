@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import transformers
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from utils.display.metrics import read_metrics
+from utils.display.metrics import by_set, newest, read_metrics
 from utils.display.progress import quiet_libraries
 from utils.flags import parse_args
 
@@ -74,13 +73,14 @@ def odd_state(checkpoint: Path) -> str:
 
 def evaluation_loss(run: Path) -> tuple[str, float]:
     """The last loss of the first evaluation set, and its name."""
-    found = [(key, line[key]) for line in reversed(_lines(run)) for key in line if _is_loss(key)]
-    return found[0]
+    losses = by_set(newest(_lines(run), "loss/eval")[0], "loss/eval")
+    name, loss = next(iter(losses.items()))
+    return f"loss/eval/{name}".rstrip("/"), loss
 
 
 @torch.no_grad()
 def loss_by_transformers(script, args) -> float:
-    """The same of the model in output_dir by transformers and torch alone: mean cross-entropy over the rows.
+    """The same of the model in output_dir by transformers alone, of all rows as one batch.
 
     script: the module, with what it imports from data; args: the settings of the run."""
     masked = hasattr(args, "mlm_probability")
@@ -91,33 +91,17 @@ def loss_by_transformers(script, args) -> float:
         special = ("unigram", 0 if pairs else 2) if masked else ()
         tokenizer, _, eval_rows = script.load_rows(args, Accelerator(cpu=True), [], *special)
         model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(args.output_dir)
+    args.per_device_eval_batch_size = args.max_eval_samples
     mask = script.MaskTokens(tokenizer, script.EVAL_MASKED, args.seed) if masked else None
-    sums, counts = torch.zeros(2, dtype=torch.float64), torch.zeros(2)
-    for batch in script.eval_loader(next(iter(eval_rows.values())), args, mask):
-        real = batch["row"] >= 0
-        parts = _predictions(model, {name: column[real] for name, column in batch.items()})
-        for i, (logits, targets) in enumerate(parts):
-            sums[i] += F.cross_entropy(logits.float(), targets, reduction="sum").item()
-            counts[i] += (targets != -100).sum()
-    return (sums / counts.clamp(min=1)).sum().item()
-
-
-def _predictions(model, batch: dict) -> list:
-    """(logits [N, V], targets [N], -100: none) of tokens, and of next sentences if the batch has them."""
-    ids, labels = batch["input_ids"], torch.full_like(batch["input_ids"], -100)
-    out = model(ids, **{key: batch[key] for key in ("attention_mask", "token_type_ids") if key in batch})
-    if "slots" not in batch:
-        return [(out["logits"][:, :-1].flatten(0, 1), ids[:, 1:].flatten())]
-    used = batch["slot_labels"] != -100
-    labels[used.nonzero()[:, 0], batch["slots"][used]] = batch["slot_labels"][used]
-    if "next_sentence_label" not in batch:
-        return [(out["logits"].flatten(0, 1), labels.flatten())]
-    following = out["seq_relationship_logits"], batch["next_sentence_label"]
-    return [(out["prediction_logits"].flatten(0, 1), labels.flatten()), following]
-
-
-def _is_loss(key: str) -> bool:
-    return f"{key}/".startswith("loss/eval/")
+    [batch] = script.eval_loader(next(iter(eval_rows.values())), args, mask)
+    batch = {name: column[batch["row"] >= 0] for name, column in batch.items()}
+    labels = batch["input_ids"].clone()
+    if masked:
+        labels.fill_(-100)
+        used = batch["slot_labels"] != -100
+        labels[used.nonzero()[:, 0], batch["slots"][used]] = batch["slot_labels"][used]
+    inputs = ("input_ids", "attention_mask", "token_type_ids", "next_sentence_label")
+    return model(**{key: batch[key] for key in inputs if key in batch}, labels=labels)["loss"].item()
 
 
 def _lines(run: Path) -> list[dict]:

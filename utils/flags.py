@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import inspect
+import os
 import re
 import shlex
 import sys
@@ -21,13 +22,17 @@ ELSEWHERE = {
     "data_dir data_files dataset_file train_dataset train_file": "--dataset_name takes files and folders",
     "eval_dataset validation_file": "--eval_dataset_name takes files and folders",
     "max_seq_length max_length": "--block_size",
+    "preprocessing_num_workers dataloader_num_workers": "none, all cores tokenize, rows need no workers",
+    "overwrite_cache": "none, changes are noticed; delete --cache_dir to make all anew",
+    "eval_subset": "--eval_dataset_name NAME:SPLIT",
     "batch_size per_replica_batch_size": "--per_device_train_batch_size",
-    "n_layer n_head n_embd dropout": "--config_overrides, such as num_hidden_layers=6,num_attention_heads=4",
+    "n_layer n_layers n_head n_heads n_embd dropout":
+        "--config_overrides, such as num_hidden_layers=6,num_attention_heads=4",
     "trust_remote_code": "none, code of a model's repository is never run",
     "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
     "lr": "--learning_rate",
     "optim": "--optimizer_type",
-    "warmup_ratio warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
+    "warmup_ratio warmup_proportion warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
     "out_dir run_name": "--output_dir, whose name is the run's",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew",
     "do_train do_eval": "none, both are done; --eval_only true only evaluates",
@@ -35,7 +40,6 @@ ELSEWHERE = {
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
 }
-YES = ("true", "t", "yes", "y", "1")  # as transformers' parser reads them
 OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
@@ -75,32 +79,27 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data:
     for wrong values."""
     if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
-    parser = _Parser(args_class, allow_abbrev=False)
+    parser, asked = (_Parser(args_class, allow_abbrev=False, add_help=add) for add in (True, False))
     parser.presets = presets
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?")
-    first.add_argument("--model_name_or_path", nargs="?")
-    first.add_argument("--dataset_name", nargs="*")
-    first.add_argument("--output_dir", nargs="?")
-    first.add_argument("--eval_only", nargs="?", const="true", default="false")
-    given = first.parse_known_args(argv)[0]
-    name = given.preset or parser.get_default("preset")
-    if name not in presets:
-        raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
     if dashes := [word for word in argv if word.endswith("=--")]:  # argparse would drop the value
         parser.error(f"{', '.join(dashes)}: no value.")
+    asked.set_defaults(**dict.fromkeys(get_type_hints(args_class)))  # None: not given
+    given = vars(asked.parse_known_args(argv)[0])
+    name = given.get("preset") or parser.get_default("preset")
+    if name not in presets:
+        raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
     parser.set_defaults(**presets[name])
-    weights = (given.model_name_or_path or "none").lower() != "none"
-    if given.eval_only.lower() in YES and not weights:
-        folder = given.output_dir or parser.get_default("output_dir")
-        run = read_args(folder).get("settings", {})
-        if given.preset in (None, run.get("preset")):
+    weights = (given.get("model_name_or_path") or "none").lower() != "none"
+    if given.get("eval_only") and not weights:
+        folder = given.get("output_dir") or parser.get_default("output_dir")
+        run = read_args(os.path.expanduser(folder)).get("settings", {})
+        if given.get("preset") in (None, run.get("preset")):
             same = (get_type_hints(args_class).keys() & run.keys()) - OF_A_START
             parser.set_defaults(**{name: run[name] for name in same})
-    if given.dataset_name not in (None, as_list(parser.get_default("dataset_name"))):
+    if given.get("dataset_name") not in (None, as_list(parser.get_default("dataset_name"))):
         parser.set_defaults(**other_data or {})
     if weights:
-        parser.set_defaults(config_overrides="", tokenizer_name=given.model_name_or_path)
+        parser.set_defaults(config_overrides="", tokenizer_name=given["model_name_or_path"])
     options = dict(return_remaining_strings=True, look_for_args_file=False)
     args, unknown = parser.parse_args_into_dataclasses(argv, **options)
     if unknown:

@@ -2,23 +2,21 @@
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from utils.display.progress import quiet_libraries
-from utils.display.trackers import check_trackers
-from utils.launch import check_devices, check_launcher
+from utils.display.trackers import tracker_problems
+from utils.launch import launch_problems
 from utils.learning.model import check_model
 from utils.learning.optim import DECAYS, SCHEDULES
 from utils.state.experiment import resume_problems
 
 POSITIVE = """block_size vocab_size per_device_train_batch_size per_device_eval_batch_size learning_rate
     gradient_accumulation_steps save_total_limit validation_fraction mlm_probability""".split()
-OR_OFF = """max_train_samples num_train_epochs max_train_steps muon_learning_rate weight_decay adam_beta2 seed
-    num_warmup_steps min_lr_ratio max_grad_norm keytoken_alpha logging_steps eval_steps save_steps show
-    max_eval_samples""".split()  # at least 0, which turns most of them off; an edit's own may be negative
+PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # of settings that may name a place here
 SHARES = "validation_fraction mlm_probability adam_beta2 min_lr_ratio".split()  # below 1
-PATH_BYTES = 4096 - 256  # of output_dir: the system's limit, less the names of files in it
 
 
 def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
@@ -27,27 +25,37 @@ def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
     kind: of the model, as in utils/learning/model.py; may_change: settings that may differ on a resume. An
     edited script may lack a setting. ValueError at once for what keeps accelerate from starting."""
     quiet_libraries()
+    expand_home(args)
     use_saved_model(args)
     problems = number_problems(args)
     for name in ["cache_dir"] if args.eval_only else ["output_dir", "cache_dir"]:
         problems += folder_problems(name, getattr(args, name))
-    starts = True
-    for check, *values in ((check_trackers, args.report_to), (check_devices,), (check_launcher,)):
-        try:
-            check(*values)
-        except ValueError as error:
-            problems.append(str(error))
-            starts = False
+    blocking = tracker_problems(args.report_to) + launch_problems()
+    problems += blocking
     if not (args.eval_only or args.show or folder_problems("output_dir", args.output_dir)):
         problems += resume_problems(args, set(may_change))
     special = {"masked": 2, "pretraining": 3}.get(kind, 1)  # a row of one token has nothing to predict
     if 0 < args.block_size <= special:
         problems.append(f"block_size: must be more than {special}, is {args.block_size}.")
+    for prompt in args.prompts if kind != "causal" and args.prompts != ["rows"] else ():
+        if "[MASK]" not in prompt:
+            problems.append(f"prompts: {prompt!r} has no [MASK], which stands for the word to be filled in.")
     problems += _schedule_problems(args)
     problems += check_model(args, kind) if not problems else []
-    if not starts:
+    if blocking:
         raise ValueError("\n".join(problems))
     return problems
+
+
+def expand_home(args: Any) -> None:
+    """~ as the shell expands it, which it does not in --output_dir=~/run."""
+
+    def expanded(value):
+        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+
+    for name in filter(PATHS.search, vars(args)):
+        value = getattr(args, name)
+        setattr(args, name, [*map(expanded, value)] if isinstance(value, list) else expanded(value))
 
 
 def use_saved_model(args: Any) -> None:
@@ -84,17 +92,18 @@ def _schedule_problems(args: Any) -> list[str]:
 
 
 def number_problems(args: Any) -> list[str]:
-    """A line for each number out of range."""
-    problems = []
+    """A line for each number out of range. Only those whose default is negative may be."""
+    problems, defaults = [], type(args)()
     for name, value in vars(args).items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         below = 1 if name in SHARES else 2**32 if name == "seed" else 2**63
         if not math.isfinite(value):
             problems.append(f"{name}: must be a finite number, is {value}.")
-        elif value < 0 and name in OR_OFF or value <= 0 and name in POSITIVE:
-            least = "greater than 0" if name in POSITIVE else "0 (off) or greater"
-            problems.append(f"{name}: must be {least}, is {value}.")
+        elif value <= 0 and name in POSITIVE:
+            problems.append(f"{name}: must be greater than 0, is {value}.")
+        elif value < 0 <= getattr(defaults, name):
+            problems.append(f"{name}: must be 0 (off) or greater, is {value}.")
         elif value >= below:
             problems.append(f"{name}: must be less than {below:,}, is {value}.")
     return problems
@@ -104,13 +113,7 @@ def folder_problems(name: str, folder: str) -> list[str]:
     """A line if the folder of setting `name` could not be written. Nothing is created."""
     path = Path(folder).absolute()
     there = next(place for place in [path, *path.parents] if os.path.lexists(place))
-    longest = max(len(os.fsencode(part)) for part in path.parts)
-    if not there.is_dir():
-        trouble = "is a file, not a folder" if there == path else f"cannot be made, {there} is not a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        trouble = f"cannot be written ({there} is not writable)"
-    elif longest > os.pathconf(there, "PC_NAME_MAX") or len(os.fsencode(path)) > PATH_BYTES:
-        trouble = f"cannot be made, its name is too long ({longest} bytes in one folder's name)"
-    else:
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return []
-    return [f"{name}: {folder} {trouble}. Name another folder."]
+    trouble = "is not writable" if there.is_dir() else "is a file, not a folder"
+    return [f"{name}: {folder} cannot be written, as {there} {trouble}. Name another folder."]

@@ -29,9 +29,10 @@ class Steps:
         if getattr(args, "eval_only", False):  # it has no training rows
             self.last = self.last or 1
         elif len(rows) < first:
+            fits = max(1, len(rows) * args.per_device_train_batch_size // first)
             raise ValueError(f"dataset_name: too few rows of {args.block_size} tokens: it gives {len(rows)}, "
-                             f"and one step takes {first}. Take more text, or lower block_size, "
-                             "per_device_train_batch_size or gradient_accumulation_steps.")
+                             f"and one step takes {first}. Take more text, or lower block_size or "
+                             f"per_device_train_batch_size: it may be {fits}.")
         if not self.last:
             wanted = int(len(rows) * args.num_train_epochs)
             while self.rows_before(self.last + 1) <= wanted:
