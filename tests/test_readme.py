@@ -98,7 +98,8 @@ SMALL = {
     "python -m docs.harness.documents": [],
     "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
     "python train_clm.py --eval_only": [],
-    "ACCELERATE_USE_CPU=true accelerate launch": [*TINY_RUN, "--output_dir", "runs/two"],
+    "accelerate launch --config_file accelerate_configs/multi_cpu.yaml":
+        [*TINY_RUN, "--output_dir", "runs/two"],
     BENCHMARK + "unigram": [],
     BENCHMARK + "throughput --contenders": TINY_SHAPE,
     BENCHMARK + "masked_head": [*TINY_SHAPE, "--block_size", "64"],
@@ -118,6 +119,7 @@ SMALL = {
     ],
 }
 NOT_HERE = {
+    "python3 -m venv": "an environment of its own; .ci/run",
     "pip install -r requirements.txt && python": "CI installs; the rest makes the runs below",
     "pip install -r requirements.txt -r tests": "this is how CI runs this test",
     "CRASH_KILLS=100 pytest tests/test_crash.py": "twenty minutes; CI kills a few times",
@@ -135,13 +137,11 @@ NOT_HERE = {
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
     "hf sync": "needs an account",
     "rclone copy": "needs a bucket and rclone",
-    "python -m utils.state.merge": "FSDP; tests/test_fsdp.py",
     "accelerate launch --config_file accelerate_configs/cpu.yaml train_mlm.py": "as the other script",
     "python -m utils.check": "tests/test_edits.py",
     "TRANSFORMERS_VERBOSITY=info": "the run of other lines",
     "sbatch accelerate_configs": "needs Slurm",
     "accelerate launch --config_file accelerate_configs/cpu.yaml train_clm.py": "makes the runs below",
-    "accelerate launch --config_file accelerate_configs/single_gpu": "GPU; test_accelerate_configs.py",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml --num_processes 8 ": "8 GPUs",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_clm.py": "S3; test_prepare.py",
     "accelerate launch --config_file accelerate_configs/rocm": "GPU; test_accelerate_configs.py",
@@ -198,7 +198,8 @@ def python(folder, line):
 
 def first_line() -> str:
     """What is launched by README's first command, after what it installs."""
-    return next(line for line in commands() if line.startswith("pip install")).partition(" && ")[2]
+    installs = (line for line in commands() if line.startswith("pip install -r"))
+    return next(installs).partition(" && ")[2]
 
 
 def test_a_mistake_in_the_first_command_is_one_message(project_with_runs):
@@ -223,7 +224,7 @@ SWEEP = ("masked_head", "masked_step", "preparation", "model_types", "scaling", 
 def marks(start):
     if start.rpartition(".")[2].startswith(SWEEP):
         return [pytest.mark.sweep]
-    return [pytest.mark.slow] if "benchmarks" in start or "USE_CPU" in start else []
+    return [pytest.mark.slow] if "benchmarks" in start or "multi_cpu" in start else []
 
 
 LONG = [pytest.param(start, marks=marks(start)) for start in SMALL]

@@ -30,6 +30,8 @@ MORE = {  # behind a command that begins so; behind other commands that train: T
     "python -m data.tokens.tokenizer": ["--vocab_size", "600"],
     "python -m data.prepare --dataset_name Salesforce/wikitext": ["--output_dir", "shards"],  # not gs://
     "python train_mlm.py --preset wikitext-roberta --dataset_name records-": [*TINY, "--block_size", "32"],
+    "python train_mlm.py --preset wikitext-bert-nsp --dataset_name Salesforce/wikitext:validation --model_na":
+        TINY[2:],  # the model's own sizes
     "accelerate launch --config_file mine.yaml": [*TINY, "--output_dir", "runs/mine"],
     "accelerate launch --cpu": [*TINY, "--output_dir", "runs/cpu"],
 }

@@ -80,7 +80,8 @@ def test_the_updates_are_those_of_one_process(tmp_path, processes, layout, local
     done = forked.run_code(PROCESS, [tmp_path, layout, dtype, local], processes)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
-    assert max(each["apart"] for each in found) < 1e-6
+    # As many matrices at a time as a process has: a product may round otherwise, in bfloat16 by 2**-8.
+    assert max(each["apart"] for each in found) < (1e-6 if dtype == "float32" else 2**-8)
     size = {"float32": 4, "bfloat16": 2}[dtype]
     copies = processes // local if layout == "whole" else 2 if layout == "replicas" else 1
     assert sum(each["iterated"] for each in found) == (8 + 5) * copies  # each matrix once per copy

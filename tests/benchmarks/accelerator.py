@@ -33,7 +33,6 @@ from types import SimpleNamespace
 from tests.benchmarks.measure import interleaved, machine, peak_memory
 from tests.launches import counted
 from tests.runs import PROJECT, arguments
-from utils.devices import timed
 from utils.display.metrics import read_metrics
 
 PARTS = ["same", "waits", "speed", "others"]
@@ -244,7 +243,17 @@ def matmul_flops(small: bool) -> float:
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     size, dtype = (1024, torch.float32) if small else (8192, torch.bfloat16)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / min(timed(torch.matmul, a, b) for _ in range(20))
+    return 2 * size**3 / min(_seconds(torch.matmul, a, b) for _ in range(20))
+
+
+def _seconds(function, *args) -> float:
+    import torch
+
+    start = time.perf_counter()
+    function(*args)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
 
 
 def beside_others(small: bool) -> list[tuple[str, str]]:
