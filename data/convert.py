@@ -10,10 +10,10 @@ made them. Then train on it: --dataset_name tokens/.
 """
 
 import argparse
-import io
+import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -59,10 +59,11 @@ def convert(args: argparse.Namespace) -> dict:
         for split, arrays in imported.splits.items():
             name = f"{without_secrets(source)}, {split}"
             checked = _checked(arrays, id_count(tokenizer), dtype, imported.pairs, name)
-            entries[split] = write_shards(folder, split, checked, dtype, width, args.shard_mb)
+            first = next(checked)
+            arrays = itertools.chain([first], checked)
+            entries[split] = write_shards(folder, split, arrays, dtype, width, args.shard_mb)
             tokens = sum(entry["tokens"] for entry in entries[split])
-            first = np.load(io.BytesIO(folder.read(entries[split][0]["file"])))[:30]
-            begins = repr(tokenizer.decode(first))  # the reader sees whether these ids are text
+            begins = repr(tokenizer.decode(first[:30]))  # the reader sees whether these ids are text
             accounting[split] = {"bytes": 0, "tokens": tokens}
             print(f"{folder.url}, {split}: {tokens // width:,} {'tokens' if width == 1 else 'rows'} in "
                   f"{len(entries[split]):,} files; begins {begins}", flush=True)
@@ -73,7 +74,7 @@ def convert(args: argparse.Namespace) -> dict:
         )  # fmt: skip
 
 
-def _checked(arrays: Iterable[np.ndarray], known: int, dtype, pairs: bool, name: str) -> Iterable[np.ndarray]:
+def _checked(arrays: Iterable[np.ndarray], known: int, dtype, pairs: bool, name: str) -> Iterator[np.ndarray]:
     """The same ids as dtype, flat. ValueError: the tokenizer lacks one of them."""
     done = 0
     for array in arrays:

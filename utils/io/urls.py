@@ -32,10 +32,10 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
         raise ValueError(f"{url} cannot be {verb}: {reason}. {remedy}") from error
 
 
-def open_url(url: str, **options) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of `url` and the path in it; options: of fsspec. ValueError if the file system takes
-    credentials for a part of the path, as they would be in every message."""
-    files, path = fsspec.core.url_to_fs(url, **options)
+def open_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of `url` and the path in it. ValueError if the file system takes credentials for a part
+    of the path, as they would be in every message."""
+    files, path = fsspec.core.url_to_fs(url)
     if "://" in url and "://" not in path and f"{HIDDEN}@" in without_secrets(f"://{path}"):
         raise ValueError("credentials cannot be part of such a URL, set them as its file system expects")
     return files, path
@@ -44,12 +44,12 @@ def open_url(url: str, **options) -> tuple[fsspec.AbstractFileSystem, str]:
 class Folder:
     """A folder at a URL. Names are relative to it. Requests are retried as by with_retries."""
 
-    def __init__(self, url: str, **options):
-        """ValueError if no file system knows `url`. Makes no request. options: of fsspec."""
+    def __init__(self, url: str):
+        """ValueError if no file system knows `url`. Makes no request."""
         url = str(url).rstrip("/") or "/"
         self.url = without_secrets(url)
         with explained(self.url, "opened"):
-            self.fs, root = open_url(url, **options)
+            self.fs, root = open_url(url)
         self.root = root.rstrip("/")
         self.local = isinstance(self.fs, fsspec.get_filesystem_class("file"))
 
@@ -70,23 +70,16 @@ class Folder:
     def read(self, name: str, retries: int | None = None) -> bytes:
         return self._request("reading", name, self.fs.cat_file, retries)
 
-    def write(self, name: str, content: bytes | Path, retries: int | None = None) -> None:
-        """Writes bytes, or a copy of a local file. Whole or not at all: object stores do so; on a disk, and
-        large files elsewhere, are renamed into place."""
-        whole = self.fs.async_impl or isinstance(content, bytes) and not self.local
+    def write(self, name: str, content: bytes, retries: int | None = None) -> None:
+        """Whole or not at all: object stores do so; on a disk it is renamed into place."""
 
         def store(path: str) -> None:
-            target = path if whole else f"{path}.tmp"
-            if not whole:  # in an object store it could create a bucket
-                self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            if isinstance(content, bytes):
-                self.fs.pipe_file(target, content)
-            else:
-                self.fs.put_file(str(content), target)
-            if self.local:
-                flush(Path(target))
-            if not whole:
-                self.fs.mv(target, path)
+            if not self.local:  # making its folder could create a bucket
+                return self.fs.pipe_file(path, content)
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self.fs.pipe_file(f"{path}.tmp", content)
+            flush(Path(f"{path}.tmp"))
+            self.fs.mv(f"{path}.tmp", path)
 
         self._request("writing", name, store, retries)
 

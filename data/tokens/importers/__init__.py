@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,10 +27,12 @@ class Imported:
 
 def read(name: str, dtype: str | None, tokenizer) -> Imported:
     """The ids of a source, by its importer. Where no file ending tells, it is a data set of pairs."""
+    where, looking = name, nullcontext()
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name):
-        hub = f"hf://datasets/{name}"
-        with explained(f"{name} (no file here, and on the Hub)", "read"):
-            name = hub if not TOKEN_FILES.keys().isdisjoint(map(suffix, list_files(hub)[2])) else name
-    endings = {suffix(name), *map(suffix, list_files(name)[2] if is_files(name) else ())}
+        where = f"hf://datasets/{name}"
+        looking = explained(f"{name} (no file here, and on the Hub)", "read")
+    with looking:
+        endings = {suffix(where), *map(suffix, list_files(where)[2] if is_files(where) else ())}
     module = next((module for ending, module in TOKEN_FILES.items() if ending in endings), "pairs")
-    return importlib.import_module(f"data.tokens.importers.{module}").read(name, dtype, tokenizer)
+    importer = importlib.import_module(f"data.tokens.importers.{module}")
+    return importer.read(name if module == "pairs" else where, dtype, tokenizer)
