@@ -86,10 +86,10 @@ def split_files(name: str, endings=SUFFIXES, say: bool = False) -> dict[str, lis
     visible = sorted(path for path in paths if not re.search(r"(^|/)(\.|__[^/]*/)", inside[path]))
     known = [path for path in visible if suffix(path) in endings]
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    code = [path for path in visible if endings is SUFFIXES and suffix(path) in CODE]
-    if len(code) > len(known):  # then .json files and tables are no data
-        code = known = [path for path in visible if suffix(path) in (*CODE, ".txt")]
-        splits = {"train": code}
+    as_text = endings == SUFFIXES and sum(suffix(path) in CODE for path in visible) > len(known)
+    if as_text:  # then .json files and tables are no data
+        known = [path for path in visible if suffix(path) in (*CODE, ".txt")]
+        splits = {"train": known}
     elif known:
         splits = _splits_by_words(name, known, inside)
     elif not TOKEN_FILES.keys().isdisjoint(map(suffix, visible)):
@@ -101,17 +101,24 @@ def split_files(name: str, endings=SUFFIXES, say: bool = False) -> dict[str, lis
     else:
         raise ValueError(f"dataset_name {name!r} holds no file of the types {' '.join(endings)}; to read "
                          "others as plain text, select them by a glob, such as 'src/**/*.py'")
-    left_out = len(paths) - sum(map(len, splits.values()))
-    if say and known and (left_out or len(splits) > 1 or known is code):
-        endings = {suffix(path) or "no ending" for path in visible} - {*map(suffix, known)}
-        other = " ".join(sorted(endings)[:9])
-        counts = ", ".join(f"{split} {len(some):,}" for split, some in splits.items())
-        rest = f"; {left_out:,} not read{f' (such as {other})' if other else ''}" if left_out else ""
-        if known is code:
-            kinds = ", ".join(f"{n:,} {kind}" for kind, n in Counter(map(suffix, code)).most_common())
-            counts = f"read as text, a document each: {kinds}"
-        print(f"data       {without_secrets(name)}, files: {counts}{rest}", flush=True)
+    if say and known:
+        left_out = len(paths) - sum(map(len, splits.values()))
+        other = sorted({suffix(path) or "no ending" for path in visible} - {*map(suffix, known)})
+        _say(name, splits, as_text, left_out, other)
     return {split: [*map(files.unstrip_protocol, some)] for split, some in splits.items()}
+
+
+def _say(name: str, splits: dict[str, list[str]], as_text: bool, left_out: int, other: list[str]) -> None:
+    """Prints what became which split, or which kinds of files are read as text, and what is left out."""
+    if not (as_text or left_out or len(splits) > 1):
+        return
+    told = ", ".join(f"{split} {len(some):,}" for split, some in splits.items())
+    if as_text:
+        kinds = Counter(map(suffix, splits["train"])).most_common()
+        told = f"read as text, a document each: {', '.join(f'{n:,} {kind}' for kind, n in kinds)}"
+    told += f"; {left_out:,} not read" * (left_out > 0)
+    told += f" (such as {' '.join(other[:9])})" * (left_out > 0 and bool(other))
+    print(f"data       {without_secrets(name)}, files: {told}", flush=True)
 
 
 def _splits_by_words(name: str, paths: list[str], inside: dict[str, str]) -> dict[str, list[str]]:

@@ -135,9 +135,8 @@ class Preparation:
         with explained(self.folder.url, "written"):
             self.folder.make(FIRST_CONTACT)
             self.folder.write(BEGUN, json.dumps(self.settings, indent=1).encode(), FIRST_CONTACT)
-        for name in self.folder.names(PROGRESS):
-            if not name.endswith(".npz"):  # .tmp: a kill came before it was renamed
-                continue
+        # Not those that a kill has left before they were renamed: .npz.tmp.
+        for name in (name for name in self.folder.names(PROGRESS) if name.endswith(".npz")):
             with contextlib.suppress(FileNotFoundError, KeyError):  # KeyError: it is of an older version
                 record = json.loads(str(self._progress(name)["record"]))
                 self.chunk_records[tuple(record["key"])] = record
