@@ -49,7 +49,7 @@ def make_rows(args, problems: list[str], algorithm: str, n_special: int) -> dict
 def record(args, fingerprint: str) -> Path:
     """Where it is noted what the rows of a run are made of."""
     name = re.sub(r"[^0-9a-f]+", "-", fingerprint)[:200]
-    return Path(os.path.expanduser(args.cache_dir), f"run-{name}.json")
+    return Path(args.cache_dir, f"run-{name}.json")
 
 
 def _earlier(args, shape: dict) -> dict | None:
@@ -57,7 +57,7 @@ def _earlier(args, shape: dict) -> dict | None:
     if getattr(args, "resume_from_checkpoint", "auto") == "none":
         return None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        run = json.loads(Path(os.path.expanduser(args.output_dir), "args.json").read_text())
+        run = json.loads(Path(args.output_dir, "args.json").read_text())
         made = json.loads(record(args, run["rows"]).read_text())
         same = made["shape"] == json.loads(json.dumps(shape))
         chosen = args.eval_only or args.tokenizer_name in (None, made["tokenizer_name"])
@@ -72,7 +72,7 @@ class RunData:
 
     def __init__(self, args, problems: list[str], n_special: int):
         self.args, self.problems = args, list(problems)
-        self.cache_dir, self.size = os.path.expanduser(args.cache_dir), args.block_size - n_special
+        self.cache_dir, self.size = args.cache_dir, args.block_size - n_special
         self.pairs = getattr(args, "next_sentence", False)
         sources, eval_sources = self._sources()
         self.sets = self._opened(open_set, sources)
@@ -128,11 +128,11 @@ class RunData:
     def _tokenizer_name(self) -> str | None:
         """Its name or folder, None to train one."""
         args = self.args
-        name, output_dir = args.tokenizer_name or args.model_name_or_path, os.path.expanduser(args.output_dir)
-        if not name and args.eval_only and Path(output_dir, "tokenizer.json").exists():
-            name = output_dir
+        name = args.tokenizer_name or args.model_name_or_path
+        if not name and args.eval_only and Path(args.output_dir, "tokenizer.json").exists():
+            name = args.output_dir
         if name:
-            return os.path.expanduser(name)
+            return name
         return next(filter(None, (one.tokenizer(self.cache_dir) for one in self.every)), None)
 
     def _check(self, n_special: int) -> None:

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
 }
+PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # settings that may name a place on this machine
 OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
@@ -105,6 +106,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data:
     if unknown:
         parser.error("\n".join(_explained(unknown, parser)))
     _apply_none(args)
+    expand_home(args)
     return args
 
 
@@ -124,6 +126,17 @@ def _apply_none(args: Any) -> None:
             blank.append(name)
     if blank:
         raise ValueError(f"{', '.join(blank)}: holds a blank text, leave it out. `none` empties a list.")
+
+
+def expand_home(args: Any) -> None:
+    """~ as the shell expands it, which it does not in --output_dir=~/run."""
+
+    def expanded(value):
+        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+
+    for name in filter(PATHS.search, vars(args)):
+        value = getattr(args, name)
+        setattr(args, name, [*map(expanded, value)] if isinstance(value, list) else expanded(value))
 
 
 def _explained(unknown: list[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -2,12 +2,12 @@
 
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import tracker_problems
+from utils.flags import expand_home
 from utils.launch import launch_problems
 from utils.learning.model import check_model
 from utils.learning.optim import DECAYS, SCHEDULES
@@ -15,7 +15,6 @@ from utils.state.experiment import resume_problems
 
 POSITIVE = """block_size vocab_size per_device_train_batch_size per_device_eval_batch_size learning_rate
     gradient_accumulation_steps save_total_limit validation_fraction mlm_probability""".split()
-PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # of settings that may name a place here
 SHARES = "validation_fraction mlm_probability adam_beta2 min_lr_ratio".split()  # below 1
 
 
@@ -25,7 +24,7 @@ def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
     kind: of the model, as in utils/learning/model.py; may_change: settings that may differ on a resume. An
     edited script may lack a setting. ValueError at once for what keeps accelerate from starting."""
     quiet_libraries()
-    expand_home(args)
+    expand_home(args)  # parse_args does it, too, but main may be called with settings
     use_saved_model(args)
     problems = number_problems(args)
     for name in ["cache_dir"] if args.eval_only else ["output_dir", "cache_dir"]:
@@ -45,17 +44,6 @@ def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
     if blocking:
         raise ValueError("\n".join(problems))
     return problems
-
-
-def expand_home(args: Any) -> None:
-    """~ as the shell expands it, which it does not in --output_dir=~/run."""
-
-    def expanded(value):
-        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
-
-    for name in filter(PATHS.search, vars(args)):
-        value = getattr(args, name)
-        setattr(args, name, [*map(expanded, value)] if isinstance(value, list) else expanded(value))
 
 
 def use_saved_model(args: Any) -> None:
