@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import inspect
+import math
 import platform
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from utils.devices import has_bf16, local_processes
 from utils.display.throughput import device_name
 from utils.launch import PRECISIONS, counted, hiding
-from utils.learning.optim import describe_groups
+from utils.learning.optim import describe_groups, further_rates
 from utils.xla import is_xla, xla_precision
 
 DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # files of a loaded driver
@@ -79,10 +80,10 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     if passes >= 5:
         lines.append(f"advice     {passes:,.0f} passes over the same text: evaluations may get worse while "
                      "the training loss still falls")
-    usual = type(args)().learning_rate
-    if weights and not step and args.learning_rate >= usual:
+    usual = getattr(type(args)(), "learning_rate", math.inf)
+    if weights and not step and getattr(args, "learning_rate", 0) >= usual:
         lines.append("advice     these rates are for new models and ruin trained weights: try a twentieth, "
-                     f"--learning_rate {usual / 20:g} --muon_learning_rate {args.muon_learning_rate / 20:g}")
+                     f"{further_rates(args)}")
     return lines + [f"warning    {text}" for text in device_warnings(accelerator)]
 
 

@@ -21,14 +21,13 @@ from utils.display.slow import FirstSteps
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.secrets import without_secrets
-from utils.learning.model import pipeline_tag
+from utils.learning.model import EXAMPLES, pipeline_tag
 from utils.learning.optim import describe_groups
 
 UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
-TRY = {  # the command that tries a saved model: its label, the text, options of pipeline()
-    "text-generation": ("generate", "import numpy as np", ", do_sample=False, repetition_penalty=1.2"),
-    "fill-mask": ("fill", "It is [MASK].", ""),
-}
+TRY = {  # the command that tries a saved model: its label, options of pipeline()
+    "text-generation": ("generate", ", do_sample=False, repetition_penalty=1.2"), "fill-mask": ("fill", ""),
+}  # fmt: skip
 
 
 class Log:
@@ -56,11 +55,12 @@ class Log:
             step=step, last=steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
             repo_id=hub.repo_id,
             pipeline_tag=pipeline_tag(lm), model_type=lm.config.model_type, mask_token=tokenizer.mask_token,
-            settings=without_secrets(dataclasses.asdict(args)), script=inspect.getsourcefile(type(args)),
+            settings=without_secrets(dataclasses.asdict(args)),
+            script=os.path.relpath(inspect.getsourcefile(type(args))),
             optimizer=[line.removeprefix("optimizer  ") for line in describe_groups(optimizer)],
         )  # fmt: skip
-        script = os.path.relpath(self.facts["script"])
-        self.facts["command"] = without_secrets(shlex.join(["python", script, *sys.argv[1:]]))
+        command = ["python", self.facts["script"], *sys.argv[1:]]
+        self.facts["command"] = without_secrets(shlex.join(command))
         self._count(step)
         if not args.eval_only:
             self._start(step, optimizer, launch)
@@ -162,13 +162,14 @@ class Log:
         results = {"steps": step, "tokens": facts["tokens"], "time": duration(facts["seconds"])}
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}
         results |= facts["results"] | {"model": self.hub.url or folder, "curves": f"{folder}/curves.png"}
-        label, text, options = TRY[facts["pipeline_tag"]]
-        text = (self.tried or text).replace("[MASK]", facts["mask_token"] or "[MASK]")
+        label, options = TRY[facts["pipeline_tag"]]
+        text = self.tried or EXAMPLES[facts["pipeline_tag"]]
+        text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
         # As in JSON, with double quotes: the shell needs the single ones.
         words = facts["pipeline_tag"], folder, text
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
         code = f"from transformers import pipeline; print(pipeline({tag}, {model})({text}{options}))"
-        evaluate = ["python", os.path.relpath(facts["script"]), "--output_dir", folder, "--eval_only", "true"]
+        evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
         commands = {label: shlex.join(["python", "-c", code])}
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
         commands["publish"] = self.hub.command

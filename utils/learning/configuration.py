@@ -52,9 +52,10 @@ def configure(args, kind, tokenizer=None):
         problems += too_short
         run_on_meta(kind, model)
     except Exception as error:  # of any kind, as transformers checks few values, and files may be damaged
-        heads = "num_attention_heads" in values and setting(config, "num_key_value_heads")
-        hint = f"; num_key_value_heads is {heads}, give it, too" if heads not in (False, None) else ""
-        hint = "" if "num_key_value_heads" in values else hint
+        hint = ""
+        if "num_attention_heads" in values and "num_key_value_heads" not in values:
+            if heads := setting(config, "num_key_value_heads"):
+                hint = f"; num_key_value_heads is {heads}, give it, too"
         problems = problems or [f"{blamed}: {one_line(error)}{hint}"]
     return config, model, problems
 

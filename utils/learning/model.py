@@ -14,6 +14,8 @@ from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_lin
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
 
+EXAMPLES = {"text-generation": "import numpy as np", "fill-mask": "It is [MASK]."}  # prompts by pipeline
+
 
 def check_model(args, kind) -> list[str]:
     """What is wrong with model_type, config_overrides, model_name_or_path, gradient_checkpointing and the

@@ -65,6 +65,12 @@ def describe_groups(optimizer):
     return lines
 
 
+def further_rates(args) -> str:
+    """The flags for training weights further that are trained already: a twentieth of their rates."""
+    rates = {name: getattr(args, name, 0) / 20 for name in ("learning_rate", "muon_learning_rate")}
+    return " ".join(f"--{name} {rate:g}" for name, rate in rates.items() if rate)
+
+
 def build_schedule(optimizer, args, last):
     """A learning-rate schedule over `last` optimizer steps. Those of DECAYS end at min_lr_ratio of the peak;
     warmup_stable_decay decays in the last fifth of the steps, the others from the warm-up on.

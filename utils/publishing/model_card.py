@@ -13,12 +13,12 @@ from utils.display.metrics import by_set
 from utils.display.progress import duration, readable
 from utils.flags import as_list
 from utils.io.files import replacing
+from utils.learning.model import EXAMPLES
 
 logger = logging.getLogger(__name__)
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 END = b"<!-- The run writes this card anew at every save, down to here. What you write below stays. -->\n"
-EXAMPLES = {"text-generation": "import numpy as np", "fill-mask": "It is [MASK]."}  # without prompts
 
 
 def write_model_card(args, facts: dict, mask_token: str | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from utils.flags import as_list
 from utils.io.secrets import without_secrets
+from utils.learning.optim import further_rates
 from utils.state.folders import Unfit, list_checkpoints, read_state
 
 OTHER = "holds a run with other settings: repeat them, or choose another --output_dir"
@@ -57,7 +58,7 @@ def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change
                      f"of step {step} depends on it")
         folder = shlex.quote(str(args.output_dir))
         remedy = (f"For all steps anew: --output_dir {folder}-2; for a new run with its weights also "
-                  f"--model_name_or_path {folder} --learning_rate {args.learning_rate / 20:g}",)
+                  f"--model_name_or_path {folder} {further_rates(args)}",)
     if not lines and state["fingerprint"] != rows_fingerprint:
         lines.append("dataset_name: the rows of the run had other content or another order, or it had "
                      "another tokenizer: restore them")
