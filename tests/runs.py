@@ -73,12 +73,12 @@ def environment(processes: int = 1, **changes: str) -> dict[str, str]:
     return env
 
 
-def fsdp_environment(processes: int, *words: str) -> dict[str, str]:
+def fsdp_environment(processes: int, *words: str, yaml: str = "fsdp") -> dict[str, str]:
     """What the launcher hands on with fsdp.yaml and these flags, for processes of the CPU."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    config = ["--config_file", "accelerate_configs/fsdp.yaml", "--num_processes", str(processes)]
+    config = ["--config_file", f"accelerate_configs/{yaml}.yaml", "--num_processes", str(processes)]
     args = launch_command_parser().parse_args([*config, "--mixed_precision", "no", *words, "a_script"])
     return prepare_multi_gpu_env(_validate_launch_command(args)[0]) | environment(processes)
 

@@ -18,7 +18,7 @@ from tests import forked
 from tests.runs import PATIENCE, PROJECT, environment, kill_family
 
 CONFIGS = sorted((PROJECT / "accelerate_configs").glob("*.yaml"))
-TARGETS = {"cpu", "multi_cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "tpu", "rocm", "mps"}
+TARGETS = {"cpu", "multi_cpu", "single_gpu", "multi_gpu", "multi_node", "fsdp", "hsdp", "tpu", "rocm", "mps"}
 
 
 def test_one_yaml_per_target():
@@ -40,7 +40,7 @@ def test_yaml_is_annotated_and_loads_through_accelerates_parser(path):
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_launch_accepts_yaml_and_hands_its_values_on(path):
-    flags = ["--main_process_ip", "127.0.0.1"] if path.stem == "multi_node" else []
+    flags = ["--main_process_ip", "127.0.0.1"] if path.stem in ("multi_node", "hsdp") else []
     args = launch_command_parser().parse_args(["--config_file", str(path), *flags, "train_clm.py"])
     args, config, _ = _validate_launch_command(args)
     if args.tpu:
@@ -53,10 +53,10 @@ def test_launch_accepts_yaml_and_hands_its_values_on(path):
     assert env["ACCELERATE_DYNAMO_BACKEND"] == ("INDUCTOR" if compiles else "NO")
     by_blocks = path.stem not in {"cpu", "multi_cpu", "mps"}  # one line turns the others on
     assert env["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] == str(by_blocks)
-    assert several == (path.stem in {"multi_cpu", "multi_gpu", "multi_node", "fsdp", "rocm"})
+    assert several == (path.stem in {"multi_cpu", "multi_gpu", "multi_node", "fsdp", "hsdp", "rocm"})
     if several:
         assert int(args.nproc_per_node) * config.num_machines == config.num_processes
-    if path.stem == "fsdp":
+    if path.stem in ("fsdp", "hsdp"):
         expected = dict(FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
         expected |= dict(ACCELERATE_USE_FSDP="true", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT")
         assert expected.items() <= env.items()

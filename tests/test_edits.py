@@ -1,9 +1,11 @@
 """docs/edits: each one keeps what utils/check.py checks, and does what it says."""
 
+import gzip
 import itertools
 import json
 import math
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,8 @@ from utils.compare import settings
 DIFFS = sorted((PROJECT / "docs" / "edits").glob("*.diff"))
 STEPS, ROWS, T = 12, 8, 32  # of the runs of utils/check.py: steps, rows of a step, tokens of a row
 HIGH = {"learning_rate": 1, "muon_learning_rate": 1, "num_warmup_steps": 0}  # rates: the loss rises
-LONGER = {"distillation": 25, "early-stopping": 25, "isolated-documents": 30, "fill-in-the-middle": 40}
+LONGER = {"distillation": 25, "early-stopping": 25, "isolated-documents": 30, "fill-in-the-middle": 40,
+          "time-budget": 42, "scores": 40}
 
 
 @dataclass
@@ -285,6 +288,36 @@ def keep_best(edited, plain):
     AutoModelForCausalLM.from_pretrained(edited.folder / "whole/best")
 
 
+def scores(edited, plain):
+    """The same choices by transformers alone, each as a text of its own behind an end of document."""
+    model = AutoModelForCausalLM.from_pretrained(edited.folder / "whole")
+    known = AutoTokenizer.from_pretrained(edited.folder / "whole")
+    flags = edited.flags
+    right = []
+    for line in map(json.loads, open(flags[flags.index("--scores_file") + 1], encoding="utf-8")):
+        pairs = [("", line["sentence_good"]), ("", line["sentence_bad"])] if "sentence_good" in line else [
+            (line["ctx"], f" {ending}") for ending in line["endings"]]
+        likely = []
+        for context, choice in pairs:
+            ids = torch.tensor([[known.eos_token_id, *known.encode(context + choice)]])
+            with torch.no_grad():
+                each = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+            likely.append(each[len(known.encode(context)) :].sum() / (len(choice.encode()) if context else 1))
+        right.append(int(torch.stack(likely).argmax()) == line.get("label", 0))
+    assert records(edited, "score")[-1]["score"] == pytest.approx(sum(right) / len(right))
+    assert 0 < sum(right) < len(right) == 24
+
+
+def profiler(edited, plain):
+    """Ten steps after the tenth, as Perfetto reads them; a run that ends before writes two, and one begun."""
+    again(edited, "longer", max_train_steps=24)
+    for run_name, steps in (("longer", 10), ("whole", 3)):
+        with gzip.open(edited.folder / run_name / "trace-0.json.gz") as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+        assert len({name for name in names if name.startswith("ProfilerStep#")}) == steps
+        assert sum(name.startswith("Optimizer.step#") for name in names) >= steps - 1
+
+
 EDITS = {
     "z-loss": Edit(z_loss),
     "label-smoothing": Edit(label_smoothing, "train_mlm.py"),
@@ -304,7 +337,21 @@ EDITS = {
     "distillation": Edit(distillation),
     "milestones": Edit(milestones, settings={"milestones": [0, 4, 7]}, observes=True),
     "keep-best": Edit(keep_best, observes=True),
+    "scores": Edit(scores, observes=True),
+    "profiler": Edit(profiler, observes=True),
 }
+
+
+def write_choices(folder: Path, lines: list[str]) -> None:
+    """Twelve lines of BLiMP, where the bad one is the words of the good one in another order, and twelve of
+    HellaSwag, of four endings."""
+    texts = [json.loads(line)["content"].split() for line in lines[:12]]
+    made = [{"sentence_good": " ".join(words[:6]), "sentence_bad": " ".join(sorted(words[:6]))}
+            for words in texts]  # fmt: skip
+    made += [{"ctx": " ".join(words[:5]), "label": i % 4,
+              "endings": [" ".join(other[5 : 8 + j]) for j, other in enumerate(texts[i % 8 :][:4])]}
+             for i, words in enumerate(texts)]  # fmt: skip
+    (folder / "choices.jsonl").write_text("\n".join(map(json.dumps, made)))
 
 
 @pytest.fixture(scope="module")
@@ -316,6 +363,7 @@ def corpus(tmp_path_factory):
         parts = [json.dumps({"content": json.loads(line)["content"][start:][:characters]})
                  for line in lines for start in range(0, 800, characters)]  # fmt: skip
         (folder / f"{name}.jsonl").write_text("\n".join(parts))
+    write_choices(folder, lines)
     return {"dataset_name": folder / "corpus.jsonl", "cache_dir": folder / "cache"}
 
 
@@ -341,6 +389,8 @@ def test_it_keeps_what_is_promised_and_does_what_it_says(name, corpus, unedited,
     data = {"dataset_name": corpus["dataset_name"].with_name("short.jsonl")} if edit.short else {}
     if name == "distillation":
         data["tokenizer_name"] = edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
+    if name == "scores":
+        edit.settings["scores_file"] = corpus["dataset_name"].with_name("choices.jsonl")
     apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
     edited = ForkedCheck(tmp_path, edit.script, corpus | data, **edit.settings)
     plain = unedited(edit.script, data)
@@ -357,8 +407,27 @@ def test_it_keeps_it_with_two_evaluation_sets(name, corpus, unedited, tmp_path):
     if name == "distillation":
         edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
         two["tokenizer_name"] = edit.settings["teacher"]
+    if name == "scores":
+        edit.settings["scores_file"] = data.with_name("choices.jsonl")
     apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
     assert ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).whole() == edit.fails
+
+
+@pytest.mark.slow
+def test_a_budget_of_time_is_spent_once_and_ends_at_zero(corpus, tmp_path):
+    """Killed and resumed, too. utils/check.py finds that it depends on the clock, as it means to."""
+    apply(PROJECT / "docs/edits/time-budget.diff", copy_project(tmp_path))
+    check = ForkedCheck(tmp_path, "train_clm.py", corpus, minutes=0.1, max_train_steps=100_000)
+    for name, stop in (("whole", 0), ("killed", signal.SIGKILL)):
+        flags = arguments({"max_train_steps": 100_000, "save_steps": 4})
+        assert check.run(name, *flags, stop=stop) == -stop, (check.folder / f"{name}.log").read_text()[-3000:]
+        said = again(check, name, max_train_steps=100_000, save_steps=4)
+        rates = [line["learning_rate"] for line in records(check, run=name)]
+        peak = rates.index(max(rates))
+        assert rates == sorted(rates[:peak]) + sorted(rates[peak:], reverse=True)
+        assert rates[-1] < max(rates) / 10
+        assert state(check, "clock", name, records(check, run=name)[-1]["step"])["state"]["spent"] >= 1
+        assert any("this run is finished" in line for line in said) == (not stop)
 
 
 @pytest.mark.slow
@@ -382,4 +451,4 @@ def test_it_is_short_explained_tested_and_taken_back(diff, tmp_path):
     text, _, hunks = diff.read_text().partition("\n--- ")
     changed = [line for line in hunks.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert 0 < len(changed) <= LONGER.get(diff.stem, 18)
-    assert text.strip().endswith(".") and diff.stem in [*EDITS, "own-corpus"]
+    assert text.strip().endswith(".") and diff.stem in [*EDITS, "own-corpus", "time-budget"]

@@ -1,4 +1,4 @@
-"""FSDP2 through accelerate and fsdp.yaml, on two CPU processes (see fsdp_on_cpu.py), against one process.
+"""FSDP2 through accelerate, fsdp.yaml and hsdp.yaml, on CPU processes (fsdp_on_cpu.py), against one process.
 
 The runs are forked (tests/forked.py) with what the launcher hands on; a slow one is launched.
 """
@@ -73,6 +73,33 @@ def test_compiled_by_blocks_it_is_the_same_run(workspace):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 x Qwen3DecoderLayer" in done.stdout and "warning: " not in done.stdout
     assert_same_run(workspace / "compiled", workspace / "cut")
+
+
+def test_in_bfloat16_losses_are_not_rounded_to_it(workspace):
+    """It would have eight bits: between 4 and 8 each row's loss would be a multiple of 1/32."""
+    flags = settings(workspace, "bfloat16", per_device_train_batch_size=4, max_train_steps=2)
+    done = sharded(flags, "--mixed_precision", "bf16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    [whole, rounded] = (metrics(workspace / name)[0] for name in ("whole", "bfloat16"))
+    rows = rounded["eval_tokens"] / (TINY["block_size"] - 1)
+    assert 4 < rounded["loss/eval"] < 8 and rounded["loss/eval"] * rows * 32 % 1
+    assert rounded["loss/eval"] == pytest.approx(whole["loss/eval"], rel=1e-4)
+
+
+def test_replicas_of_shards_are_the_same_run(workspace):
+    """HSDP: two replicas of two shards; and one process continues it."""
+    flags = settings(workspace, "replicas", per_device_train_batch_size=2)
+    words = ["--num_machines", "1", "--parallelism_config_dp_shard_size", "2", "--mixed_precision", "no"]
+    env = fsdp_environment(4, *words, yaml="hsdp")
+    done = forked.run(SCRIPT, ["train_clm", *arguments(flags)], 4, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(workspace / "whole", workspace / "replicas")
+    shutil.rmtree(flags["output_dir"] / "checkpoints" / "step-00000006")
+    shards = (flags["output_dir"] / "checkpoints/step-00000003").glob("model-*-of-00004.safetensors")
+    assert len([*shards]) == 2
+    alone = forked.run("train_clm.py", flags | {"per_device_train_batch_size": 8})
+    assert alone.returncode == 0, alone.stderr[-3000:]
+    assert_same_run(workspace / "whole", workspace / "replicas")
 
 
 @pytest.mark.slow

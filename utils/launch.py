@@ -112,6 +112,7 @@ def check_launch(accelerator) -> None:
     """ValueError if several processes were started and each takes itself for the only one (a GPU
     configuration without GPUs), or if the environment makes accelerate divide each loss a second time."""
     patches.wait_on_cpus(accelerator)
+    patches.keep_losses_in_float32(accelerator)
     if line := launch_line(accelerator):
         accelerator.print(line)
     if (steps := accelerator.gradient_accumulation_steps) != 1:

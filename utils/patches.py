@@ -1,6 +1,7 @@
 """Patches of transformers and accelerate, all in this file. Each names the version that needs it and why;
 delete it when the library no longer does."""
 
+import dataclasses
 import threading
 
 import torch
@@ -29,6 +30,15 @@ def wait_on_cpus(accelerator) -> None:
     machine with fewer GPUs than processes."""
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         accelerator.wait_for_everyone = dist.barrier
+
+
+def keep_losses_in_float32(accelerator) -> None:
+    """accelerate 1.15 lets FSDP2 round to bfloat16 what the model returns: an evaluation's 5.7065 becomes
+    5.7090, a training loss of 4.68 becomes 4.66."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def cast_attention_on_xla() -> None:
