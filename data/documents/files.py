@@ -109,9 +109,12 @@ def _zstd(file):
     return pa.input_stream(file, compression="zstd")
 
 
-# By the first bytes of compressed files.
-UNPACK = {b"\x1f\x8b\x08": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ": lzma.open,
-          b"\x28\xb5\x2f\xfd": _zstd}
+# By the first bytes of compressed files: bzip2 -1 to -9, a block or the end; zstd, data or, of pzstd, a frame
+# that is skipped.
+BZ2 = tuple(b"BZh%d%b" % (level, next_) for level in range(1, 10) for next_ in (b"1AY", b"\x17rE"))
+ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([kind]) + b"\x2a\x4d\x18" for kind in range(0x50, 0x60)))
+UNPACK = {b"\x1f\x8b\x08": gzip.open, **dict.fromkeys(BZ2, bz2.open), b"\xfd7zXZ": lzma.open,
+          **dict.fromkeys(ZSTD, _zstd)}
 
 
 # ---- Readers of one file: binary file -> rows
