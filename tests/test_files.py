@@ -21,7 +21,7 @@ from tests.runs import PROJECT
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 TABLE = pa.table({"text": [f"text {i} " + os.urandom(50).hex() for i in range(2000)]})
 BOM = b"\xef\xbb\xbf"
-PZSTD = b"\x50\x2a\x4d\x18\x04\0\0\0\x10\0\0\0"  # a frame to be skipped, which says how long the next one is
+PZSTD = b"\x50\x2a\x4d\x18\x04\0\0\0\x10\0\0\0"  # a frame to be skipped: the length of the next one
 
 
 def packed(ending: str, data: bytes) -> bytes:
@@ -83,8 +83,15 @@ CASES = {
              "c.csv.zst": packed(".zst", b"text\nfour\n")}, ["one", "two", "three", "four"], 0),
     "zst of two parts": ({"a.jsonl.zst": packed(".zst", LINES[:16]) + packed(".zst", LINES[16:])},
                          ["one", "two"], 0),
-    **{f"bzip2 -{level}": ({"a.jsonl.bz2": bz2.compress(LINES, level), "b.txt.bz2": bz2.compress(b"", level)},
+    **{f"bzip2 -{level}": ({"a.jsonl.bz2": bz2.compress(LINES, level),
+                            "b.txt.bz2": bz2.compress(b"", level)},
                            ["one", "two"], 0) for level in range(1, 10)},
+    **{f"{ending} of two parts": ({f"a.jsonl{ending}": packed(ending, LINES[:16]) + padding
+                                   + packed(ending, LINES[16:]) + padding}, ["one", "two"], 0)
+       for ending, padding in ((".gz", b""), (".bz2", b""), (".xz", b"\0" * 4))},  # as .xz may be padded
+    **{f"{ending}, its second part damaged": (
+        {f"a.jsonl{ending}": packed(ending, LINES) + b"x" + packed(ending, LINES)[1:]},
+        rf"a.jsonl\{ending} cannot be read .*; repair it or", 0) for ending in (".gz", ".bz2", ".xz", ".zst")},
     "zst as pzstd writes it": ({"a.txt.zst": PZSTD + packed(".zst", b"one")}, ["one"], 0),
     **{f"cut {ending}": ({f"a.jsonl{ending}": packed(ending, LINES + noise(9999))[:5000]},
                          rf"a.jsonl\{ending} cannot be read .*; repair it or", 0)
