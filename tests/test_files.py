@@ -21,6 +21,7 @@ from tests.runs import PROJECT
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 TABLE = pa.table({"text": [f"text {i} " + os.urandom(50).hex() for i in range(2000)]})
 BOM = b"\xef\xbb\xbf"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 PZSTD = b"\x50\x2a\x4d\x18\x04\0\0\0\x10\0\0\0"  # a frame to be skipped: the length of the next one
 
 
@@ -100,6 +101,7 @@ CASES = {
                    "b.jsonl.zst cannot be read .*; repair it or take it out", 0),
     "cut parquet": ({"a.parquet": parquet()[:-20]}, "a.parquet cannot be read", 0),
     "parquet, a piece gone": ({"a.parquet": parquet()[:9000] + parquet()[9100:]}, "a.parquet cannot be", 0),
+    "a pointer of Git LFS": ({"a.txt": b"one", "b.txt": POINTER}, "b.txt cannot be read .*git lfs pull", 0),
     "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet cannot be read", 0),
 }  # fmt: skip
 

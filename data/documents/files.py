@@ -38,6 +38,7 @@ from utils.io.urls import explained
 # By the first bytes of text in other encodings, 32 first: its mark begins as that of 16.
 ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
              codecs.BOM_UTF16_BE: "utf-16"}
+LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of what a clone has without Git LFS
 LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes
 PIECE = 1 << 17  # characters of a line that are read at a time
 DOCUMENTS = 30
@@ -89,6 +90,8 @@ def _cause(error: Exception) -> str:
 def _unpacked(url: str, file) -> io.BufferedIOBase:
     """The file decompressed, and as UTF-8 without a mark. Its first bytes say what it is."""
     file = io.BufferedReader(file)
+    if file.peek(len(LFS)).startswith(LFS):
+        raise ValueError("a pointer of Git LFS, not the file: run `git lfs pull`")
     for first, unpack in UNPACK.items():
         if file.peek(8).startswith(first):
             file = io.BufferedReader(unpack(file))
