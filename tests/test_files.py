@@ -123,6 +123,12 @@ def test_it_is_read_or_named_and_counted(case, tmp_path):
     assert counts.read == len(expected) + unreadable + counts.empty + counts.duplicate
 
 
+def test_a_column_named_file_may_hold_the_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(LINES.replace(b"text", b"file"))
+    corpus = open_corpus(Source(str(tmp_path), text_column="file"))
+    assert [text for text, _, _ in clean_documents(corpus, Accounting())] == ["one", "two"]
+
+
 def test_a_stray_quote_in_a_csv_is_told_and_no_document_swallows_others(tmp_path):
     rows = [f"{i},line {i}" for i in range(200)]
     for number, stray in enumerate(('100,"line 100', '100,"line 100" and more, "with" it')):

@@ -72,7 +72,7 @@ def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
         with opened as file:
             try:
                 for row in reader(_unpacked(url, file)):
-                    yield row if row.get("text") is not None else row | {"file": without_secrets(url)}
+                    yield row if row.get("text") is not None else {"file": without_secrets(url)} | row
             except Exception as error:  # the readers' libraries raise many kinds
                 known = getattr(error, "errno", None) or isinstance(error, MemoryError)
                 if known or diagnose(error).transient:
