@@ -101,6 +101,8 @@ CASES = {
                    "b.jsonl.zst cannot be read .*; repair it or take it out", 0),
     "cut parquet": ({"a.parquet": parquet()[:-20]}, "a.parquet cannot be read", 0),
     "parquet, a piece gone": ({"a.parquet": parquet()[:9000] + parquet()[9100:]}, "a.parquet cannot be", 0),
+    "a line end that csv does not quote": ({"a.csv": b"id,text,label\n1,one\nhalf,x\n"},
+                                           "a.csv cannot be read .record 1 has fewer fields", 0),
     "a pointer of Git LFS": ({"a.txt": b"one", "b.txt": POINTER}, "b.txt cannot be read .*git lfs pull", 0),
     "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet cannot be read", 0),
 }  # fmt: skip

@@ -172,6 +172,9 @@ def _csv_rows(file, delimiter: str) -> Iterator[dict]:
         if None in row:
             raise ValueError(f"record {number:,} has more fields than there are columns: a quote or a comma "
                              "that is not quoted")
+        if None in row.values():
+            raise ValueError(f"record {number:,} has fewer fields than there are columns: a line end that is "
+                             "not quoted")
         yield row
 
 
