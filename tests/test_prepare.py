@@ -208,6 +208,19 @@ def test_documents_begin_as_the_tokenizer_begins_them(tmp_path):
     assert stream[0] == 0 and (stream == 0).sum() > 40  # two for each document
 
 
+@pytest.mark.parametrize("ends", ["<|endoftext|>", "<|endoftext|> <|endoftext|>"])
+def test_a_tokenizer_that_ends_documents_itself_begins_them_too(ends, tmp_path):
+    """As Llama's does with add_eos_token; the end is written once."""
+    folder = save_tokenizer(tmp_path / "plain")
+    backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    special = [("b", begin := backend.token_to_id("b")), ("<|endoftext|>", 0)]
+    backend.post_processor = TemplateProcessing(single=f"b $A {ends}", special_tokens=special)
+    backend.save(f"{folder}/tokenizer.json")
+    tokenizer = load_tokenizer(folder)
+    bare = tokenizer("a word", add_special_tokens=False)["input_ids"]
+    assert ids_of(tokenizer, "a word") == [begin, *bare, 0]
+
+
 def test_a_tokenizer_that_does_not_know_the_text_is_refused_or_told(tmp_path, capsys):
     folder, english = (
         save_tokenizer(tmp_path / "words", algorithm="unigram", model_type="bert"),

@@ -55,8 +55,8 @@ class Encoder:
                              "with; choose another tokenizer")
         if tokenizer.mask_token_id is None:
             bare, whole = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
-            if whole[len(whole) - len(bare) :] == bare:
-                self.begin = whole[: len(whole) - len(bare)]
+            starts = (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)  # it may also end it
+            self.begin = whole[: next(starts, 0)]
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
