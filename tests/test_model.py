@@ -1,12 +1,19 @@
 """Configuration, tokenizer and block size agree by construction, or the settings are refused by name."""
 
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from utils.learning.model import build_model, check_model, try_model, use_one_kernel_gelu
 
@@ -155,6 +162,17 @@ def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):
     assert model.config.n_positions == 24 and model.training  # from_pretrained leaves dropout off
     for found, expected in zip(model.parameters(), saved.parameters(), strict=True):
         assert found.dtype == torch.float32 and torch.equal(found, expected.float())
+
+
+def test_weights_with_settings_for_sampling_and_without_do_sample_can_be_saved(tmp_path):
+    """As Llama 2 and Vicuna had them: save_pretrained refuses what from_pretrained has read."""
+    build("causal", "gpt2", GPT2, 24).save_pretrained(tmp_path / "had")
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "had" / "generation_config.json").write_text(json.dumps(settings))
+    model = build("causal", None, "", 16, model_name_or_path=str(tmp_path / "had"))
+    model.save_pretrained(tmp_path / "saved")
+    saved = GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.9, 0.6)
 
 
 def test_overrides_have_the_configurations_types():

@@ -58,6 +58,10 @@ def build_model(args, kind, tokenizer):
     if kind == "causal":
         # pipeline() would ask for 256 new tokens, more than there are positions.
         model.generation_config.max_length = model.generation_config.max_length or args.block_size
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # a temperature without do_sample can be read, and not be saved
+            model.generation_config.do_sample = True
     try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
     if args.gradient_checkpointing:
