@@ -58,6 +58,14 @@ def test_all_files_have_the_mode_that_the_umask_gives(tiny, tmp_path):
     assert all(torch.equal(loaded[name], weight) for name, weight in tiny[1].state_dict().items())
 
 
+def test_a_tokenizer_of_several_templates_is_saved_each_time(tiny, tmp_path):
+    tiny[2].chat_template = templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    for step in (1, 2):
+        save(tiny, tmp_path, step)
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path).chat_template == templates
+
+
 def test_a_full_disk_costs_one_export_and_not_the_model_before(tiny, tmp_path, caplog):
     """Whichever file finds no room, of safetensors, tokenizers or Python; after the last step it is an error.
     The empty folder that is left says that the files are not those of the newest save."""

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from data.load import eval_loader, train_loader
 from data.open import RunData
+from data.tokens.tokenizer import load_tokenizer
 from tests import forked
 from tests.data_runs import all_ids, files_of, load, make_texts, save_tokenizer, settings, write_jsonl
 from tests.runs import PROJECT, environment
@@ -257,6 +258,14 @@ def test_a_resumed_run_needs_the_cache_alone(tmp_path, tokenizer, capsys):
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(ValueError, match="no such file"):
         load(tmp_path, *names, **how)
+
+
+def test_rows_keep_all_templates_of_their_tokenizer(tmp_path):
+    words = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
+    words.chat_template = templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    words.save_pretrained(tmp_path / "tokenizer")
+    name = write_jsonl(tmp_path / "a.jsonl", make_texts(40))
+    assert load(tmp_path, name, tokenizer_name=str(tmp_path / "tokenizer"))[0].chat_template == templates
 
 
 def test_the_fingerprint_follows_content_and_tokenizer(tmp_path, tokenizer):

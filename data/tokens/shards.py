@@ -68,7 +68,8 @@ def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -
     """Writes what makes the folder complete: the tokenizer, then the manifest, which is returned. entries: of
     the files of each split. about: kind, width, dtype, lossy, settings and accounting."""
     with tempfile.TemporaryDirectory() as temporary:
-        for file in sorted(map(Path, tokenizer.save_pretrained(temporary))):
+        flat = not isinstance(tokenizer.chat_template, dict)  # several templates would get a folder
+        for file in sorted(map(Path, tokenizer.save_pretrained(temporary, save_jinja_files=flat))):
             folder.write(f"tokenizer/{file.name}", file.read_bytes())
     splits = {split: {"tokens": sum(entry["tokens"] for entry in some), "files": some}
               for split, some in entries.items() if some}

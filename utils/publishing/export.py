@@ -52,7 +52,8 @@ def _replace_model(args, lm, weights, tokenizer, facts) -> None:
 def write_model(lm, weights: dict, tokenizer, folder: Path) -> None:
     """Writes what from_pretrained(folder) loads. On the main process only. weights: of collect_weights."""
     lm.save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
+    flat = not isinstance(tokenizer.chat_template, dict)  # several templates would get a folder
+    tokenizer.save_pretrained(folder, save_jinja_files=flat)
     config = folder / "config.json"
     config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
     for file in folder.iterdir():  # safetensors writes files that only their owner may read
