@@ -268,6 +268,19 @@ def test_rows_keep_all_templates_of_their_tokenizer(tmp_path):
     assert load(tmp_path, name, tokenizer_name=str(tmp_path / "tokenizer"))[0].chat_template == templates
 
 
+def test_the_tokenizer_is_the_one_that_is_named_also_where_rows_are_another_ones(tmp_path):
+    """Of the same ids: with a template, a token for padding. A resumed run goes on with its own."""
+    name, folder = write_jsonl(tmp_path / "a.jsonl", make_texts(40)), tmp_path / "tokenizer"
+    words, found = load_tokenizer(save_tokenizer(folder)), []
+    for template in (None, "{{ messages }}"):
+        words.chat_template, words.pad_token = template, template and words.eos_token
+        words.save_pretrained(folder)
+        tokenizer, rows, _ = load(tmp_path, name, tokenizer_name=str(folder))
+        assert (tokenizer.chat_template, tokenizer.pad_token) == (template, words.pad_token)
+        found.append(rows.fingerprint)
+    assert len({*found}) == 1 and len([*tmp_path.glob("cache/rows-*/manifest.json")]) == 1
+
+
 def test_the_fingerprint_follows_content_and_tokenizer(tmp_path, tokenizer):
     other = save_tokenizer(tmp_path / "other", seed=1)
     texts, found = make_texts(60), set()

@@ -4,11 +4,13 @@ import hashlib
 import itertools
 import json
 import re
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -37,6 +39,14 @@ def tokenizer_fingerprint(tokenizer) -> str:
     ends = tokenizer.eos_token_id, tokenizer.sep_token_id
     content = json.dumps([tokenizer.backend_tokenizer.to_str(), *ends])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def tokenizer_files(tokenizer) -> dict[str, bytes]:
+    """What save_pretrained writes, by name; several chat templates in the configuration, in no folder."""
+    flat = not isinstance(tokenizer.chat_template, dict)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = sorted(map(Path, tokenizer.save_pretrained(folder, save_jinja_files=flat)))
+        return {path.name: path.read_bytes() for path in paths}
 
 
 class Encoder:
