@@ -87,13 +87,6 @@ CASES = {
     **{f"bzip2 -{level}": ({"a.jsonl.bz2": bz2.compress(LINES, level),
                             "b.txt.bz2": bz2.compress(b"", level)},
                            ["one", "two"], 0) for level in range(1, 10)},
-    **{f"{ending} of two parts": ({f"a.jsonl{ending}": packed(ending, LINES[:16]) + padding
-                                   + packed(ending, LINES[16:]) + padding}, ["one", "two"], 0)
-       for ending, padding in ((".gz", b""), (".bz2", b""), (".xz", b"\0" * 4))},  # as .xz may be padded
-    **{f"{ending}, its second part damaged": (
-        {f"a.jsonl{ending}": packed(ending, LINES) + b"x" + packed(ending, LINES)[1:]},
-        rf"a.jsonl\{ending} cannot be read .*; repair it or", 0)
-       for ending in (".gz", ".bz2", ".xz", ".zst")},
     "zst as pzstd writes it": ({"a.txt.zst": PZSTD + packed(".zst", b"one")}, ["one"], 0),
     **{f"cut {ending}": ({f"a.jsonl{ending}": packed(ending, LINES + noise(9999))[:5000]},
                          rf"a.jsonl\{ending} cannot be read .*; repair it or", 0)

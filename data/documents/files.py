@@ -106,34 +106,6 @@ def _unpacked(url: str, file) -> io.BufferedIOBase:
     return file
 
 
-class _Streams(io.RawIOBase):
-    """The content of the streams of a file, one after the other. bz2.open and lzma.open drop all that comes
-    after padding, or after a damaged beginning of a stream, and do not tell."""
-
-    def __init__(self, decompressor: Callable, file):
-        self.decompressor, self.file, self.stream = decompressor, file, decompressor()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        data = b""
-        while not data:
-            given = b""
-            if self.stream.eof:
-                given = self.stream.unused_data.lstrip(b"\0") or self.file.read(PIECE)
-                if not given:
-                    return 0
-                if not (given := given.lstrip(b"\0")):
-                    continue
-                self.stream = self.decompressor()
-            elif self.stream.needs_input and not (given := self.file.read(PIECE)):
-                raise EOFError("it ends before its end is marked")
-            data = self.stream.decompress(given, len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
 def _zstd(file):
     import pyarrow as pa  # not at the top: 30 MB
 
@@ -144,8 +116,8 @@ def _zstd(file):
 # that is skipped.
 BZ2 = tuple(b"BZh%d%b" % (level, next_) for level in range(1, 10) for next_ in (b"1AY", b"\x17rE"))
 ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([kind]) + b"\x2a\x4d\x18" for kind in range(0x50, 0x60)))
-UNPACK = {b"\x1f\x8b\x08": gzip.open, **dict.fromkeys(BZ2, partial(_Streams, bz2.BZ2Decompressor)),
-          b"\xfd7zXZ": partial(_Streams, lzma.LZMADecompressor), **dict.fromkeys(ZSTD, _zstd)}
+UNPACK = {b"\x1f\x8b\x08": gzip.open, **dict.fromkeys(BZ2, bz2.open), b"\xfd7zXZ": lzma.open,
+          **dict.fromkeys(ZSTD, _zstd)}
 
 
 # ---- Readers of one file: binary file -> rows
