@@ -55,7 +55,7 @@ PROMPTS = [
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 # Where --dataset_name is another one: all its documents, and beginnings of evaluation rows as prompts.
-OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
+OTHER_DATA = {"dataset_config_name": [], "keywords": [], "prompts": ["rows"]}
 
 # Of the default model_type, by transformers' names.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64"

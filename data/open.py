@@ -5,22 +5,22 @@
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from data.documents.filters import HoldOut, few_to_hold_out
-from data.documents.names import SUFFIXES, digest
+from data.documents.names import SUFFIXES
 from data.documents.source import Source
-from data.tokens.cache import cache_path, locked
-from data.tokens.encode import TokenMaker, tokenizer_files
+from data.tokens.cache import cache_path
+from data.tokens.encode import TokenMaker
 from data.tokens.preparation import NO_LIMIT
 from data.tokens.sets import DataSet, is_whole, open_set
 from data.tokens.tokenizer import load_tokenizer, trained_tokenizer
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
-from utils.io.urls import Folder
 
 # The settings that shape the rows, where a run has them.
 SHAPE = """dataset_name mixture dataset_config_name eval_dataset_name text_column keywords validation_fraction
@@ -39,21 +39,11 @@ def make_rows(args, problems: list[str], algorithm: str, n_special: int) -> dict
         return earlier
     run = RunData(args, problems, n_special)
     tokenizer = run.tokenizer_name or run.train_tokenizer(algorithm)
-    loaded = load_tokenizer(tokenizer)
-    train, evals = run.prepare(loaded)
-    own = kept_tokenizer(loaded, args.cache_dir) if run.tokenizer_name else tokenizer
+    train, evals = run.prepare(load_tokenizer(tokenizer))
+    of_text = (f"{part['folder']}/tokenizer" for part in train.values())
+    own = next(filter(os.path.isdir, of_text), tokenizer)
     named = {"tokenizer_name": args.tokenizer_name, "tokenizer": own}
     return {"shape": shape, **named, "train": train, "evals": evals}
-
-
-def kept_tokenizer(tokenizer, cache_dir) -> str:
-    """The folder of a copy in the cache: a run goes on with it, where the original changes or leaves."""
-    files = tokenizer_files(tokenizer)
-    folder = cache_path(cache_dir, "named-tokenizer", digest(files))
-    with locked(Path(f"{folder}.lock"), folder):
-        for name, content in files.items():
-            Folder(str(folder)).write(name, content)
-    return str(folder)
 
 
 def record(args, fingerprint: str) -> Path:

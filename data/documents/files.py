@@ -68,7 +68,7 @@ def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
     for url in urls:
         reader = READERS.get(suffix(url), partial(text_rows, divide=divide))
         with explained(f"dataset_name {without_secrets(url)}", "read", (PermissionError, IsADirectoryError)):
-            opened = fsspec.open(url, "rb")
+            opened = fsspec.open(url, "rb").open()
         with opened as file:
             try:
                 for row in reader(_unpacked(url, file)):

@@ -86,7 +86,7 @@ def split_files(name: str, endings=SUFFIXES, say: bool = False) -> dict[str, lis
     visible = sorted(path for path in paths if not re.search(r"(^|/)(\.|__[^/]*/)", inside[path]))
     known = [path for path in visible if suffix(path) in endings]
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    as_text = endings == SUFFIXES and sum(suffix(path) in CODE for path in visible) > len(known)
+    as_text = endings == SUFFIXES and _programs(visible) > len(known)
     if as_text:  # then .json files and tables are no data
         known = [path for path in visible if suffix(path) in (*CODE, ".txt")]
         splits = {"train": known}
@@ -106,6 +106,11 @@ def split_files(name: str, endings=SUFFIXES, say: bool = False) -> dict[str, lis
         other = sorted({suffix(path) or "no ending" for path in visible} - {*map(suffix, known)})
         _say(name, splits, as_text, left_out, other)
     return {split: [*map(files.unstrip_protocol, some)] for split, some in splits.items()}
+
+
+def _programs(paths: list[str]) -> int:
+    """How many are source code or other text, and no README, as a clone of a data set has one."""
+    return sum(suffix(path) in CODE and "README" not in path for path in paths)
 
 
 def _say(name: str, splits: dict[str, list[str]], as_text: bool, left_out: int, other: list[str]) -> None:

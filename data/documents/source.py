@@ -85,9 +85,13 @@ def open_corpus(source: Source) -> Corpus:
     if missing := {*named} - {*splits}:
         raise ValueError(f"dataset_name {name!r} has no split {sorted(missing)[0]!r}, but "
                          f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
-    if [split] != named and (reader in (files, installed) or is_saved(source.dataset_name)):
+    local = reader in (files, installed) or is_saved(source.dataset_name)
+    if [split] != named and local:
         raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
                          "cut the files instead")
+    if source.dataset_config_name and local:
+        raise ValueError(f"dataset_config_name: {source.dataset_config_name}: for data sets of the Hub; name "
+                         f"its files, such as {name}/{source.dataset_config_name}/*, and leave it out")
     fingerprint, units = reader.open_units(source)
     column, wikitext = _text_column(source, units)
     if wikitext:

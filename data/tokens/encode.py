@@ -4,16 +4,16 @@ import hashlib
 import itertools
 import json
 import re
-import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from data.documents.names import digest
 
 BATCH_CHARACTERS = 1 << 20  # encoded in one call, which takes about 50 MB
 LEAST_CHARACTERS = 1 << 14  # in the first batches, so that a sample of a corpus reads little too much
@@ -39,14 +39,6 @@ def tokenizer_fingerprint(tokenizer) -> str:
     ends = tokenizer.eos_token_id, tokenizer.sep_token_id
     content = json.dumps([tokenizer.backend_tokenizer.to_str(), *ends])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-
-
-def tokenizer_files(tokenizer) -> dict[str, bytes]:
-    """What save_pretrained writes, by name; several chat templates in the configuration, in no folder."""
-    flat = not isinstance(tokenizer.chat_template, dict)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = sorted(map(Path, tokenizer.save_pretrained(folder, save_jinja_files=flat)))
-        return {path.name: path.read_bytes() for path in paths}
 
 
 class Encoder:
@@ -147,7 +139,9 @@ class TokenMaker:
     def __init__(self, tokenizer):
         self.tokenizer, self.encoder = tokenizer, Encoder(tokenizer)
         self.dtype = self.encoder.dtype
-        self.settings = {"tokenizer": tokenizer_fingerprint(tokenizer)}
+        kept = str(tokenizer.chat_template), str(tokenizer.special_tokens_map)  # saved with each model
+        self.settings = {"tokenizer": tokenizer_fingerprint(tokenizer), "begin": self.encoder.begin,
+                         "kept": digest(*kept)}
 
     def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
         """(text, split) of the documents of a chunk -> (split, token ids), several times per split."""

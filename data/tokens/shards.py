@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from tqdm import tqdm
 from data.batches.rows import PackedRows
 from data.documents import names as files
 from data.tokens.cache import cache_path, locked
-from data.tokens.encode import tokenizer_files, tokenizer_fingerprint
+from data.tokens.encode import tokenizer_fingerprint
 from utils.io.files import checksum_file
 from utils.io.retry import FIRST_CONTACT
 from utils.io.urls import Folder, explained
@@ -66,8 +67,10 @@ def write_shards(folder: Folder, split: str, arrays: Iterable[np.ndarray], dtype
 def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -> dict:
     """Writes what makes the folder complete: the tokenizer, then the manifest, which is returned. entries: of
     the files of each split. about: kind, width, dtype, lossy, settings and accounting."""
-    for name, content in tokenizer_files(tokenizer).items():
-        folder.write(f"tokenizer/{name}", content)
+    with tempfile.TemporaryDirectory() as temporary:
+        flat = not isinstance(tokenizer.chat_template, dict)  # several templates would get a folder
+        for file in sorted(map(Path, tokenizer.save_pretrained(temporary, save_jinja_files=flat))):
+            folder.write(f"tokenizer/{file.name}", file.read_bytes())
     splits = {split: {"tokens": sum(entry["tokens"] for entry in some), "files": some}
               for split, some in entries.items() if some}
     manifest = {"format": FORMAT, "tokenizer": tokenizer_fingerprint(tokenizer), **about, "splits": splits}
