@@ -73,7 +73,7 @@ class TrainArgs:
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=LIBRARIES.copy)  # the default's documents hold one; none: all
-    validation_fraction: float = 0.03  # of the documents, where the source has no validation split
+    validation_fraction: float = 0.05  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row
@@ -151,7 +151,7 @@ PRESETS = {
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257 in 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
         learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
-        prompts=["rows"], output_dir="runs/gpt2-124m",
+        validation_fraction=0.03, prompts=["rows"], output_dir="runs/gpt2-124m",
     ),
 }
 

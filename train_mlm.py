@@ -50,7 +50,7 @@ PROMPTS = [
     "If the file does not [MASK], an error is raised.",
     "The number of [MASK] in the array.",
 ]
-OTHER_DATA = {"dataset_config_name": [], "prompts": ["rows"]}  # where --dataset_name names other data: of its evaluation rows
+OTHER_DATA = {"dataset_config_name": [], "prompts": ["rows"]}  # where --dataset_name is another one
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
 # Of the default model_type, by transformers' names. Rotary positions: with learned ones, so small a model
@@ -75,7 +75,7 @@ class TrainArgs:
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
     keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
-    validation_fraction: float = 0.03  # of the documents, where the source has no validation split
+    validation_fraction: float = 0.05  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row, special tokens included
@@ -158,7 +158,7 @@ PRESETS = {
         per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
         learning_rate=8e-4, weight_decay=0.0125, adam_beta2=0.98, lr_scheduler_type="warmup_stable_decay",
         num_warmup_steps=3815, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
-        prompts=ENGLISH, output_dir="runs/modernbert-base",
+        validation_fraction=0.03, prompts=ENGLISH, output_dir="runs/modernbert-base",
     ),
     "bert-24h": dict(  # Cramming's BERT of one GPU and one day, 18 B tokens; not run (docs/masked.md)
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
@@ -168,7 +168,7 @@ PRESETS = {
         per_device_train_batch_size=512, gradient_accumulation_steps=8, optimizer_type="adamw",
         learning_rate=1e-3, weight_decay=0.01, adam_beta2=0.98, max_grad_norm=0.5, lr_scheduler_type="linear",
         num_warmup_steps=0.25, max_train_steps=35_000, eval_steps=1000, save_steps=1000, prompts=ENGLISH,
-        output_dir="runs/bert-24h",
+        validation_fraction=0.03, output_dir="runs/bert-24h",
     ),
 }
 
@@ -202,7 +202,7 @@ def main(args: TrainArgs | None = None) -> None:
     tokenizer, rows, eval_rows = load_rows(args, accelerator, problems, "unigram", n_special)
     steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
     mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)  # a function of (seed, epoch, row)
-    eval_mask = MaskTokens(tokenizer, EVAL_MASKED, args.seed)  # the same masks in every evaluation
+    eval_mask = MaskTokens(tokenizer, EVAL_MASKED)  # the same masks in every evaluation, for every seed
     if args.show:
         return show_rows(args, accelerator, train_loader(rows, args, collate=mask), tokenizer)
 

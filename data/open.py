@@ -195,14 +195,14 @@ class RunData:
         """One rule for all data sets that are divided, fixed before the first row is made."""
         args, few = self.args, []
         wanted, unread = CHARACTERS * self.size, max(args.max_train_samples * self.size or NO_LIMIT, 1 << 14)
-        how = args.seed, args.validation_fraction, wanted, 1 + self.pairs, unread
+        how = args.validation_fraction, wanted, 1 + self.pairs, unread
         for corpus in (one.corpus for one in self.divided.values()):
             path = cache_path(self.cache_dir, "held-out", [corpus.fingerprint, how]).with_suffix(".json")
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, few_to_hold_out(corpus, *how))
             few += json.loads(path.read_text())
-        return HoldOut(args.seed, args.validation_fraction, frozenset(few))
+        return HoldOut(args.validation_fraction, frozenset(few))
 
     def evaluated(self) -> list:
         """The corpora of the documents that are evaluated on."""

@@ -32,7 +32,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer_name", required=True, help="Hub id or folder; data.tokens.tokenizer makes one")
     share = "share of the documents, where the source has no validation split (default: 0.005; 0: none)"
     add("--validation_fraction", type=float, default=0.005, help=share)
-    add("--seed", type=int, default=0, help="chooses validation documents (default: 0)")
     size = f"MB per file (default: {SHARD_MB:g}; choose more for hf://)"
     add("--shard_mb", type=float, default=SHARD_MB, help=size)
     return parser.parse_args(argv)
@@ -41,7 +40,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def prepare(args: argparse.Namespace) -> dict:
     """Runs or resumes the preparation. Returns the manifest. ValueError: the user's mistake. ConnectionError:
     source or target stay away."""
-    problems = check_numbers(args, shard_mb=1e-6, seed=0)
+    problems = check_numbers(args, shard_mb=1e-6)
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
@@ -51,9 +50,8 @@ def prepare(args: argparse.Namespace) -> dict:
     corpora = with_retries(partial(open_text, args), f"opening {args.dataset_name}", FIRST_CONTACT)
     preparation = Preparation(folder, corpora, TokenMaker(tokenizer), shard_mb=args.shard_mb)
     if "validation" not in corpora and args.validation_fraction:
-        held_out = args.seed, args.validation_fraction
-        few = few_to_hold_out(corpora["train"], *held_out, wanted=0, least=1)
-        preparation.hold_out = HoldOut(*held_out, frozenset(few))
+        few = few_to_hold_out(corpora["train"], args.validation_fraction, wanted=0, least=1)
+        preparation.hold_out = HoldOut(args.validation_fraction, frozenset(few))
     manifest = preparation.make()
     if "train" not in manifest["splits"]:
         preparation.empty()

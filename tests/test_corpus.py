@@ -394,14 +394,12 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     assert f"{counts.filtered:,} filtered" in counts.line()
 
 
-def test_the_validation_split_is_a_function_of_content_and_seed():
+def test_the_validation_split_is_a_function_of_content():
     documents = [f"document {i}" for i in range(20_000)]
-    held_out = {text for text in documents if HoldOut(0, 0.05)(text, 0)}
+    held_out = {text for text in documents if HoldOut(0.05)(text, 0)}
     assert abs(len(held_out) - 1000) < 4 * 31  # four standard deviations
-    other = {text for text in documents if HoldOut(1, 0.05)(text, 0)}
-    assert len(held_out & other) < 100
-    assert held_out < {text for text in documents if HoldOut(0, 0.1)(text, 0)}
-    assert not any(HoldOut(0, 0.0)(text, 0) for text in documents)
+    assert held_out < {text for text in documents if HoldOut(0.1)(text, 0)}
+    assert not any(HoldOut(0.0)(text, 0) for text in documents)
 
 
 def test_text_files_and_installed_sources_need_no_library_of_tables(tmp_path):

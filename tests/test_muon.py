@@ -30,23 +30,32 @@ def optimizer_of(weights):
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
-def test_it_is_torchs_muon_in_the_same_precision(at_once, monkeypatch):
-    """torch iterates in bfloat16, matrix after matrix."""
+def test_it_is_torchs_muon_in_the_same_precision_with_rows_of_one_size(at_once, monkeypatch):
+    """torch iterates in bfloat16, matrix after matrix; NorMuon's rule (arXiv 2510.05491) is written out."""
     monkeypatch.setitem(muon.PRECISION, "cpu", torch.bfloat16)
     monkeypatch.setattr(muon, "AT_ONCE", at_once)
     mine, theirs = parameters(), parameters()
     ours = optimizer_of(mine)
-    matrices = torch.optim.Muon(theirs[:-1], 0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    steps = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    matrices = torch.optim.Muon(steps, 1.0, weight_decay=0, adjust_lr_fn="match_rms_adamw")
     others = torch.optim.AdamW(theirs[-1:], 0.01, fused=True)
+    squares = [torch.full((shape[0], 1), 1 / max(shape)) for shape in SHAPES]
     for seed in range(10):
         torch.manual_seed(seed)
         for a, b in zip(mine, theirs, strict=True):
-            a.grad = torch.randn_like(a)
+            a.grad = torch.randn_like(a) * torch.arange(1, len(a) + 1).view(-1, *[1] * (a.ndim - 1))
             b.grad = a.grad.clone()
+        for step, b in zip(steps, theirs, strict=False):
+            step.data.zero_()
+            step.grad = b.grad
         for optimizer in (ours, matrices, others):
             optimizer.step()
+        for i, (b, step) in enumerate(zip(theirs, steps, strict=False)):
+            update = -step.data / (0.2 * max(step.shape) ** 0.5)
+            squares[i] = 0.95 * squares[i] + 0.05 * update.square().mean(1, keepdim=True)
+            b.data = b.data * (1 - 0.01 * 0.1) - 0.01 * 0.2 * update / squares[i].sqrt()
         for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
 
 def test_a_step_takes_as_many_calls_as_there_are_shapes():

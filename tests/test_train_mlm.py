@@ -137,7 +137,7 @@ def evaluation_batch(workspace, kind, n):
     file = next(cache.glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation-*.npy"))
     ids, width = torch.from_numpy(np.load(file).astype(np.int64)), T + 3 if kind == "nsp" else T - 2
     rows = ids[: len(ids) // width * width].view(-1, width)
-    drawn = torch.tensor(evaluation_rows(len(rows), n, seed=42))
+    drawn = torch.tensor(evaluation_rows(len(rows), n))
     numbers = {"position": drawn, "epoch": torch.zeros_like(drawn), "row": drawn}
     if kind == "mlm":
         return numbers | {"input_ids": rows[drawn]}

@@ -92,7 +92,7 @@ def loss_by_transformers(script, args) -> float:
         tokenizer, _, eval_rows = script.load_rows(args, Accelerator(cpu=True), [], *special)
         model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(args.output_dir)
     args.per_device_eval_batch_size = args.max_eval_samples
-    mask = script.MaskTokens(tokenizer, script.EVAL_MASKED, args.seed) if masked else None
+    mask = script.MaskTokens(tokenizer, script.EVAL_MASKED) if masked else None
     [batch] = script.eval_loader(next(iter(eval_rows.values())), args, mask)
     batch = {name: column[batch["row"] >= 0] for name, column in batch.items()}
     labels = batch["input_ids"].clone()

@@ -64,12 +64,12 @@ def endless_order(n_rows: int, first: int, seed: int) -> Iterator[tuple[int, int
         first += AT_ONCE
 
 
-def evaluation_rows(n_rows: int, max_rows: int, seed: int) -> list[int]:
-    """All rows, or max_rows of them (0: no limit) drawn by the seed, because neighbours are of one document.
+def evaluation_rows(n_rows: int, max_rows: int) -> list[int]:
+    """All rows, or max_rows of them (0: no limit) drawn at random, because neighbours are of one document.
     They come in the order of the file. A smaller sample is part of a larger one."""
     if not 0 < max_rows < n_rows:
         return list(range(n_rows))
-    return sorted(permuted(np.arange(max_rows), n_rows, seed, EVALUATION).tolist())
+    return sorted(permuted(np.arange(max_rows), n_rows, 0, EVALUATION).tolist())
 
 
 def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int, int]]:

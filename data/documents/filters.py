@@ -118,18 +118,17 @@ def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, i
 @dataclass(frozen=True)
 class HoldOut:
     """Which documents are for validation, in all data sets of a run: those whose content draws a place below
-    `fraction`, and `more`, by their hashes. Fixed before the first row is made."""
+    `fraction`, and `more`, by their hashes. Fixed before the first row is made, and the same for every seed."""
 
-    seed: int
     fraction: float
     more: frozenset[int] = frozenset()
 
     def __call__(self, text: str, number: int) -> bool:
-        return number in self.more or drawn_place(text, self.seed) < self.fraction
+        return number in self.more or drawn_place(text) < self.fraction
 
     @property
     def settings(self) -> list:
-        return [self.seed, self.fraction, sorted(self.more)]
+        return [self.fraction, sorted(self.more)]
 
     def corpus(self, corpus: Corpus) -> Corpus:
         """The documents of a corpus that are held out."""
@@ -143,19 +142,19 @@ class HoldOut:
         return replace(corpus, readers=[rows], fingerprint=fingerprint)
 
 
-def drawn_place(text: str, seed: int) -> float:
-    """A number from 0 to 1, a function of (text, seed) alone."""
-    drawn = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+def drawn_place(text: str) -> float:
+    """A number from 0 to 1, a function of the text alone."""
+    drawn = hashlib.blake2b(text.encode(), digest_size=8, key=b"validation").digest()
     return int.from_bytes(drawn, "little") / 2**64
 
 
-def few_to_hold_out(corpus: Corpus, seed: int, fraction: float, wanted: int, least: int,
+def few_to_hold_out(corpus: Corpus, fraction: float, wanted: int, least: int,
                     unread: float = float("inf")) -> list[int]:
     """The hashes of the documents to hold out where `fraction` does not give `wanted` characters in `least`
     documents: those of the lowest places that do, at most half. unread: characters that will be read."""
     drawn, sizes = [], []  # (place, size, hash) of each document; sizes of those that `fraction` takes
     for text, number, _ in clean_documents(corpus, Accounting()):
-        place, size = drawn_place(text, seed), len(text)
+        place, size = drawn_place(text), len(text)
         drawn.append((place, size, number))
         sizes += [size] * (place < fraction)
         unread -= size

@@ -5,8 +5,8 @@
     python -m tests.benchmarks.learning --contenders before "mine: --learning_rate 4e-3" --seeds 1
 
 Contenders run in turn, each in a process of its own, seed after seed: those of CONTENDERS below, of which
-"trainer" is HF Trainer at its defaults on the same rows, model, batch and steps; or "name: flags". A seed has
-its own validation documents, the same for all. Seconds are those of training, without evaluations and saves.
+"trainer" is HF Trainer at its defaults on the same rows, model, batch and steps; or "name: flags". All are
+evaluated on the same documents, also with another seed. Seconds are those of training, without evaluations and saves.
 "to the goal" is where a run's evaluations first reach the final loss of the first contender.
 """
 

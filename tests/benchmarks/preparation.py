@@ -54,7 +54,7 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 def ours(texts, tokenizer, folder) -> int:
     corpus = Corpus(Source("memory"), "text", "memory", [lambda: ({"text": text} for text in texts)])
-    parts = prepare_text(corpus, TokenMaker(tokenizer), BLOCK_SIZE, folder, hold_out=HoldOut(0, 0.05))
+    parts = prepare_text(corpus, TokenMaker(tokenizer), BLOCK_SIZE, folder, hold_out=HoldOut(0.05))
     accounting = Shards(parts["train"]["folder"]).manifest["accounting"]
     return sum(account["tokens"] for account in accounting.values())
 

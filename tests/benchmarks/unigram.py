@@ -17,14 +17,13 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="prepared token files")
     parser.add_argument("--block_size", type=int, default=128)
     parser.add_argument("--rows", type=int, default=0, help="validation rows, max_eval_samples; 0: all")
-    parser.add_argument("--seed", type=int, default=42, help="of the run")
     args = parser.parse_args()
     for folder in args.folders:
         train, validation = (np.concatenate([np.load(file) for file in sorted(folder.glob(f"{split}-*.npy"))])
                              for split in ("train", "validation"))  # fmt: skip
         train, validation = (ids[: len(ids) // args.block_size * args.block_size].reshape(-1, args.block_size)
                              for ids in (train, validation))  # fmt: skip
-        rows = evaluation_rows(len(validation), args.rows, args.seed)
+        rows = evaluation_rows(len(validation), args.rows)
         predicted = validation[rows, 1:].ravel()  # the tokens that evaluation predicts
         size = int(max(train.max(), validation.max())) + 1
         counts = np.bincount(np.asarray(train).ravel(), minlength=size) + 1  # add-one smoothing

@@ -1,8 +1,10 @@
 """Muon for the matrices of the hidden layers and AdamW for the rest, as one optimizer.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) updates a matrix by the momentum of its gradient
-with all singular values set to about one. The step size is that of Liu et al. ("Muon is Scalable for LLM
-Training", 2025, arXiv 2502.16982), so that AdamW's learning rates and weight decay fit.
+with all singular values set to about one. Each row, a neuron, is then divided by the root of its mean square over
+the last steps (NorMuon: Li et al., 2025, arXiv 2510.05491), which gives all neurons steps of one size. That is 0.2
+on average, as AdamW's are (Liu et al., "Muon is Scalable for LLM Training", 2025, arXiv 2502.16982), so that AdamW's
+learning rates and weight decay fit.
 """
 
 import itertools
@@ -19,6 +21,8 @@ from utils.devices import local_processes
 from utils.learning.shares import share
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, Jordan et al.
+BETA2 = 0.95  # of a row's mean square
+STEP = 0.2  # root mean square of an update at learning rate 1
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
 # Type of the iteration, elsewhere float32. A CPU without bfloat16 instructions would be slower with bfloat16.
 PRECISION = dict.fromkeys(["cuda", "xla"], torch.bfloat16)
@@ -121,14 +125,21 @@ class MuonAdamW(torch.optim.AdamW):
             share(orthogonalize, map(ahead, divided), shapes, processes, sharded) if divided else (),
         )
         for weights, update in zip(alone + divided, updates, strict=True):
-            parts, size = [_local(weight) for weight in weights], 0.2 * math.sqrt(max(weights[0].shape[-2:]))
+            parts = [_local(weight) for weight in weights]
+            squares = [_local(self.state[weight]["row_square"]) for weight in weights]  # [..., r, 1]
             update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype)
+            new = (update.square().mean(-1, keepdim=True) * (keep * (1 - BETA2))).unbind()
+            torch._foreach_mul_(squares, 1 - keep * (1 - BETA2))
+            torch._foreach_add_(squares, new)
+            update *= torch.stack(squares).add_(1e-20).rsqrt_() * keep  # a row without gradients is 0
             torch._foreach_mul_(parts, left)
-            torch._foreach_add_(parts, (update * keep).unbind(), alpha=-rate * size)
+            torch._foreach_add_(parts, update.unbind(), alpha=-rate * STEP)
 
     def _buffer(self, weight):
         if not self.state[weight]:
             self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+            usual = 1 / max(weight.shape[-2:])  # of an element of a matrix whose singular values are 1
+            self.state[weight]["row_square"] = torch.full_like(weight[..., :1], usual)
         return self.state[weight]["momentum_buffer"]
 
     def _processes(self, weight):
