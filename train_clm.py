@@ -193,7 +193,7 @@ def main(args: TrainArgs | None = None) -> None:
     schedule = build_schedule(optimizer, args, steps.last)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
     guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
-    means = Means(accelerator, "train", "train_plain")  # loss/train, the weighted one, ... in the log
+    means = Means(accelerator, "loss/train", "loss/train_plain")  # weighted, plain; for the log
 
     # ---- Where the run continues
     checkpoints = Checkpoints(

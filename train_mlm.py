@@ -214,8 +214,8 @@ def main(args: TrainArgs | None = None) -> None:
     schedule = build_schedule(optimizer, args, steps.last)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
     guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
-    names = ["train", "train_mlm", *(["train_nsp"] if args.next_sentence else [])]
-    means = Means(accelerator, *names)  # loss/train, the whole one, and its parts in the log
+    names = ["accuracy/train", "loss/train", "loss/train_mlm", *["loss/train_nsp"] * args.next_sentence]
+    means = Means(accelerator, *names)  # in the log: of masked tokens; the whole loss, and its parts
 
     # ---- Where the run continues
     checkpoints = Checkpoints(
@@ -286,16 +286,18 @@ def main(args: TrainArgs | None = None) -> None:
         labels = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
         counts = torch.stack([sum((batch[name] != -100).sum() for batch in micro_batches) for name in labels])
         counts = accelerator.reduce(counts).clamp(min=1) / accelerator.num_processes
-        losses = torch.zeros(len(labels), device=accelerator.device)
+        losses, accuracy = torch.zeros(len(labels), device=accelerator.device), 0
         for micro_step, batch in enumerate(micro_batches, 1):
             last = micro_step == len(micro_batches)
             with nullcontext() if last else accelerator.no_sync(model):  # gradients are all-reduced once
-                parts = model(batch)["loss_sums"] / counts  # [1 or 2]: masked tokens, next sentence
+                found = model(batch)
+                parts = found["loss_sums"] / counts  # [1 or 2]: masked tokens, next sentence
                 accelerator.backward(parts.sum())  # the all-reduce takes the mean over processes
             losses += parts.detach()
+            accuracy += found["right"] / counts[0]
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
-        means.add(torch.cat([losses.sum(0, keepdim=True), losses]), skipped)
+        means.add(torch.cat([torch.stack([accuracy, losses.sum()]), losses]), skipped)
         learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)
         optimizer.step()
         schedule.step()

@@ -61,8 +61,8 @@ def train_loader(rows, args, first: int = 0, last: int | None = None, collate=No
 
 
 def eval_loader(rows: PackedRows, args, collate=None) -> DataLoader:
-    """Batches of all rows, or of max_eval_samples of them, the same for every seed, filled up with row -1 to whole
-    batches on all processes."""
+    """Batches of all rows, or of max_eval_samples of them, the same for every seed, filled up with row -1 to
+    whole batches on all processes."""
     drawn = evaluation_rows(len(rows), args.max_eval_samples)
     batch_size = args.per_device_eval_batch_size
     order = evaluation_order(drawn, batch_size * PartialState().num_processes)

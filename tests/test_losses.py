@@ -294,7 +294,7 @@ def test_on_a_gpu_a_whole_step_waits_for_nothing():
     model = CausalLMLoss(small_model("gpt2"))
     to_device(model, accelerator)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, settings()))
-    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train")
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "loss/train")
     batches = [{"input_ids": torch.randint(V, (8, T), device=accelerator.device)} for _ in range(8)]
     try:
         for step, batch in enumerate(batches):
@@ -559,8 +559,8 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     nsp, full = batch.get("next_sentence_label"), full_labels(batch)
     counts = torch.stack([(full != -100).sum(), *([] if nsp is None else [torch.tensor(len(nsp))])])
     found = model(batch)
-    assert found.keys() == {"loss_sums"}
-    loss = (found["loss_sums"] / counts).sum()
+    assert found.keys() == {"loss_sums", "right"}
+    loss, right = (found["loss_sums"] / counts).sum(), found["right"]
     loss.backward()
     found = gradients(lm)
     lm.zero_grad()
@@ -568,6 +568,8 @@ def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
     out.loss.backward()
     assert model.splits_head
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
+    logits = out.logits if nsp is None else out.prediction_logits
+    assert right == (logits.argmax(-1) == full).sum()
     expected = gradients(lm)
     # The gradient of a key bias is zero but for rounding: hence the tolerance relative to all of them.
     largest = max(grad.abs().max().item() for grad in expected.values())

@@ -119,7 +119,8 @@ def test_a_damaged_shard_is_told_and_the_folder_made_again_whole(tmp_path, token
     assert run(source, folder, tokenizer) == 0
     assert f"{path} is damaged" in capsys.readouterr().out and files_of(folder) == whole
     assert run(source, folder, tokenizer) == 0 and "data " not in capsys.readouterr().out
-    assert run(source, folder, tokenizer, validation_fraction=0.1) == 2 and "other settings" in capsys.readouterr().err
+    assert run(source, folder, tokenizer, validation_fraction=0.1) == 2
+    assert "other settings" in capsys.readouterr().err
     write_jsonl(tmp_path / "a.jsonl", make_texts(101))
     assert run(source, folder, tokenizer) == 2
 

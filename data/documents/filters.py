@@ -118,7 +118,7 @@ def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, i
 @dataclass(frozen=True)
 class HoldOut:
     """Which documents are for validation, in all data sets of a run: those whose content draws a place below
-    `fraction`, and `more`, by their hashes. Fixed before the first row is made, and the same for every seed."""
+    `fraction`, and `more`, by their hashes. Fixed before the first row is made, the same for every seed."""
 
     fraction: float
     more: frozenset[int] = frozenset()

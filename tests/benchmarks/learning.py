@@ -6,7 +6,8 @@
 
 Contenders run in turn, each in a process of its own, seed after seed: those of CONTENDERS below, of which
 "trainer" is HF Trainer at its defaults on the same rows, model, batch and steps; or "name: flags". All are
-evaluated on the same documents, also with another seed. Seconds are those of training, without evaluations and saves.
+evaluated on the same documents, whatever the seed. Seconds are those of training, without evaluations and
+saves.
 "to the goal" is where a run's evaluations first reach the final loss of the first contender.
 """
 

@@ -64,7 +64,7 @@ def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one mi
     optimizer = build_optimizer(model, ADAMW)
     schedule = build_schedule(optimizer, ADAMW, args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train_mlm")
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "loss/train_mlm")
     clock.start()
     for start in range(0, len(rows["slots"]), args.batch_size):
         part = slice(start, start + args.batch_size)

@@ -77,7 +77,7 @@ def train_ours(lm, rows, args, bf16, clock):
     optimizer = build_optimizer(model, ADAMW)
     schedule = build_schedule(optimizer, ADAMW, args.steps)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "train", "train_plain")
+    guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, "loss/train", "loss/train_plain")
 
     def update(batch):  # that of train_clm.py, without row weights
         loss, row_losses = model(batch)

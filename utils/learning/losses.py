@@ -191,14 +191,15 @@ class MaskedLMLoss(ModelLoss):
         positions to predict; slot_labels int64 [B, K], -100 for an empty slot; optional next_sentence_label
         int64 [B]: 0 if B follows A, 1 if B is random, -100 if it does not count.
 
-        Returns {"loss_sums": [1], with next_sentence_label [2]}, sums over predictions, with gradient: of
-        masked tokens (in training those of token_loss, if given) and of next sentences. In eval mode also
-        "rows", float32 [B, 3 or 6]: of each row the summed cross-entropy, the predictions and the right ones
-        among them, of masked tokens and then of next sentences."""
+        Returns {"loss_sums": [1], with next_sentence_label [2], sums over predictions, with gradient: of
+        masked tokens (in training those of token_loss, if given) and of next sentences; "right": a scalar,
+        the masked tokens that are predicted correctly}. In eval mode also "rows", float32 [B, 3 or 6]: of
+        each row the summed cross-entropy, the predictions and the right ones among them, of masked tokens and
+        then of next sentences."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
         weights, keep = torch.ones_like(labels, dtype=torch.float32), "next_sentence_label" in batch
         out, loss_sum, losses, correct = self._cross_entropy(
-            batch, lambda x: _gather_slots(x, slots), labels, weights, not self.training, keep
+            batch, lambda x: _gather_slots(x, slots), labels, weights, True, keep
         )
         sums, columns = [loss_sum], [losses, labels != IGNORED, correct]
         if keep:
@@ -207,10 +208,11 @@ class MaskedLMLoss(ModelLoss):
             nsp_losses = F.cross_entropy(scores.float(), targets, reduction="none")
             sums.append(nsp_losses.sum())
             columns += [nsp_losses, targets != IGNORED, scores.argmax(1) == targets]
+        found = {"loss_sums": torch.stack(sums), "right": correct.sum()}
         if self.training:
-            return {"loss_sums": torch.stack(sums)}
+            return found
         rows = [column.detach().view(len(slots), -1).sum(1, dtype=torch.float32) for column in columns]
-        return {"loss_sums": torch.stack(sums), "rows": torch.stack(rows, 1)}
+        return found | {"rows": torch.stack(rows, 1)}
 
 
 def masked_metrics(sums):

@@ -1,10 +1,10 @@
 """Muon for the matrices of the hidden layers and AdamW for the rest, as one optimizer.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) updates a matrix by the momentum of its gradient
-with all singular values set to about one. Each row, a neuron, is then divided by the root of its mean square over
-the last steps (NorMuon: Li et al., 2025, arXiv 2510.05491), which gives all neurons steps of one size. That is 0.2
-on average, as AdamW's are (Liu et al., "Muon is Scalable for LLM Training", 2025, arXiv 2502.16982), so that AdamW's
-learning rates and weight decay fit.
+with all singular values set to about one. Each row, a neuron, is then divided by the root of its mean square
+in the last steps, so that all neurons take steps of one size (NorMuon: Li et al., 2025, arXiv 2510.05491).
+That is 0.2, as of AdamW (Liu et al., "Muon is Scalable for LLM Training", 2025, arXiv 2502.16982), so that
+AdamW's learning rates and weight decay fit.
 """
 
 import itertools
@@ -97,6 +97,7 @@ class MuonAdamW(torch.optim.AdamW):
         rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
         keep = 1.0 if skip is None else 1 - skip  # 0-d; 0 if nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
+        squares_held = 1 - keep * (1 - BETA2)
         alone, divided = [], []
         for weights in _of_one_shape([weight for weight in group["params"] if weight.grad is not None]):
             experts = isinstance(weights[0], DTensor) and weights[0].ndim == 3  # each process has whole ones
@@ -127,11 +128,10 @@ class MuonAdamW(torch.optim.AdamW):
         for weights, update in zip(alone + divided, updates, strict=True):
             parts = [_local(weight) for weight in weights]
             squares = [_local(self.state[weight]["row_square"]) for weight in weights]  # [..., r, 1]
-            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype)
-            new = (update.square().mean(-1, keepdim=True) * (keep * (1 - BETA2))).unbind()
-            torch._foreach_mul_(squares, 1 - keep * (1 - BETA2))
-            torch._foreach_add_(squares, new)
-            update *= torch.stack(squares).add_(1e-20).rsqrt_() * keep  # a row without gradients is 0
+            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype) * keep
+            torch._foreach_mul_(squares, squares_held)
+            torch._foreach_add_(squares, update.square().mean(-1, keepdim=True).unbind(), alpha=1 - BETA2)
+            update *= torch.stack(squares).add_(1e-20).rsqrt_()  # a row without gradients is 0
             torch._foreach_mul_(parts, left)
             torch._foreach_add_(parts, update.unbind(), alpha=-rate * STEP)
 

@@ -178,12 +178,12 @@ class Means:
         self._sums += torch.where(skipped > 0, 0, step)
 
     def read(self, **others):
-        """{"loss/<name>": mean over steps and processes, None if no step counted}, and the means of `others`
+        """{name: mean over steps and processes, None if no step counted}, and the means of `others`
         (0-d) over processes. Then starts anew. All processes call it; here the host waits for the device."""
         sums = {name: (sum(values), len(values)) for name, values in self.state_dict(**others).items()}
         self._sums = torch.zeros_like(self._sums)
         steps, _ = sums.pop("steps")
-        losses = {f"loss/{name}": sums[name][0] / steps if steps else None for name in self.names}
+        losses = {name: sums[name][0] / steps if steps else None for name in self.names}
         return losses | {name: sums[name][0] / sums[name][1] for name in others}
 
     def state_dict(self, **others):

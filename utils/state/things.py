@@ -91,7 +91,7 @@ def find_targets(name: str, thing, record: dict, there: dict, model) -> dict:
 
 
 def _like(tensor, item) -> torch.Tensor:
-    """An empty one, where that tensor is and sharded as it is, if the shapes are equal, or one number per row."""
+    """An empty one, where that tensor is and sharded as it is, if it has its shape or a number per row."""
     if tensor is not None and (*tensor.shape[:-1], 1) == (*item.size,):
         tensor = tensor[..., :1]
     if tensor is None or tensor.shape != item.size:
