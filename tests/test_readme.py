@@ -124,6 +124,7 @@ NOT_HERE = {
     "pip install -r requirements.txt -r tests": "this is how CI runs this test",
     "CRASH_KILLS=100 pytest tests/test_crash.py": "twenty minutes; CI kills a few times",
     "NODE_KILLS=10 pytest tests/test_multi_node.py": "ten minutes; CI kills once",
+    "python -c \"import runpy": "a checkout of llama.cpp",
     "hf jobs run": "needs an account; checked and run in tests/clusters",
     "pytest tests -m slow": "CI runs it, too",
     "pytest tests -m sweep": "as its name says",

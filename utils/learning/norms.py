@@ -11,7 +11,7 @@ from utils.devices import device_type
 
 @torch.no_grad()
 def use_few_kernels(model) -> None:
-    """Replaces, on a CPU, the forward of modules that a trial shows to be weight * x / sqrt(mean(x²) + eps)."""
+    """Replaces, on a CPU, the forward of what a trial shows to be weight * x / sqrt(mean(x ** 2) + eps)."""
     for module in model.modules() if device_type() == "cpu" else ():
         eps, weight = getattr(module, "variance_epsilon", None), getattr(module, "weight", None)
         if eps is None or weight is None or len(inspect.signature(module.forward).parameters) > 1:
