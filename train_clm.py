@@ -95,7 +95,7 @@ class TrainArgs:
     muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
-    lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
+    lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
@@ -150,8 +150,8 @@ PRESETS = {
         model_type="gpt2",
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257 in 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
-        learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, eval_steps=1000, save_steps=1000,
-        validation_fraction=0.03, prompts=["rows"], output_dir="runs/gpt2-124m",
+        learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, lr_scheduler_type="cosine",
+        eval_steps=1000, save_steps=1000, validation_fraction=0.03, prompts=["rows"], output_dir="runs/gpt2-124m",
     ),
 }
 
