@@ -55,7 +55,7 @@ PROMPTS = [
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 # Where --dataset_name is another one: all its documents, and beginnings of evaluation rows as prompts.
-OTHER_DATA = {"dataset_config_name": [], "keywords": [], "prompts": ["rows"]}
+OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
 # Of the default model_type, by transformers' names.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64"
@@ -151,7 +151,8 @@ PRESETS = {
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257 in 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
         learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, lr_scheduler_type="cosine",
-        eval_steps=1000, save_steps=1000, validation_fraction=0.03, prompts=["rows"], output_dir="runs/gpt2-124m",
+        eval_steps=1000, save_steps=1000, validation_fraction=0.03, prompts=["rows"],
+        output_dir="runs/gpt2-124m",
     ),
 }
 

@@ -50,7 +50,7 @@ PROMPTS = [
     "If the file does not [MASK], an error is raised.",
     "The number of [MASK] in the array.",
 ]
-OTHER_DATA = {"dataset_config_name": [], "prompts": ["rows"]}  # where --dataset_name is another one
+OTHER_DATA = {"prompts": ["rows"]}  # where --dataset_name names other data: of its evaluation rows
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
 # Of the default model_type, by transformers' names. Rotary positions: with learned ones, so small a model

@@ -54,7 +54,7 @@ FAULTS = [
     Fault("push of a mixed state", "utils/publishing/hub.py",
           "shutil.copyfile(self.output_dir / name, folder / name)",
           "os.link(self.output_dir / name, folder / name)",
-          "test_hub.py each_revision"),
+          "test_hub.py newer_snapshots"),
     Fault("signal lost", "utils/state/stop_signals.py",
           "self.answer = requested()", "self.answer = 0",
           "test_preemption.py one_signal"),

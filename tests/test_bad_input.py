@@ -62,6 +62,7 @@ CLM | --push_to_hub maybe                               | Truthy value expected:
 CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
 # data
 CLM | --dataset_name none                               | dataset_name: none is given
+CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is one of a data set of the Hub
 CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder
@@ -119,7 +120,7 @@ PREPARE | --output_dir shards --dataset_name ../no.jsonl --tokenizer_name ../wor
 PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | unrecognized arguments: --block_size 1
 PREPARE | --output_dir shards --tokenizer_name ../words --validation_fraction nan | validation_fraction: must be in [0, 1)
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb -1  | shard_mb: must be 1e-06 or greater
-PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --seed -1 | shard_mb: must be && is inf. && seed: must be
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --validation_fraction 2 | shard_mb: must be && is inf. && validation_fraction: must be
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb 0   | shard_mb: must be 1e-06 or greater
 PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long

@@ -225,6 +225,13 @@ def test_a_folder_of_source_files_is_read_as_code(tmp_path, capsys):
     assert "read as text, a document each: 2 .py, 1 .js, 1 .txt; 3 not read" in capsys.readouterr().out
 
 
+def test_a_clone_of_a_data_set_is_read_as_data_and_not_as_its_readme_and_script(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A data set\n")
+    (tmp_path / "load.py").write_text("import datasets\n")
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert texts(open_corpus(Source(str(tmp_path)))) == ["one", "two"]
+
+
 def test_splits_of_folders_and_saved_data_sets(tmp_path):
     parts = {"train": ROWS[:4], "validation": ROWS[4:]}
     datasets.DatasetDict({k: datasets.Dataset.from_list(v) for k, v in parts.items()}).save_to_disk(

@@ -155,6 +155,25 @@ def test_the_one_kernel_gelu_computes_and_saves_the_same_in_less_memory(tmp_path
     torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-5, atol=1e-6)
 
 
+SIZES = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2,intermediate_size=64"
+
+
+@pytest.mark.parametrize("kind, few", [("qwen3", 9), ("llama", 5), ("gemma", 0), ("bamba", 5)])
+def test_norms_in_few_kernels_have_transformers_values_and_gradients(kind, few):
+    """Gemma's scale by 1 + weight and Bamba's gated ones stay as they are."""
+    bamba = ",mamba_n_heads=2,mamba_d_head=32,mamba_d_state=8,attn_layer_indices=[1]"
+    sizes = SIZES + bamba * (kind == "bamba")
+    ours = build("causal", kind, sizes)
+    theirs = AutoModelForCausalLM.from_config(ours.config)
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.randint(6, 50, (2, 16), generator=torch.Generator().manual_seed(0))
+    for lm in (ours, theirs):
+        lm(input_ids=ids, labels=ids).loss.backward()
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert sum("forward" in vars(module) for module in ours.modules()) == few
+
+
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):
     saved = build("causal", "gpt2", GPT2, 24).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)

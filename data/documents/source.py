@@ -90,8 +90,8 @@ def open_corpus(source: Source) -> Corpus:
         raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
                          "cut the files instead")
     if source.dataset_config_name and local:
-        raise ValueError(f"dataset_config_name: {source.dataset_config_name}: for data sets of the Hub; name "
-                         f"its files, such as {name}/{source.dataset_config_name}/*, and leave it out")
+        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is one of a data set of the Hub; "
+                         f"of {name} name the wanted files, and give `none` here with a preset")
     fingerprint, units = reader.open_units(source)
     column, wikitext = _text_column(source, units)
     if wikitext:

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from utils.devices import device_type, memory_of
 from utils.learning.compiled import compile_blocks
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line
+from utils.learning.norms import use_few_kernels
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
 
@@ -64,6 +65,7 @@ def build_model(args, kind, tokenizer):
             model.generation_config.do_sample = True
     try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
+    use_few_kernels(model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
