@@ -62,7 +62,7 @@ CLM | --push_to_hub maybe                               | Truthy value expected:
 CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
 # data
 CLM | --dataset_name none                               | dataset_name: none is given
-CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is one of a data set of the Hub
+CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is of a data set of the Hub
 CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder

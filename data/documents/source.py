@@ -90,7 +90,7 @@ def open_corpus(source: Source) -> Corpus:
         raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
                          "cut the files instead")
     if source.dataset_config_name and local:
-        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is one of a data set of the Hub; "
+        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is of a data set of the Hub; "
                          f"of {name} name the wanted files, and give `none` here with a preset")
     fingerprint, units = reader.open_units(source)
     column, wikitext = _text_column(source, units)
