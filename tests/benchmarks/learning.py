@@ -14,6 +14,7 @@ saves.
 import argparse
 import json
 import math
+import os
 import shlex
 import statistics
 import subprocess
@@ -53,7 +54,8 @@ CONTENDERS = {
 
 
 def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, common: list[str]) -> list:
-    """[(step, seconds of training, loss over all validation rows, bits per byte or None)]"""
+    """A dict for each evaluation: step, seconds of training so far, loss over all validation rows, bits per
+    byte or accuracy; the last one has the processor seconds of the whole run, too."""
     places = ["--output_dir", str(out), "--cache_dir", str(out.parent / "cache"), "--seed", str(seed)]
     program = [str(PROJECT / f"train_{script}.py")]
     if name == "trainer":
@@ -61,16 +63,20 @@ def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, c
     command = [sys.executable, *program, *flags, "--max_eval_samples", "0", *common, *places]
     log = out.with_suffix(".log")
     with open(log, "w") as file:
-        done = subprocess.run(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)}: exit status {done.returncode}\n{log.read_text()[-2000:]}")
+        process = subprocess.Popen(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if status:
+        raise SystemExit(f"{shlex.join(command)}: status {status}\n{log.read_text()[-2000:]}")
     points, seconds, tokens = [], 0.0, 0
     for line in read_metrics(out):
         if "tokens_per_second" in line:
             seconds += (line["tokens"] - tokens) / line["tokens_per_second"]
             tokens = line["tokens"]
         if "loss/eval" in line:
-            points.append((line["step"], seconds, line["loss/eval"], line.get("bits_per_byte")))
+            point = dict(step=line["step"], seconds=seconds, loss=line["loss/eval"])
+            points.append(point | {key: line[key] for key in ("bits_per_byte", "accuracy") if line.get(key)})
+    points[-1]["processor_seconds"] = usage.ru_utime + usage.ru_stime
     return points
 
 
@@ -136,25 +142,22 @@ def train_with_trainer(argv: list[str]) -> None:
     ).train()
 
 
-def summary(curves: dict[str, list[list]]) -> dict[str, dict]:
+def summary(curves: dict[str, list[list[dict]]]) -> dict[str, dict]:
     """{contender: what the table holds}, means over seeds; curves: {contender: a curve per seed}."""
-    goals = [curve[-1][2] for curve in next(iter(curves.values()))]
-    lines = {}
+    first, lines = next(iter(curves.values())), {}
     for name, runs in curves.items():
         ends = [curve[-1] for curve in runs]
-        reached = [
-            next(((s, t) for s, t, loss, _ in curve if loss <= goal), None)
-            for curve, goal in zip(runs, goals, strict=False)
-        ]
-        names = "steps", "seconds", "loss"
-        line = {name: statistics.mean(end[i] for end in ends) for i, name in enumerate(names)}
-        if len(runs) > 1:
-            line["spread"] = statistics.stdev(end[2] for end in ends)
-        if ends[0][3] is not None:
-            line["bits"] = statistics.mean(end[3] for end in ends)
+        line = {key: statistics.mean(end[key] for end in ends) for key in ends[0]}
+        if len(runs) > 1:  # of the same seeds, as pairs: rows come in the same order
+            pairs = [end["loss"] - other[-1]["loss"] for end, other in zip(ends, first, strict=True)]
+            line["spread"] = statistics.stdev(end["loss"] for end in ends)
+            line["change"] = statistics.mean(pairs)
+            line["error"] = statistics.stdev(pairs) / math.sqrt(len(pairs))
+        reached = [next((point for point in curve if point["loss"] <= goal[-1]["loss"]), None)
+                   for curve, goal in zip(runs, first, strict=True)]  # fmt: skip
         if all(reached):
-            line["goal_steps"] = statistics.mean(s for s, _ in reached)
-            line["goal_seconds"] = statistics.mean(t for _, t in reached)
+            line["goal_steps"] = statistics.mean(point["step"] for point in reached)
+            line["goal_seconds"] = statistics.mean(point["seconds"] for point in reached)
         lines[name] = line
     return lines
 
@@ -166,11 +169,11 @@ def draw(curves: dict[str, list[list]], file: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for at, panel, label in zip((0, 1), panels, ("steps", "seconds of training"), strict=True):
+    for at, panel, label in zip(("step", "seconds"), panels, ("steps", "seconds of training"), strict=True):
         for name, runs in curves.items():
             line = None
             for curve in runs:
-                xs, ys = [point[at] for point in curve], [point[2] for point in curve]
+                xs, ys = [point[at] for point in curve], [point["loss"] for point in curve]
                 same = {"color": line.get_color()} if line else {"label": name}
                 (line,) = panel.plot(xs[1:], ys[1:], **same, lw=1.2, marker=".")
         panel.set_xlabel(label)
@@ -215,10 +218,12 @@ def main():
     print_table(
         f"train_{args.script}.py {args.flags}, {args.seeds} seeds, means",
         summary(curves),
-        {"steps": "steps", "seconds": "seconds of training", "loss": "loss, whole validation set",
-         "spread": "standard deviation", "bits": "bits per byte", "goal_steps": "steps to the goal",
-         "goal_seconds": "seconds to the goal"},
-        {"seconds": "seconds ratio", "bits": "bits ratio", "goal_steps": "steps ratio, goal",
+        {"step": "steps", "seconds": "seconds of training", "processor_seconds": "processor seconds in all",
+         "loss": "loss, whole validation set", "spread": "its standard deviation over seeds",
+         "change": "minus the first line's, of the same seeds", "error": "standard error of that",
+         "bits_per_byte": "bits per byte", "accuracy": "hidden tokens found",
+         "goal_steps": "steps to the goal", "goal_seconds": "seconds to the goal"},
+        {"processor_seconds": "processor seconds ratio", "bits_per_byte": "bits ratio",
          "goal_seconds": "seconds ratio, goal"},
         args.append,
     )  # fmt: skip
