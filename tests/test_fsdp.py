@@ -35,11 +35,11 @@ def launched(flags):
                           text=True, timeout=runs.PATIENCE)  # fmt: skip
 
 
-def sharded(flags, *words):
+def sharded(flags, *words, script="train_clm"):
     """The same, forked."""
     env = fsdp_environment(2, *words)
     assert env["ACCELERATE_USE_FSDP"] == "true"
-    return forked.run(SCRIPT, ["train_clm", *arguments(flags)], 2, env=env)
+    return forked.run(SCRIPT, [script, *arguments(flags)], 2, env=env)
 
 
 def assert_same_run(a, b):
@@ -73,6 +73,21 @@ def test_compiled_by_blocks_it_is_the_same_run(workspace):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 x Qwen3DecoderLayer" in done.stdout and "warning: " not in done.stdout
     assert_same_run(workspace / "compiled", workspace / "cut")
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "roberta"])
+def test_masked_models_share_the_table_of_their_head_with_the_embeddings(workspace, kind):
+    """transformers names the embeddings as a unit, which FSDP would part from the head."""
+    shape = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
+    flags = {"model_type": kind, "config_overrides": shape, "gradient_accumulation_steps": 1}
+    flags["config_overrides"] += ",hidden_dropout_prob=0,attention_probs_dropout_prob=0" * (kind == "roberta")
+    one, two = (settings(workspace, f"{kind}-{n}", per_device_train_batch_size=8 // n, **flags)
+                for n in (1, 2))  # fmt: skip
+    for each in (one, two):
+        del each["keytokens"], each["keywords"]
+    alone, both = forked.run("train_mlm.py", one), sharded(two, script="train_mlm")
+    assert alone.returncode == both.returncode == 0, (alone.stderr + both.stderr)[-3000:]
+    assert_same_run(one["output_dir"], two["output_dir"])
 
 
 def test_in_bfloat16_losses_are_not_rounded_to_it(workspace):

@@ -47,7 +47,10 @@ class ModelLoss(nn.Module):
         super().__init__()
         patches.skip_search_for_documents()  # in _run
         self.lm, self.token_loss = lm, token_loss
-        self._no_split_modules = lm._no_split_modules  # the blocks, which are FSDP's units
+        tables = {type(part).__name__ for part in lm.modules() for child in part.children()
+                  if isinstance(child, nn.Embedding)}  # fmt: skip
+        # FSDP's units: the blocks. Encoders name their embeddings, too, whose table is the head's as well.
+        self._no_split_modules = [name for name in lm._no_split_modules or () if name not in tables]
         self.chunk_softmax = ChunkSoftmax()
         self.splits_head = self._split_gives_same_logits()
 
