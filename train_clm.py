@@ -71,7 +71,7 @@ class TrainArgs:
     mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
     dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
-    text_column: list[str] = field(default_factory=list)  # one, or one each; none: content, else text
+    text_column: list[str] = field(default_factory=list)  # for all data sets; none: content, else text
     keywords: list[str] = field(default_factory=LIBRARIES.copy)  # the default's documents hold one; none: all
     validation_fraction: float = 0.05  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus

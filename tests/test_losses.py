@@ -314,8 +314,8 @@ def test_key_tokens_are_those_of_one_token_and_the_others_are_told(capsys):
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     assert keytoken_table(["plt", "pd", "sk"], words).tolist() == [0, 1, 1, 0, 0, 0, 0, 1]  # ids have gaps
-    told = "keytokens: ignored, because the tokenizer splits them: ' pd', 'sk', ' sk'\n"
-    assert capsys.readouterr().out == told
+    told = "in use: 'plt', ' plt', 'pd'; ignored, because the tokenizer splits them: ' pd', 'sk', ' sk'\n"
+    assert capsys.readouterr().out == f"keytokens  {told}"
     assert keytoken_table([], words).sum() == 0 and capsys.readouterr().out == ""
 
 

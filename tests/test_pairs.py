@@ -53,6 +53,9 @@ def test_sentences_end_where_a_reader_ends_them():
     assert split_sentences(" = Title = \n\nOne line\ngoes on. Two\nThree") == [
         "= Title =", "One line goes on.", "Two", "Three",
     ]  # fmt: skip
+    assert split_sentences("Это первое. Вот второе! И третье?") == ["Это первое.", "Вот второе!", "И третье?"]
+    assert split_sentences("Er kam. Über uns. Sie ging.") == ["Er kam.", "Über uns.", "Sie ging."]
+    assert split_sentences("他来了。他说：“好。”我走了！") == ["他来了。", "他说：“好。”我走了！"]
     assert split_sentences(" \n ") == []
 
 

@@ -71,7 +71,7 @@ def test_the_start_warns_of_no_default_and_samples_begin_with_a_trained_model(sa
         flags = {"dataset_name": saved.path.parent / "corpus.jsonl", "keywords": "none", "vocab_size": 1024,
                  "cache_dir": saved.path.parent / "cache", "show": 1}  # fmt: skip
         done = python("train_clm.py", "--keytokens", "import", "quagga", *arguments(flags))
-        assert "keytokens: ignored, because the tokenizer splits them: 'quagga'" in done.stdout, done.stderr
+        assert "ignored, because the tokenizer splits them: 'quagga'" in done.stdout, done.stderr
 
 
 def test_a_checkpoint_loads_as_the_model_does(saved):

@@ -142,8 +142,8 @@ def _csv_rows(file, delimiter: str) -> Iterator[dict]:
     lines = io.TextIOWrapper(file, "utf-8", newline="")
     for number, row in enumerate(csv.DictReader(lines, delimiter=delimiter, strict=True), 1):
         if None in row:
-            raise ValueError(f"record {number:,} has more fields than there are columns: a quote or a comma "
-                             "that is not quoted")
+            raise ValueError(f"record {number:,} has more fields than there are columns: a quote or a "
+                             f"{delimiter!r} that is not quoted, or other separators")
         if None in row.values():
             raise ValueError(f"record {number:,} has fewer fields than there are columns: a line end that is "
                              "not quoted")

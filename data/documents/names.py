@@ -118,6 +118,7 @@ def _say(name: str, splits: dict[str, list[str]], as_text: bool, left_out: int, 
     if not (as_text or left_out or len(splits) > 1):
         return
     told = ", ".join(f"{split} {len(some):,}" for split, some in splits.items())
+    told += ", by words in their paths" * (len(splits) > 1)
     if as_text:
         kinds = Counter(map(suffix, splits["train"])).most_common()
         told = f"read as text, a document each: {', '.join(f'{n:,} {kind}' for kind, n in kinds)}"

@@ -122,6 +122,9 @@ def _text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
         has = f"no column {given!r}" if given else "neither a column content nor text"
         raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
     column = next((column for column in there if columns[column]), there[0])
+    if len(there) > 1:
+        print(f"data       {name}: the text is its column {column}, not {there[1 - there.index(column)]}; "
+              "--text_column chooses", flush=True)
     return column, [*columns] == ["text"] and bool(TITLE.match(text))
 
 

@@ -28,8 +28,11 @@ BLOCK = 1 << 23  # characters of text whose pairs are coupled at a time
 # not after an initial ("H. Smith") or these abbreviations. WikiText writes a space before a closing quote.
 ABBREVIATIONS = "Mr Mrs Ms Dr St Sr Jr Lt Col Gen Capt Sgt Prof Rev vs No Vol Fig ca cf e.g i.e a.k.a U.S"
 NO_ABBREVIATION = "".join(rf"(?<!\b{re.escape(word)}\.)" for word in ABBREVIATIONS.split())
-CLOSING, OPENING = r"(?:\s?[\"'”’)\]]+(?=\s))?", r"(?=[\"'“‘(\[]*\s?[A-Z0-9<])"
-SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\b[A-Z]\.)" + NO_ABBREVIATION + CLOSING + r"\s+" + OPENING)
+CLOSING, OPENING = r"(?:\s?[\"'”’)\]]+(?=\s))?", r"(?=[\"'“‘(\[]*\s?[A-ZÀ-ÖØ-ÞΑ-ΩЀ-Я0-9<])"
+WITHOUT_SPACES = r"|(?<=[。！？])(?![。！？”’」』])\s*"  # Chinese and Japanese
+SENTENCE_END = re.compile(
+    r"(?<=[.!?])(?<!\b[A-Z]\.)" + NO_ABBREVIATION + CLOSING + r"\s+" + OPENING + WITHOUT_SPACES
+)
 # A line is a paragraph, unless the next line continues in lower case (hard-wrapped text).
 PARAGRAPH_END = re.compile(r"\n\s*\n|\n(?![ \t]*[a-z])")
 

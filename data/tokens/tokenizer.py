@@ -218,7 +218,8 @@ def no_text(corpus, counts: Accounting) -> str:
     """The message where a corpus has no document to train on."""
     message = f"dataset_name {corpus.name}: none of {counts.read:,} documents is text"
     if counts.unreadable:
-        message += f": {'; '.join(counts.unreadable_names)}. Give --text_column another one"
+        message += (f": {'; '.join(counts.unreadable_names)}. Convert what is not UTF-8, as by `iconv -f "
+                    "latin1 -t utf-8`; of other columns --text_column chooses one")
     if counts.filtered:
         message = (f"keywords {' '.join(corpus.keywords)}: none of the {counts.read:,} documents of "
                    f"{corpus.name} contains any of them; give others, or --keywords none to keep everything")

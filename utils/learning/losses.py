@@ -254,16 +254,17 @@ def _gather_slots(x, slots):
 def keytoken_table(keytokens, tokenizer, device=None):
     """float32 [V], 1 at the key tokens, bare and after a space: one lookup per token counts any number of
     them. Those that are not one token of the tokenizer are printed and left out. V: the largest id + 1."""
-    table, split = torch.zeros(max(tokenizer.get_vocab().values()) + 1), {}
+    table, used, split = torch.zeros(max(tokenizer.get_vocab().values()) + 1), {}, {}
     for word in keytokens:
         for spelling in (word.strip(), " " + word.strip()):
             ids = tokenizer(spelling, add_special_tokens=False)["input_ids"]
             if len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
-                table[ids] = 1.0
+                table[ids], used[spelling] = 1.0, None
             else:
                 split[spelling] = None
     if split and os.environ.get("RANK", "0") == "0":
-        print(f"keytokens: ignored, because the tokenizer splits them: {', '.join(map(repr, split))}")
+        kept, lost = (", ".join(map(repr, some)) or "none" for some in (used, split))
+        print(f"keytokens  in use: {kept}; ignored, because the tokenizer splits them: {lost}")
     return table.to(device)
 
 
