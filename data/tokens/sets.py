@@ -10,6 +10,7 @@ A part is where rows are: {"folder", "split", "size", "max_rows"}, plain values 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from data.batches.rows import PackedRows
 from data.documents.filters import Accounting, HoldOut
@@ -17,7 +18,7 @@ from data.documents.source import EVALUATED, Corpus, Source, evaluation_source, 
 from data.tokens.cache import cache_path
 from data.tokens.encode import TokenMaker, tokenizer_fingerprint
 from data.tokens.preparation import Preparation
-from data.tokens.shards import Shards, find_shards
+from data.tokens.shards import MANIFEST, Shards, find_shards
 from data.tokens.tokenizer import no_text
 from utils.io.urls import Folder
 
@@ -111,6 +112,8 @@ def prepare_text(corpus: Corpus, maker: TokenMaker, size: int, cache_dir, split:
     preparation = Preparation(None, {split: corpus}, maker, hold_out, evaluated, max_rows * size)
     folder = str(cache_path(cache_dir, maker.cache, preparation.settings))
     preparation.folder = Folder(folder)
+    if Path(folder, MANIFEST).exists():
+        print(f"data       {corpus.name}: rows from {folder}", flush=True)
     shards = Shards(folder, preparation.make())
     for name in [split, *["validation"] * (hold_out is not None)]:
         if name not in shards.with_rows(size):

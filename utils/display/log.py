@@ -40,7 +40,7 @@ class Log:
         self.args, self.accelerator, self.steps, self.hub = args, accelerator, steps, hub
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
         launch = launch_facts(accelerator, lm.config._attn_implementation)
-        self.tried = ""  # the first prompt
+        self.tried, self.advised = "", False  # the first prompt; whether few rows were told
         self.metrics = Metrics(args, step, accelerator.is_main_process and not args.eval_only)
         self.finished = not args.eval_only and self.metrics.finished == step == steps.last
         kept = self.metrics.kept
@@ -71,7 +71,7 @@ class Log:
             text = f"{self.args.output_dir}: this run is finished, {step} steps; nothing to do. {again}"
             return self.accelerator.print(text)
         lines = start_lines(self.args, self.accelerator, self.steps, step, optimizer, self.facts)
-        self.accelerator.print(*lines, *self.metrics.changes(launch), sep="\n")
+        self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
         settings, rows = self.facts["settings"], getattr(self.steps.rows, "fingerprint", None)
         self.metrics.start(step, settings, rows, launch, environment_of(self.args))
         project = Path(self.facts["script"]).stem
@@ -116,7 +116,8 @@ class Log:
             lines = [f"{self.facts['model_type']}, evaluated after step {step}", *_table(record)]
             return self.accelerator.print(*lines, json.dumps(finite(record)), sep="\n")
         error = record.get("loss/eval_stderr") or 0
-        if error > UNSURE and self.evaluated is None:
+        if error > UNSURE and not self.advised:
+            self.advised = True
             self.progress.write(f"advice     few rows are evaluated: the perplexity's error is {error:.0%}; "
                                 "name more text to evaluate on, or raise --max_eval_samples")
         self.evaluated, self.facts["results"] = step, record

@@ -74,4 +74,4 @@ def why_slow(seconds: float) -> str | None:
         return None
     load = f"load {psutil.getloadavg()[0]:.1f} of {granted_cores()}"
     remedy = "OMP_NUM_THREADS=1 may be faster" if threads > 1 else "other processes compute, too"
-    return f"slow       {threads} threads share {cores:.1f} busy cores ({load}): {remedy}"
+    return f"slow       {threads} thread{'s' * (threads > 1)} on {cores:.1f} busy cores ({load}): {remedy}"
