@@ -227,7 +227,9 @@ def main(args: TrainArgs | None = None) -> None:
     log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)  # drops later records
     if log.finished:  # an earlier start has done all; what it could not push is pushed now
         hub.push(step)
-        sys.exit(int(not hub.finish()))
+        pushed = hub.finish()
+        log.finish(step)
+        sys.exit(int(not pushed))
     batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last), collate=mask)
     batches = iter(accelerator.prepare(batches))
     eval_batches = {name: eval_loader(some, args, collate=eval_mask) for name, some in eval_rows.items()}

@@ -538,7 +538,8 @@ def main():
     parser.add_argument("--port", type=int, default=0)
     args = parser.parse_args()
     with HubServer(args.root, port=args.port) as hub:
-        print(f"HF_ENDPOINT={hub.url} HF_TOKEN={TOKEN}", flush=True)
+        own = (f"{name}={value}" for name, value in hub.env().items() if name.startswith("HF_"))
+        print(*own, "  # the user is ada", flush=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 

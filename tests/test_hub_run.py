@@ -196,6 +196,16 @@ def test_a_stop_signal_waits_for_the_push_but_not_for_ever(hub, corpus, tmp_path
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
 
 
+def test_published_is_said_of_what_has_arrived_and_the_same_command_brings_the_rest(hub, corpus, tmp_path):
+    hub.faults.append(Fault(f"POST .*/{REPO}/commit/main", status=403, times=ALWAYS))
+    output = end(start(hub, corpus, tmp_path), 1, tmp_path / "tiny")
+    assert "did not reach" in output and "Published" not in output and not hub.commits(REPO)
+    hub.faults.clear()
+    output = end(start(hub, corpus, tmp_path), 0, tmp_path / "tiny")
+    assert "this run is finished" in output and "Published: http" in output.splitlines()[-1]
+    assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")
+
+
 def test_killed_during_a_push(hub, corpus, tmp_path):
     """The same command again ends with whole revisions in order, the final model last."""
     hub.faults.append(Fault(**SECOND_COMMIT, kind="hang"))

@@ -137,7 +137,8 @@ class Log:
         if step < self.steps.last or self.evaluated != step:
             where = f"at step {step} of {self.steps.last}"
             return self.accelerator.print(f"Stopped {where} and saved; run the same command to resume.")
-        self.metrics.finish(step)
+        if not self.finished:
+            self.metrics.finish(step)
         if self.accelerator.is_main_process:
             print(self._summary(step))
 
@@ -162,7 +163,8 @@ class Log:
         facts, folder = self.facts, self.args.output_dir
         results = {"steps": step, "tokens": facts["tokens"], "time": duration(facts["seconds"])}
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}
-        results |= facts["results"] | {"model": self.hub.url or folder, "curves": f"{folder}/curves.png"}
+        results |= facts["results"] | {"model": self.hub.published or folder}
+        results["curves"] = f"{folder}/curves.png"
         label, options = TRY[facts["pipeline_tag"]]
         text = self.tried or EXAMPLES[facts["pipeline_tag"]]
         text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
@@ -177,7 +179,7 @@ class Log:
         names = ", ".join(facts["settings"]["dataset_name"])
         lines = [f"{facts['model_type']} on {names}", *_table(results)]
         lines += ["Next:", *_table(without_secrets(commands))]
-        return "\n".join(lines + [f"Published: {self.hub.url}"] * bool(self.hub.url))
+        return "\n".join(lines + [f"Published: {self.hub.published}"] * bool(self.hub.published))
 
 
 def _table(values: dict) -> list[str]:

@@ -78,6 +78,11 @@ class Hub:
         self.url = self.repo_id and f"{self.api.endpoint}/{self.repo_id}"
 
     @property
+    def published(self) -> str:
+        """The page of the model, if the newest save has arrived there, else ""."""
+        return self.url if self.newest and self.newest.state == "done" else ""
+
+    @property
     def command(self) -> str:
         """A shell command that uploads what push does of the folders and files that are there now."""
         return upload_command(self.repo_id or self.named, self.output_dir)
@@ -120,6 +125,9 @@ class Hub:
         how to upload it and return False."""
         deadline = time.monotonic() + FINISH_SECONDS
         with self.changed:
+            if self.waiting or self.uploading:
+                tqdm.write(f"hub        waits up to {FINISH_SECONDS // 60} minutes until {self.repo_id} has "
+                           f"step {self.newest.step}; Ctrl-C ends that", file=sys.stdout)
             while (self.waiting or self.uploading) and time.monotonic() < deadline:
                 if requested():
                     deadline = min(deadline, time.monotonic() + STOPPED_SECONDS)
