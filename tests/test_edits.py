@@ -102,10 +102,10 @@ def ema(edited, plain):
 
 
 def outlier_updates(edited, plain):
-    """The rule once more, of the norms in the log: skipped above 1.2 times the median of five accepted."""
+    """The rule once more, of the norms in the log: skipped above 1.02 times the median of five accepted."""
     norms, expected = [math.inf] * 5, []
     for line in records(edited):
-        if line["grad_norm"] > 1.1 * sorted(norms)[2]:
+        if line["grad_norm"] > 1.02 * sorted(norms)[2]:
             expected.append(line["step"])
         else:
             norms = [*norms[1:], line["grad_norm"]]
@@ -281,7 +281,7 @@ def milestones(edited, plain):
 
 def keep_best(edited, plain):
     """At rates that are too high the best evaluation is not the last one."""
-    again(edited, "again", **HIGH, eval_steps=4)
+    again(edited, "again", **HIGH | {"learning_rate": 5, "muon_learning_rate": 5}, eval_steps=4)
     losses = {line["step"]: line["loss/eval"] for line in records(edited, "loss/eval", "again")}
     assert (best := min(losses, key=losses.get)) != STEPS
     assert equal(load_file(edited.folder / "again/best/model.safetensors"), saved(edited, best, run="again"))
@@ -322,7 +322,7 @@ EDITS = {
     "z-loss": Edit(z_loss),
     "label-smoothing": Edit(label_smoothing, "train_mlm.py"),
     "ema": Edit(ema, settings={"ema_decay": 0.9}, observes=True, fast=True),
-    "outlier-updates": Edit(outlier_updates, settings={"outlier_factor": 1.1, "usual_updates": 5}),
+    "outlier-updates": Edit(outlier_updates, settings={"outlier_factor": 1.02, "usual_updates": 5}),
     "early-stopping": Edit(early_stopping, observes=True, fast=True),
     "growing-batch": Edit(growing_batch, settings={"batch_growth_steps": 5}),
     "growing-sequence-length": Edit(growing_sequence_length, settings={"grow_steps": 8}),

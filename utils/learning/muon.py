@@ -128,7 +128,8 @@ class MuonAdamW(torch.optim.AdamW):
         for weights, update in zip(alone + divided, updates, strict=True):
             parts = [_local(weight) for weight in weights]
             squares = [_local(self.state[weight]["row_square"]) for weight in weights]  # [..., r, 1]
-            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype) * keep
+            update = update.view(len(parts), *parts[0].shape).contiguous()  # or sums over rows would round
+            update = update.to(parts[0].dtype) * keep  # otherwise than where processes sent it
             torch._foreach_mul_(squares, squares_held)
             torch._foreach_add_(squares, update.square().mean(-1, keepdim=True).unbind(), alpha=1 - BETA2)
             update *= torch.stack(squares).add_(1e-20).rsqrt_()  # a row without gradients is 0
