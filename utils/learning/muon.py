@@ -62,7 +62,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT.contiguous() if tall else x  # sums over its rows round alike wherever it is sent
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -128,8 +128,7 @@ class MuonAdamW(torch.optim.AdamW):
         for weights, update in zip(alone + divided, updates, strict=True):
             parts = [_local(weight) for weight in weights]
             squares = [_local(self.state[weight]["row_square"]) for weight in weights]  # [..., r, 1]
-            update = update.view(len(parts), *parts[0].shape).contiguous()  # or sums over rows would round
-            update = update.to(parts[0].dtype) * keep  # otherwise than where processes sent it
+            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype) * keep
             torch._foreach_mul_(squares, squares_held)
             torch._foreach_add_(squares, update.square().mean(-1, keepdim=True).unbind(), alpha=1 - BETA2)
             update *= torch.stack(squares).add_(1e-20).rsqrt_()  # a row without gradients is 0
