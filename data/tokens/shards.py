@@ -30,7 +30,7 @@ from data.batches.rows import PackedRows
 from data.documents import names as files
 from data.tokens.cache import cache_path, locked
 from data.tokens.encode import tokenizer_fingerprint
-from utils.io.files import checksum_file
+from utils.io.files import checksum_file, save_tokenizer
 from utils.io.retry import FIRST_CONTACT
 from utils.io.urls import Folder, explained
 
@@ -68,8 +68,7 @@ def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -
     """Writes what makes the folder complete: the tokenizer, then the manifest, which is returned. entries: of
     the files of each split. about: kind, width, dtype, lossy, settings and accounting."""
     with tempfile.TemporaryDirectory() as temporary:
-        flat = not isinstance(tokenizer.chat_template, dict)  # several templates would get a folder
-        for file in sorted(map(Path, tokenizer.save_pretrained(temporary, save_jinja_files=flat))):
+        for file in save_tokenizer(tokenizer, temporary):
             folder.write(f"tokenizer/{file.name}", file.read_bytes())
     splits = {split: {"tokens": sum(entry["tokens"] for entry in some), "files": some}
               for split, some in entries.items() if some}

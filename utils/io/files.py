@@ -81,6 +81,13 @@ def verify_checksums(folder: Path) -> str:
     return ""
 
 
+def save_tokenizer(tokenizer, folder) -> list[Path]:
+    """The files that are written, all in the folder itself: several chat templates would get one of their
+    own, so they stand in the configuration."""
+    flat = not isinstance(tokenizer.chat_template, dict)
+    return sorted(map(Path, tokenizer.save_pretrained(folder, save_jinja_files=flat)))
+
+
 def set_aside(path: Path, prefix: str = "replaced-") -> None:
     """Renames it to prefix + its name, with a number if that name is taken."""
     target, number = path.with_name(f"{prefix}{path.name}"), 1

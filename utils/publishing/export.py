@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from utils.io.files import save_tokenizer
 from utils.io.mistakes import RunFailed, on_main_process
 from utils.io.secrets import without_secrets
 from utils.publishing.model_card import write_model_card
@@ -52,8 +53,7 @@ def _replace_model(args, lm, weights, tokenizer, facts) -> None:
 def write_model(lm, weights: dict, tokenizer, folder: Path) -> None:
     """Writes what from_pretrained(folder) loads. On the main process only. weights: of collect_weights."""
     lm.save_pretrained(folder, state_dict=weights)
-    flat = not isinstance(tokenizer.chat_template, dict)  # several templates would get a folder
-    tokenizer.save_pretrained(folder, save_jinja_files=flat)
+    save_tokenizer(tokenizer, folder)
     config = folder / "config.json"
     config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
     for file in folder.iterdir():  # safetensors writes files that only their owner may read
