@@ -30,13 +30,14 @@ from transformers import (
 from tests import forked
 from tests.test_optim import settings
 from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax, chunk_rows, linear_cross_entropy
+from utils.learning.kernels import use_one_kernel_gelu
 from utils.learning.losses import (
     CausalLMLoss,
     MaskedLMLoss,
     keytoken_row_weights,
     keytoken_table,
 )
-from utils.learning.model import to_device, use_one_kernel_gelu
+from utils.learning.model import to_device
 from utils.learning.optim import Means, UpdateGuard, build_optimizer
 
 V, D, T = 211, 16, 24

@@ -15,7 +15,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from utils.learning.model import build_model, check_model, try_model, use_one_kernel_gelu
+from utils.learning.kernels import use_one_kernel_gelu
+from utils.learning.model import build_model, check_model, try_model
 
 GPT2 = "n_layer=2,n_embd=32,n_head=2"
 BERT = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64"

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from utils.learning.losses import CausalLMLoss
-from utils.learning.model import use_one_kernel_gelu
+from utils.learning.kernels import use_one_kernel_gelu
 from utils.learning.optim import build_optimizer
 
 def update(config, rows, block_size, accumulation, bf16, times):

@@ -65,8 +65,9 @@ def train_ours(lm, rows, args, bf16, clock):
 
     from data.batches.rows import PackedRows
     from data.load import train_loader
+    from utils.learning.kernels import use_one_kernel_gelu
     from utils.learning.losses import CausalLMLoss
-    from utils.learning.model import to_device, use_one_kernel_gelu
+    from utils.learning.model import to_device
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
 
     settings = argparse.Namespace(per_device_train_batch_size=args.batch_size, seed=0)

@@ -15,7 +15,7 @@ from utils.display.progress import readable
 from utils.display.throughput import flops_per_token, peak_flops
 from utils.learning.configuration import MODEL_CLASSES, configure
 from utils.learning.fused_head import chunk_rows
-from utils.learning.model import use_one_kernel_gelu
+from utils.learning.kernels import use_one_kernel_gelu
 from utils.learning.muon import hidden_matrices
 
 MACHINE = 8  # devices of one, which divide Muon's iteration under DDP

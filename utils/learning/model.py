@@ -5,13 +5,12 @@ import os
 import re
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer
 
 from utils.devices import device_type, memory_of
 from utils.learning.compiled import compile_blocks
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line
-from utils.learning.norms import use_few_kernels
+from utils.learning.kernels import use_few_kernel_norms, use_one_kernel_gelu
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
 
@@ -65,7 +64,7 @@ def build_model(args, kind, tokenizer):
             model.generation_config.do_sample = True
     try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
-    use_few_kernels(model)
+    use_few_kernel_norms(model)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -146,15 +145,6 @@ def _sees_next(forward, ids, logits) -> bool:
     """Whether another last token changes the logits of those before it."""
     changed = forward(torch.cat([ids[:, :-1], ids[:, :1]], 1))["logits"]
     return bool((changed - logits)[:, :-1].abs().max() > 1e-4 * logits.abs().max())
-
-
-def use_one_kernel_gelu(model) -> None:
-    """Replace GELUs of eight operations, which keep several copies of the widest activation for backward, by
-    torch's kernel of the same formula."""
-    written_out = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module).__name__ in written_out:
-            model.set_submodule(name, nn.GELU(approximate="tanh"))
 
 
 def window_pays(kind, config, device=None) -> bool:
