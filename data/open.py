@@ -141,11 +141,10 @@ class RunData:
         if args.max_train_samples and (self.pairs or len(args.dataset_name) > 1):
             self.problems.append("max_train_samples: not for sentence pairs or a mixture; name less text "
                                  "instead (user/name:train[:1%] of the Hub), or leave it out.")
-        for setting in ("keywords", "text_column"):
-            text = any(one.corpus for one in self.sets.values())
-            if any(getattr(args, setting)) and self.sets and not text:
-                self.problems.append(f"{setting}: for text, and {', '.join(args.dataset_name)} holds tokens: "
-                                     "leave it out, or give it to data.prepare.")
+        if self.sets and all(one.shards for one in self.sets.values()):
+            self.problems += [f"{setting}: for text, and {', '.join(args.dataset_name)} holds tokens: leave "
+                              "it out, or give it to data.prepare."
+                              for setting in ("keywords", "text_column") if any(getattr(args, setting))]
         lines = (line for one in self.every for line in one.misfits(tokenizer, args.block_size, self.pairs))
         self.problems += dict.fromkeys(lines)
         if n_special and len({bool(one.shards and one.shards.row_tokens) for one in self.every}) > 1:

@@ -117,8 +117,8 @@ def _say(name: str, splits: dict[str, list[str]], as_text: bool, left_out: int, 
     """Prints what became which split, or which kinds of files are read as text, and what is left out."""
     if not (as_text or left_out or len(splits) > 1):
         return
-    told = ", ".join(f"{split} {len(some):,}" for split, some in splits.items())
-    told += ", by words in their paths" * (len(splits) > 1)
+    by_words = ", by words in their paths" * (len(splits) > 1)
+    told = ", ".join(f"{split} {len(some):,}" for split, some in splits.items()) + by_words
     if as_text:
         kinds = Counter(map(suffix, splits["train"])).most_common()
         told = f"read as text, a document each: {', '.join(f'{n:,} {kind}' for kind, n in kinds)}"
