@@ -97,7 +97,8 @@ class MuonAdamW(torch.optim.AdamW):
         rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
         keep = 1.0 if skip is None else 1 - skip  # 0-d; 0 if nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
-        squares_held = 1 - keep * (1 - BETA2)
+        squares_new = keep * (1 - BETA2)
+        squares_held = 1 - squares_new
         alone, divided = [], []
         for weights in _of_one_shape([weight for weight in group["params"] if weight.grad is not None]):
             experts = isinstance(weights[0], DTensor) and weights[0].ndim == 3  # each process has whole ones
@@ -128,12 +129,13 @@ class MuonAdamW(torch.optim.AdamW):
         for weights, update in zip(alone + divided, updates, strict=True):
             parts = [_local(weight) for weight in weights]
             squares = [_local(self.state[weight]["row_square"]) for weight in weights]  # [..., r, 1]
-            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype) * keep
+            update = update.view(len(parts), *parts[0].shape).to(parts[0].dtype)
+            lengths = torch.linalg.vector_norm(update, dim=-1, keepdim=True)  # of rows, [n, ..., r, 1]
             torch._foreach_mul_(squares, squares_held)
-            torch._foreach_add_(squares, update.square().mean(-1, keepdim=True).unbind(), alpha=1 - BETA2)
-            update *= torch.stack(squares).add_(1e-20).rsqrt_()  # a row without gradients is 0
+            torch._foreach_add_(squares, lengths.square_().mul_(squares_new / update.shape[-1]).unbind())
+            scale = torch.stack(squares).add_(1e-20).rsqrt_().mul_(keep)  # a row without gradients is 0
             torch._foreach_mul_(parts, left)
-            torch._foreach_add_(parts, update.unbind(), alpha=-rate * STEP)
+            torch._foreach_add_(parts, (update * scale).unbind(), alpha=-rate * STEP)
 
     def _buffer(self, weight):
         if not self.state[weight]:
