@@ -54,7 +54,7 @@ PROMPTS = [
     "from sklearn.ensemble import RandomForestRegressor\n\n# fit a random forest with 300 trees to X, y\n",
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
-# Where --dataset_name is another one: all its documents, and beginnings of evaluation rows as prompts.
+# Where --dataset_name is another one: all its documents, and words of evaluation rows as prompts.
 OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
 # Of the default model_type, by transformers' names.
@@ -106,7 +106,7 @@ class TrainArgs:
     keytoken_alpha: float = 1.0  # row weight 1 + alpha * occurrences; 0: plain cross-entropy
 
     # When to log, evaluate, save
-    logging_steps: int = 50  # steps
+    logging_steps: int = 50  # steps; 0: once per epoch
     eval_at_start: bool = True  # evaluate before the first step, too
     eval_steps: int = 250  # steps; 0: once per epoch
     save_steps: int = 250  # steps; 0: once per epoch

@@ -108,7 +108,7 @@ class TrainArgs:
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
 
     # When to log, evaluate, save
-    logging_steps: int = 50  # steps
+    logging_steps: int = 50  # steps; 0: once per epoch
     eval_at_start: bool = True  # evaluate before the first step, too
     eval_steps: int = 1000  # steps; 0: once per epoch
     save_steps: int = 1000  # steps; 0: once per epoch

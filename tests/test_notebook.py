@@ -38,6 +38,14 @@ def test_notebook_launcher_trains_and_returns(tmp_path):
     assert told.max_eval_samples == 0 and told.vocab_size == TINY["vocab_size"]
 
 
+def test_one_process_on_a_machine_without_gpus(tmp_path):
+    words = [sys.executable, "-c", cell(tmp_path).replace("num_processes=2", "num_processes=1")]
+    env = {name: value for name, value in environment().items() if name != "ACCELERATE_USE_CPU"}
+    done = subprocess.run(words, cwd=PROJECT, env=env, timeout=PATIENCE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "and the notebook goes on" in done.stdout and metrics(tmp_path / "run")[-1]["step"] == 6
+
+
 def test_a_mistake_ends_in_its_message(tmp_path):
     done = forked.run_code(cell(tmp_path, learning_rate=-1.0), env=environment(2))
     assert "learning_rate: must be greater than 0, is -1.0." in done.stderr

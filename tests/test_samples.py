@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertTokenizerFast
 
 from data.batches.rows import PackedRows
 from data.tokens.tokenizer import train_tokenizer
@@ -34,6 +35,8 @@ def test_prompts_are_completed_by_the_most_likely_tokens(tmp_path):
         out = model.generate(ids, max_new_tokens=48, do_sample=False, repetition_penalty=1.2)
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert "".join(f"{prompt.splitlines()[-1]}{text}".split()) in at_the_end
+        card = "".join((run / "README.md").read_text().split())
+        assert ("".join(f">{prompt.splitlines()[-1]}{text}".split()) in card) == (prompt == prompts[0])
     assert "def main():" not in said[: said.index("step 3/6")]  # before any training it would be noise
 
 
@@ -56,14 +59,34 @@ def test_masks_are_filled_with_the_most_likely_tokens(tmp_path):
         ]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_prompts_from_rows_are_their_first_tokens(masked):
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
+def test_prompts_from_rows_are_whole_words_of_them(kind):
     text = "import os\nprint(os.getcwd())\nfor name in os.listdir('.'):\n    print(name)\n" * 9
-    tokenizer = train_tokenizer([text], *(("unigram", 60, "roberta") if masked else ("bpe", 300, "gpt2")))
+    if kind == "wordpiece":
+        backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
+        pieces = trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"])
+        backend.train_from_iterator([text], pieces)
+        tokenizer = BertTokenizerFast(tokenizer_object=backend)
+    else:
+        algorithm = ("unigram", 60, "roberta") if kind == "unigram" else ("bpe", 300, "gpt2")
+        tokenizer = train_tokenizer([text], *algorithm)
+    ids, masked = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16), kind != "bpe"
+    rows = PackedRows([ids], 64)
+    prompts = chosen_prompts(["rows"], {"": rows}, tokenizer, masked)
+    assert len(prompts) == min(3, len(rows))
+    for prompt in prompts:
+        words = prompt.split()
+        assert len(words) == 8 and [*filter(lambda word: word == "[MASK]", words)] == ["[MASK]"] * masked
+        assert {*re.findall(r"\w+|#", prompt)} - {"MASK"} <= {*re.findall(r"\w+", text)}, prompt
+    if not masked:  # white space stays
+        assert all(prompt in text for prompt in prompts)
+
+
+def test_prompts_from_rows_of_a_language_without_spaces():
+    text = "我们今天去公园散步然后回家吃饭看书睡觉" * 20
+    tokenizer = train_tokenizer([text], "bpe", 300, "gpt2")
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16)
-    prompts = chosen_prompts(["rows"], {"": PackedRows([ids], 32)}, tokenizer, masked)
-    assert len(prompts) == 3
-    rows = [len(ids) // 32 * i // 3 for i in range(3)]
-    for prompt, row in zip(prompts, rows, strict=True):
-        kept = [ids[row * 32 :][part] for part in ((slice(8), slice(9, 16)) if masked else (slice(16),))]
-        assert prompt == " [MASK] ".join(tokenizer.decode(part).strip() for part in kept)
+    for masked in (False, True):
+        for prompt in chosen_prompts(["rows"], {"": PackedRows([ids], 16)}, tokenizer, masked):
+            assert len(prompt.replace(" [MASK]", "?")) == 16 and ("[MASK]" in prompt) == masked

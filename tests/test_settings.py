@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 
@@ -137,6 +139,14 @@ def test_help_has_every_setting_under_a_heading_with_its_default_and_what_it_is(
     for name in script.PRESETS:
         assert re.search(rf"^  {name} +\S.{{20}}", out, re.M), name
     assert f"--output_dir {script.PRESETS[list(script.PRESETS)[1]]['output_dir']} " in out
+
+
+@pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
+def test_help_does_not_wait_for_torch_to_be_imported(script):
+    command = [sys.executable, "-X", "importtime", script, "--help", "--preset", "laptop"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and "--per_device_train_batch_size" in done.stdout
+    assert "utils.flags" in done.stderr and not re.search(r"\| +torch$", done.stderr, re.M)
 
 
 def test_a_file_beside_the_script_is_not_read(tmp_path, monkeypatch):

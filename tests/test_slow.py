@@ -48,4 +48,6 @@ def test_a_model_without_its_kernels_is_told(tmp_path):
     }  # fmt: skip
     done = forked.run("train_clm.py", flags)
     assert done.returncode == 0, done.stderr
+    before, first = done.stdout.index("time       roughly "), done.stdout.index("step 2/2")
+    assert before < first
     assert "falling back to its reference PyTorch implementation because `mamba_ssm`" in done.stderr

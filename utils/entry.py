@@ -70,5 +70,9 @@ def _print_error(*error) -> None:
 
 # A script imports this file first, as importing torch and transformers takes seconds. The TPU launcher
 # imports the script, and must pass a stop signal on.
-_main = getattr(sys.modules["__main__"], "__file__", None)
-handle_stop_signals(importing=not (_main and Path(_main).resolve().parent == PROJECT))
+_main = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
+handle_stop_signals(importing=_main.parent != PROJECT)
+if _main.parent == PROJECT and {"-h", "--help"} & {*sys.argv[1:]}:
+    from utils.flags import answer_help
+
+    answer_help(_main)

@@ -1,12 +1,15 @@
 """One flat dataclass per script <-> the command line."""
 
 import argparse
+import ast
 import difflib
 import inspect
 import os
 import re
 import shlex
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from transformers import HfArgumentParser
@@ -32,11 +35,13 @@ ELSEWHERE = {
     "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
     "lr": "--learning_rate",
     "optim": "--optimizer_type",
-    "warmup_ratio warmup_proportion warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
+    "adam_beta1": "none, AdamW's is 0.9",
+    "warmup_steps warmup_ratio warmup_proportion warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
     "out_dir run_name": "--output_dir, whose name is the run's",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew",
     "do_train do_eval": "none, both are done; --eval_only true only evaluates",
-    "evaluation_strategy eval_interval checkpointing_steps": "--eval_steps, --save_steps; 0: once per epoch",
+    "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval checkpointing_steps":
+        "--eval_steps, --save_steps, --logging_steps; 0: once per epoch",
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
 }
@@ -108,6 +113,21 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data:
     _apply_none(args)
     expand_home(args)
     return args
+
+
+def answer_help(script: Path) -> None:
+    """Prints the help of the script that runs, and ends it, where its settings and presets can be read
+    without its other imports, which take seconds."""
+    known = {"__name__": "__main__"}
+
+    def plain(node) -> bool:
+        from_standard = isinstance(node, ast.ImportFrom) and node.module == "dataclasses"
+        return from_standard or isinstance(node, ast.Assign | ast.AugAssign | ast.ClassDef)
+
+    with suppress(Exception):  # an edit may need more: then the script itself answers
+        nodes = [node for node in ast.parse(script.read_text()).body if plain(node)]
+        exec(compile(ast.Module(nodes, []), script, "exec"), known)
+        parse_args(known["TrainArgs"], known["PRESETS"], known.get("OTHER_DATA"))
 
 
 def _apply_none(args: Any) -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from utils.display.metrics import read_args
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import tracker_problems
 from utils.flags import expand_home
@@ -54,6 +55,9 @@ def use_saved_model(args: Any) -> None:
         return
     if not (folder / "config.json").exists():
         raise ValueError(f"eval_only: no model in output_dir, {folder}; name one, or another folder.")
+    run = read_args(folder).get("settings", vars(args))
+    if ("mlm_probability" in run) != hasattr(args, "mlm_probability"):
+        raise ValueError(f"eval_only: {folder} is a run of the other script, train_clm.py or train_mlm.py.")
     args.tokenizer_name = args.model_name_or_path = args.output_dir
     args.config_overrides = ""
 

@@ -36,7 +36,7 @@ def draw_curves(output_dir) -> None:
 
 
 def _fill(figure, run: Path, lines: list[dict]) -> None:
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
     logged = dict.fromkeys(key for line in lines for key in line)
     shares = [key for key in ("accuracy", "nsp_accuracy") if by_set(logged, key)]
@@ -56,9 +56,12 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
             _plot(loss, lines, f"loss/nsp{suffix}", COLOURS[-1], label=f"{label}: next sentence")
         for key in shares:
             _plot(axes[key], lines, f"{key}{suffix}", colour)
+    for key in shares:
+        _plot(axes[key], lines, f"{key}/train", COLOURS[0], smooth=True)
     for key, axis in axes.items():
         axis.set_title(key.replace("_", " "))
         axis.set_xlim(loss.get_xlim())
+        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.yaxis.set_major_formatter(lambda value, _: readable(value))
         _set_limits(axis, from_zero=axis is not loss)
@@ -66,8 +69,10 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     loss.set_xlabel("step")
     loss.set_ylabel("loss (nats per token)")
     if loss.get_ylim()[1] < 30 and "loss/nsp" not in logged:  # else it has diverged, or is a sum
-        right = loss.secondary_yaxis("right")
-        right.yaxis.set_major_formatter(lambda value, _: readable(math.exp(value)))
+        right, (low, high) = loss.secondary_yaxis("right"), loss.get_ylim()
+        round_ones = [digit * 10**power for power in range(14) for digit in (1, 2, 5)]
+        right.set_yticks([math.log(n) for n in round_ones if low <= math.log(n) <= high])
+        right.yaxis.set_major_formatter(lambda value, _: readable(round(math.exp(value))))
         right.set_ylabel("perplexity")
     handles, labels = loss.get_legend_handles_labels()
     columns = 140 // (10 + max(map(len, labels))) or 1
@@ -110,5 +115,5 @@ def _title(name: str, lines: list[dict]) -> str:
     if loss := format_metric(last, "loss/eval", ".3f"):
         name += f": evaluation loss {loss}"
     if perplexity := format_metric(last, "perplexity", ",.2f"):
-        name += f"; perplexity {perplexity}"
+        name += f"; perplexity{' of masked tokens' * ('loss/nsp' in last)} {perplexity}"
     return textwrap.fill(name, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")

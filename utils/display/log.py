@@ -17,10 +17,11 @@ from utils.display.curves import draw_curves
 from utils.display.facts import environment_of, launch_facts, start_lines
 from utils.display.metrics import Metrics, finite, newest
 from utils.display.progress import Progress, bar, duration, readable
-from utils.display.slow import FirstSteps
+from utils.display.slow import FirstSteps, guess
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.secrets import without_secrets
+from utils.io.terminal import visible
 from utils.learning.model import EXAMPLES, pipeline_tag
 from utils.learning.optim import describe_groups
 
@@ -72,6 +73,10 @@ class Log:
             return self.accelerator.print(text)
         lines = start_lines(self.args, self.accelerator, self.steps, step, optimizer, self.facts)
         self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
+        if not xla.is_xla():
+            tokens = self.steps.tokens_before(self.steps.last) - self.steps.tokens_before(step)
+            flops = self.throughput.flops_per_token * tokens / self.accelerator.num_processes
+            self.progress.write(guess(flops, self.accelerator.device, self.accelerator.mixed_precision))
         settings, rows = self.facts["settings"], getattr(self.steps.rows, "fingerprint", None)
         self.metrics.start(step, settings, rows, launch, environment_of(self.args))
         project = Path(self.facts["script"]).stem
@@ -113,7 +118,10 @@ class Log:
     def evaluation(self, step: int, record: dict, samples=()) -> None:
         """A record of an evaluation, samples of what the model can do, and new curves."""
         if self.args.eval_only:
-            lines = [f"{self.facts['model_type']}, evaluated after step {step}", *_table(record)]
+            of = f"{self.args.model_name_or_path} ({self.facts['model_type']})"
+            rows = ", ".join(self.args.eval_dataset_name or self.args.dataset_name)
+            after = f", after step {step}" * bool(step)
+            lines = [without_secrets(f"{of} evaluated on {rows}{after}"), *_table(record)]
             return self.accelerator.print(*lines, json.dumps(finite(record)), sep="\n")
         error = record.get("loss/eval_stderr") or 0
         if error > UNSURE and not self.advised:
@@ -122,6 +130,7 @@ class Log:
                                 "name more text to evaluate on, or raise --max_eval_samples")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
+        self.facts["samples"] = [visible(text) for text in samples[:1]] if step else []
         if samples:  # what the printed command tries, too
             self.tried = samples[0].splitlines()[0].removeprefix("> ").partition("  ->  ")[0]
         for text in samples if step or self.args.model_name_or_path else ():  # else they are noise
@@ -136,7 +145,8 @@ class Log:
         self.accelerator.end_training()
         if step < self.steps.last or self.evaluated != step:
             where = f"at step {step} of {self.steps.last}"
-            return self.accelerator.print(f"Stopped {where} and saved; run the same command to resume.")
+            lines = [f"Stopped {where} and saved; run the same command to resume."]
+            return self.accelerator.print(*lines, *self._published(), sep="\n")
         if not self.finished:
             self.metrics.finish(step)
         if self.accelerator.is_main_process:
@@ -179,7 +189,10 @@ class Log:
         names = ", ".join(facts["settings"]["dataset_name"])
         lines = [f"{facts['model_type']} on {names}", *_table(results)]
         lines += ["Next:", *_table(without_secrets(commands))]
-        return "\n".join(lines + [f"Published: {self.hub.published}"] * bool(self.hub.published))
+        return "\n".join([*lines, *self._published()])
+
+    def _published(self) -> list[str]:
+        return [f"Published: {self.hub.published}"] * bool(self.hub.published)
 
 
 def _table(values: dict) -> list[str]:

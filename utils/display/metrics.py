@@ -40,7 +40,7 @@ class Metrics:
         if not self.kept and self.path.exists() and self.path.stat().st_size:
             set_aside(self.path)
             print(f"run        begins anew: the previous metrics were moved to replaced-{self.path.name}")
-        elif step and not self.path.exists():
+        elif self.known and not self.path.exists():
             print(f"warning    {self.path} is missing: the lines up to step {step} are lost")
         lines = [json.dumps(finite(line), allow_nan=False) + "\n" for line in self.kept]
         with replacing(self.path) as temporary:

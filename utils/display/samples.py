@@ -15,20 +15,23 @@ from utils.learning.losses import eval_mode
 DECODING = {"do_sample": False, "repetition_penalty": 1.2}
 MASK = "[MASK]"  # in prompts, replaced by the tokenizer's own mask token
 MOST_LINES = 12  # of a completion
-ROWS = ["rows"]  # the setting prompts: take the beginnings of evaluation rows
+ROWS = ["rows"]  # the setting prompts: take words of evaluation rows
 
 
 def chosen_prompts(prompts: list[str], eval_rows: dict, tokenizer, masked: bool) -> list[str]:
-    """The prompts, or for ROWS the first 16 tokens of three evaluation rows; masked: with a mask in their
-    middle."""
+    """The prompts, or for ROWS eight words of each of three evaluation rows; masked: one of them is hidden."""
     if prompts != ROWS:
         return prompts
     rows = next(iter(eval_rows.values()))
     numbers = np.unique([len(rows) * i // 3 for i in range(3)])
     ids = rows.columns(numbers, 0 * numbers)["input_ids"]
-    parts = (ids[:, :8], ids[:, 9:16]) if masked else (ids[:, :16],)
-    texts = [tokenizer.batch_decode(part, skip_special_tokens=True) for part in parts]
-    return [f" {MASK} ".join(part.strip() for part in row) for row in zip(*texts, strict=True)]
+    chosen = []
+    for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
+        words = re.findall(r"\s*\S+", text)[1:9]  # a row may begin inside the first one
+        words = words if len(words) == 8 else list(text[:16])  # of a language without spaces
+        words[4:5] = [f" {MASK}"] if masked else words[4:5]
+        chosen.append("".join(words).strip())
+    return chosen
 
 
 @contextlib.contextmanager

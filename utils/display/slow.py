@@ -1,5 +1,6 @@
-"""What the first steps of a start tell: how long the run will take, the memory that it needs; and, while they
-last, why they are slow: a first step without an end, threads that wait for each other on busy cores."""
+"""What is told of a run's time: a guess before the first step; by the first steps how long the run will take and
+the memory that it needs; and, while they last, why they are slow: a first step without an end, threads that wait
+for each other on busy cores."""
 
 import threading
 import time
@@ -14,6 +15,21 @@ STEPS = 3  # that are watched and waited for
 FIRST, AGAIN = 10, 30  # seconds until the first line about a step that has not ended, and between the others
 NOTICED = 0.5  # seconds of a step that are worth a line
 GRANTED = 0.6  # of a core for each thread: with less they wait for each other
+
+
+def guess(flops: float, device: torch.device, precision: str) -> str:
+    """A line on the time of so many FLOPs of a model at half of the speed of matrix products, which is measured
+    here. precision: accelerate's word."""
+    size, products = 512 if device.type == "cpu" else 2048, 8
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    matrix = torch.ones(size, size, dtype=kind, device=device)
+    for times in (1, products):  # the first one loads kernels
+        began = time.perf_counter()
+        for _ in range(times):
+            product = torch.mm(matrix, matrix)
+        product[0, 0].item()  # waits for the device
+    rate = products * 2 * size**3 / (time.perf_counter() - began)
+    return f"time       roughly {duration(2 * flops / rate)}, by the speed of matrix products here"
 
 
 class FirstSteps:

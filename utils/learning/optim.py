@@ -67,7 +67,8 @@ def describe_groups(optimizer):
 
 def further_rates(args) -> str:
     """The flags for training weights further that are trained already: a twentieth of their rates."""
-    rates = {name: getattr(args, name, 0) / 20 for name in ("learning_rate", "muon_learning_rate")}
+    names = ["learning_rate"] + ["muon_learning_rate"] * (getattr(args, "optimizer_type", "") == "muon")
+    rates = {name: getattr(args, name, 0) / 20 for name in names}
     return " ".join(f"--{name} {rate:g}" for name, rate in rates.items() if rate)
 
 

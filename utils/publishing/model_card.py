@@ -27,7 +27,7 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
 
     facts: step, last (steps), tokens, seconds, parameters, model_type, pipeline_tag, settings (without
     secrets); results: metric, or metric/evaluation set, -> value; launch: device, processes, precision,
-    attention, compiler; repo_id: user/name on the Hub, if it is pushed."""
+    attention, compiler; repo_id: user/name on the Hub, if it is pushed; samples: texts, if there are any."""
     folder, settings, results = Path(args.output_dir), facts["settings"], facts["results"]
     repo_id = facts.get("repo_id") or args.push_to_hub and args.hub_model_id
     names, base = as_list(settings["dataset_name"]), settings.get("model_name_or_path")
@@ -62,8 +62,8 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
 
 
 def repo_name(args) -> str:
-    """The repository of a run: hub_model_id, or the name of output_dir."""
-    return args.hub_model_id or Path(args.output_dir).resolve().name
+    """The repository of a run: hub_model_id, or the name of output_dir, as far as the Hub allows it."""
+    return args.hub_model_id or re.sub(r"[^\w.-]+|[-.]{2,}", "-", Path(args.output_dir).resolve().name, flags=re.A)
 
 
 def _table(results: dict, sets: list[str]) -> dict[str, dict[str, str]]:

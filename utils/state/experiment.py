@@ -27,7 +27,8 @@ def resume_problems(args, may_change: set) -> list[str]:
     wanted, folder = args.resume_from_checkpoint, Path(args.output_dir, "checkpoints")
     own = list_checkpoints(folder)
     if wanted not in ("auto", "none") and not own and not Path(wanted, "state.json").is_file():
-        return [f"resume_from_checkpoint: {wanted} is no checkpoint of this version; give another."]
+        return [f"resume_from_checkpoint: {wanted} is no checkpoint of this version; give one, or "
+                "auto, which resumes from the newest if there is one."]
     with contextlib.suppress(Exception):  # told at the load
         source = own[-1] if own else Path(wanted)
         lines = changed_settings(read_state(source)["settings"], args, may_change) if wanted != "none" else []

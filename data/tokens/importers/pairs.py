@@ -10,6 +10,7 @@ import numpy as np
 
 from data.documents.names import is_saved, suffix
 from data.tokens.importers import Imported
+from utils.io.urls import explained
 
 LABELS = ("next_sentence_label", "next_sentence_labels", "labels", "label")
 AT_ONCE = 10_000  # rows
@@ -18,13 +19,14 @@ AT_ONCE = 10_000  # rows
 def read(name: str, dtype: str | None, tokenizer) -> Imported:
     import datasets  # not at the top: 85 MB and half a second
 
-    if is_saved(name):
-        found = datasets.load_from_disk(name)
-        found = found if isinstance(found, datasets.DatasetDict) else {"train": found}
-    elif suffix(name) in (".parquet", ".jsonl", ".json"):
-        found = datasets.load_dataset("parquet" if suffix(name) == ".parquet" else "json", data_files=name)
-    else:
-        found = datasets.load_dataset(name)
+    with explained(f"{name}: no token files; as a data set of sentence pairs it", "read"):
+        if is_saved(name):
+            found = datasets.load_from_disk(name)
+            found = found if isinstance(found, datasets.DatasetDict) else {"train": found}
+        elif suffix(name) in (".parquet", ".jsonl", ".json"):
+            found = datasets.load_dataset("parquet" if suffix(name) == ".parquet" else "json", data_files=name)
+        else:
+            found = datasets.load_dataset(name)
     found = {str(split): rows for split, rows in found.items() if len(rows)}
     if not found:
         raise ValueError(f"{name} holds no row")
