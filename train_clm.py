@@ -54,12 +54,17 @@ PROMPTS = [
     "from sklearn.ensemble import RandomForestRegressor\n\n# fit a random forest with 300 trees to X, y\n",
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
-# Where --dataset_name is another one: all its documents, and words of evaluation rows as prompts.
-OTHER_DATA = {"keywords": [], "prompts": ["rows"]}
 
-# Of the default model_type, by transformers' names.
-SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64"
+# By transformers' names. Three of four layers of the default model_type are short convolutions.
+SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2"
 SMALL += ",intermediate_size=344,tie_word_embeddings=true"
+LFM2 = SMALL + ",full_attn_idxs=[2],block_auto_adjust_ff_dim=false"
+
+# Defaults where another one of these is named; as prompts words of evaluation rows.
+OTHERS = {
+    "dataset_name": {"keywords": [], "prompts": ["rows"]},
+    "model_type": {"config_overrides": SMALL},
+}
 
 
 @dataclass
@@ -82,8 +87,8 @@ class TrainArgs:
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
-    model_type: str = "qwen3"  # any causal model of transformers, from scratch
-    config_overrides: str = SMALL  # its configuration, by transformers' names; yours replace all of these
+    model_type: str = "lfm2"  # any causal model of transformers, from scratch
+    config_overrides: str = LFM2  # its configuration, by transformers' names; yours replaces it all
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
 
     # Optimization
@@ -167,7 +172,7 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    args = args or parse_args(TrainArgs, PRESETS, OTHER_DATA)
+    args = args or parse_args(TrainArgs, PRESETS, OTHERS)
     problems = check_settings(args, "causal", MAY_CHANGE)  # load_rows raises them, with its own
     accelerator = Accelerator(
         **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher

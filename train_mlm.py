@@ -50,16 +50,18 @@ PROMPTS = [
     "If the file does not [MASK], an error is raised.",
     "The number of [MASK] in the array.",
 ]
-OTHER_DATA = {"prompts": ["rows"]}  # where --dataset_name names other data: of its evaluation rows
 ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 
 # Of the default model_type, by transformers' names. Rotary positions: with learned ones, so small a model
 # learns no word order in so few minutes.
-SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256,local_attention=16"
+SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256"
+MODERNBERT = SMALL + ",local_attention=16"
+# Defaults where another one of these is named; as prompts words of evaluation rows.
+OTHERS = {"dataset_name": {"prompts": ["rows"]}, "model_type": {"config_overrides": SMALL}}
 EVAL_MASKED = 0.15  # share of the tokens that evaluations hide; keep it, so that runs can be compared
 
 # ModernBERT-base with the rotary base of its first phase.
-MODERNBERT = """{"vocab_size": 50368, "rope_parameters": {
+BASE = """{"vocab_size": 50368, "rope_parameters": {
     "full_attention": {"rope_theta": 10000.0, "rope_type": "default"},
     "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}"""
 
@@ -87,7 +89,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
-    config_overrides: str = SMALL  # its configuration, by transformers' names; yours replace all of these
+    config_overrides: str = MODERNBERT  # its configuration, by transformers' names; yours replaces it all
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
 
     # Optimization
@@ -153,7 +155,7 @@ PRESETS = {
     ),
     "modernbert-base": dict(  # ModernBERT's first phase, 26 B of its 1,719 B tokens; not run (docs/masked.md)
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
-        tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=MODERNBERT,
+        tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=BASE,
         max_train_samples=33_000 * 768,  # of the sample: what the steps take
         per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
         learning_rate=8e-4, weight_decay=0.0125, adam_beta2=0.98, lr_scheduler_type="warmup_stable_decay",
@@ -184,7 +186,7 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    args = args or parse_args(TrainArgs, PRESETS, OTHER_DATA)
+    args = args or parse_args(TrainArgs, PRESETS, OTHERS)
     kind = "pretraining" if args.next_sentence else "masked"  # of transformers' models
     problems = check_settings(args, kind, MAY_CHANGE)  # load_rows raises them, with its own
     accelerator = Accelerator(

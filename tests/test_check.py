@@ -3,7 +3,7 @@
 import pytest
 
 from tests.checked import ForkedCheck, copy_project
-from tests.runs import write_corpus
+from tests.runs import DROPOUT, write_corpus
 
 MODEL = '    model = CausalLMLoss(build_model(args, "causal", tokenizer))'
 OPTIMIZER = "    optimizer = build_optimizer(model, args)"
@@ -68,8 +68,7 @@ FAULTS = {
          (BACKWARD, "accelerator.backward(loss * (1 + SEEN[0]) / ")], {}, BOTH),
     "eval() left on": (
         [(EVALUATED, EVALUATED + "                    accelerator.unwrap_model(model).lm.eval()\n")],
-        {"config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,num_key_value_heads=2,"
-         "head_dim=16,intermediate_size=64,attention_dropout=0.5"}, [RESUMED]),
+        DROPOUT, [RESUMED]),
     "an early stop in a dictionary": (
         [("    while True:\n", "    seen = {'best': math.inf, 'worse': 0}\n    while True:\n"),
          (EVALUATED, EVALUATED + """\

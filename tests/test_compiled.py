@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests import forked
-from tests.runs import PROJECT, TINY, environment, metrics, write_corpus
+from tests.runs import DROPOUT, PROJECT, TINY, environment, metrics, write_corpus
 from utils.learning.compiled import compile_blocks
 
 AROUND = """
@@ -91,7 +91,7 @@ def test_thirty_steps_by_inductor_are_those_of_eager(script, workspace):
 
 
 def test_killed_and_continued_it_ends_with_the_same_digits(workspace):
-    settings = {"save_steps": 2, "config_overrides": TINY["config_overrides"] + ",attention_dropout=0.1"}
+    settings = {"save_steps": 2, **DROPOUT}
     _, lines = trained("train_clm.py", flags(workspace, "whole", **settings), env=compiled())
     killed, log = flags(workspace, "killed", **settings), workspace / "log"
     process = forked.start(PROJECT, "train_clm.py", killed, log, env=compiled())
@@ -118,7 +118,7 @@ def test_without_a_working_compiler_a_line_says_so_and_it_trains(workspace):
     settings = flags(workspace, "without", max_train_steps=2, eval_steps=2, prompts=["import os"])
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(workspace / "empty")}  # or all would be found there
     told, lines = trained(script, settings, env=compiled("inductor", **cache))
-    warning = "warning: not compiled, Qwen3DecoderLayer failed: InductorError: InvalidCxxCompiler"
+    warning = "warning: not compiled, Lfm2DecoderLayer failed: InductorError: InvalidCxxCompiler"
     assert told.count(warning) == 1
     assert lines[-1]["step"] == 2
 

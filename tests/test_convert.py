@@ -173,6 +173,7 @@ def test_documents_of_datatrove_get_their_end(tmp_path, tokenizer):
      and p / "a.tfrecord", "truncated"),
     (lambda p: datatrove(p / "a.ds", [ids(10)], told=11), "its metadata says 11"),
     (lambda p: p / "gone.bin", "no such file"),
+    (lambda p: p / "gone", "no token files; as a data set of sentence pairs it cannot be read"),
 ])  # fmt: skip
 def test_each_broken_file_is_a_line(write, message, tmp_path, tokenizer, capsys):
     error = refused(write(tmp_path), tmp_path / "out", tokenizer, capsys)

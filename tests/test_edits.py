@@ -331,7 +331,9 @@ EDITS = {
     "frozen-embeddings": Edit(frozen_embeddings, settings={"frozen_embedding_steps": 8}),
     "whole-word-masking": Edit(whole_words, "train_mlm.py"),
     "decaying-mask-rate": Edit(masks_otherwise, "train_mlm.py"),
-    "isolated-documents": Edit(isolated_documents, short=True, fails=["the saved model"]),
+    "isolated-documents": Edit(isolated_documents, short=True, fails=["the saved model"], settings={
+        "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,num_key_value_heads=2,"
+                            "head_dim=16,intermediate_size=64"}),
     "fill-in-the-middle": Edit(fill_in_the_middle, short=True),
     "metric-per-layer": Edit(metric_per_layer, observes=True),
     "distillation": Edit(distillation),

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.forked import finish, start_all
-from tests.runs import PROJECT, TINY, metrics, write_corpus
+from tests.runs import DROPOUT, PROJECT, TINY, metrics, write_corpus
 
 MASKED = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64"
 SCRIPTS = {
-    "train_clm.py": {"config_overrides": TINY["config_overrides"] + ",attention_dropout=0.1"},
+    "train_clm.py": DROPOUT,
     "train_mlm.py": {"config_overrides": MASKED + ",mlp_dropout=0.1", "prompts": ["none"]},
 }
 

@@ -482,6 +482,12 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     files = {"data/train.jsonl": b"".join(lines), "data/validation.jsonl": lines[0]}
     hub.put("ada/text", files, "datasets")
     hub.put("ada/tokens", {"train.bin": bytes([0, 0, 1, 0] * 400), "val.bin": bytes(100)}, "datasets")
+    records = PROJECT / "tests/tfrecords"
+    shards = {str(path.relative_to(records)): path.read_bytes() for path in records.rglob("*.tfrecord")}
+    hub.put("ada/records", shards, "datasets")
+    configurations = {f"{name}/train.parquet": b"PAR1" for name in "ab"}
+    card = "configs:\n" + "".join(f"- {{config_name: {name}, data_files: {name}/*}}\n" for name in "ab")
+    hub.put("ada/several", {"README.md": f"---\n{card}---\n".encode(), **configurations}, "datasets")
     Program(hub, tmp_path, """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -508,6 +514,22 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
     convert.main(["ada/tokens", str(out / "tokens"), "--tokenizer_name", "ada/words", "--dtype", "uint16"])
     splits = Shards(out / "tokens").splits
     assert {name: split["tokens"] for name, split in splits.items()} == {"train": 800, "validation": 50}
+    many = {"document": 0, "[UNK]": 1, **{str(i): i for i in range(2, 400)}}
+    many = Tokenizer(models.WordLevel(many, unk_token="[UNK]"))
+    many = PreTrainedTokenizerFast(tokenizer_object=many, unk_token="[UNK]", eos_token="[UNK]")
+    many.push_to_hub("ada/many")
+    convert.main(["ada/records", str(out / "records"), "--tokenizer_name", "ada/many"])
+    splits = Shards(out / "records").splits
+    assert {name: split["tokens"] // 32 for name, split in splits.items()} == {
+        "train": 40, "validation": 8, "test": 1}
+    import contextlib, io
+    for name in ("ada/nothing", "ada/records:train", "ada/several"):
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            try:
+                convert.main([name, str(out / "no"), "--tokenizer_name", "ada/many"])
+            except SystemExit as end:
+                assert end.code == 2, (end.code, told.getvalue())
+        assert "Traceback" not in told.getvalue() and name.split(":")[0] in told.getvalue(), told.getvalue()
     """).end()
 
 

@@ -234,7 +234,7 @@ def test_an_evaluation_set_without_a_train_split_is_its_validation_or_its_test(s
 @pytest.mark.parametrize("script", [train_clm, train_mlm], ids=["clm", "mlm"])
 def test_keywords_and_prompts_of_a_preset_are_for_its_own_data(script):
     def parsed(*words):
-        args = parse_args(script.TrainArgs, script.PRESETS, script.OTHER_DATA, list(words))
+        args = parse_args(script.TrainArgs, script.PRESETS, script.OTHERS, list(words))
         return args.keywords, args.prompts
 
     default = script.TrainArgs()

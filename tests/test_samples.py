@@ -65,7 +65,8 @@ def test_prompts_from_rows_are_whole_words_of_them(kind):
     if kind == "wordpiece":
         backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-        pieces = trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"])
+        special = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+        pieces = trainers.WordPieceTrainer(vocab_size=60, special_tokens=special)
         backend.train_from_iterator([text], pieces)
         tokenizer = BertTokenizerFast(tokenizer_object=backend)
     else:

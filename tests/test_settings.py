@@ -46,7 +46,7 @@ def test_weights_come_with_their_tokenizer_and_configuration():
         args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=[*words])
         return args.tokenizer_name, args.config_overrides
 
-    default = None, train_clm.SMALL
+    default = None, train_clm.LFM2
     assert parsed() == default == parsed("--model_name_or_path", "none")
     assert parsed("--model_name_or_path", "runs/a", "--preset", "codeparrot") == ("runs/a", "")
     given = parsed("--model_name_or_path=a", "--tokenizer_name", "b", "--config_overrides", "n_layer=2")
@@ -60,7 +60,7 @@ def test_evaluating_a_run_takes_its_settings(tmp_path):
 
     def parsed(*words):
         words = ["--output_dir", str(tmp_path), *words]
-        known = dict(presets=train_clm.PRESETS, other_data=train_clm.OTHER_DATA)
+        known = dict(presets=train_clm.PRESETS, others=train_clm.OTHERS)
         args = parse_args(train_clm.TrainArgs, argv=words, **known)
         return args.dataset_name, args.keywords, args.block_size, args.prompts
 
@@ -69,7 +69,7 @@ def test_evaluating_a_run_takes_its_settings(tmp_path):
     assert parsed("--eval_only", "false") == usual
     assert parsed("--eval_only") == parsed("--eval_only=True", "--preset", "laptop") == own
     other = parsed("--eval_only", "true", "--dataset_name", "other")
-    assert other == (["other"], [], 64, train_clm.OTHER_DATA["prompts"])
+    assert other == (["other"], [], 64, train_clm.OTHERS["dataset_name"]["prompts"])
     assert parsed("--eval_only", "true", "--model_name_or_path", "weights") == usual
     assert parsed("--eval_only", "true", "--preset", "codeparrot")[0] != own[0]
     (tmp_path / "args.json").write_text("[1]")
@@ -254,3 +254,19 @@ def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):
     assert end.value.code == 2 and capsys.readouterr().err == "error: block_size: 0\n"
     with pytest.raises(ValueError), user_mistakes():
         json.loads("{")
+
+
+def test_other_model_types_and_data_get_defaults_of_their_own_but_what_a_preset_names_stays():
+    def parsed(script, *words):
+        args = parse_args(script.TrainArgs, script.PRESETS, script.OTHERS, [*words])
+        return args.config_overrides, args.prompts
+
+    assert parsed(train_clm, "--model_type", "llama")[0] == train_clm.SMALL
+    assert parsed(train_clm, "--model_type", "lfm2")[0] == parsed(train_clm)[0] == train_clm.LFM2
+    assert parsed(train_clm, "--model_type", "opt", "--config_overrides", "a=1")[0] == "a=1"
+    gpt2 = train_clm.PRESETS["gpt2"]["config_overrides"]
+    assert parsed(train_clm, "--preset", "gpt2", "--model_type", "llama")[0] == gpt2
+    assert parsed(train_mlm, "--model_type", "roberta")[0] == train_mlm.SMALL
+    assert parsed(train_mlm, "--dataset_name", "texts")[1] == ["rows"]
+    kept = parsed(train_mlm, "--preset", "wikitext-bert-nsp", "--dataset_name", "texts")
+    assert kept[1] == train_mlm.ENGLISH

@@ -19,7 +19,7 @@ CLOCK = ("seconds", "tokens_per_second", "mfu", "save_seconds")
 
 def settings(script, flags: list[str]):
     """The settings of a script, a module, with these flags."""
-    return parse_args(script.TrainArgs, script.PRESETS, getattr(script, "OTHER_DATA", None), flags)
+    return parse_args(script.TrainArgs, script.PRESETS, getattr(script, "OTHERS", None), flags)
 
 
 def values(what: str, found: float, expected: float, tolerance: float) -> tuple[str, str]:

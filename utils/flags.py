@@ -36,11 +36,11 @@ ELSEWHERE = {
     "lr": "--learning_rate",
     "optim": "--optimizer_type",
     "adam_beta1": "none, AdamW's is 0.9",
-    "warmup_steps warmup_ratio warmup_proportion warmup_iters": "--num_warmup_steps; below 1 it is a share of all steps",
+    "warmup_steps warmup_ratio warmup_proportion warmup_iters": "--num_warmup_steps; below 1: a share of all",
     "out_dir run_name": "--output_dir, whose name is the run's",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew",
     "do_train do_eval": "none, both are done; --eval_only true only evaluates",
-    "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval checkpointing_steps":
+    "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval":
         "--eval_steps, --save_steps, --logging_steps; 0: once per epoch",
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
@@ -74,11 +74,12 @@ class _Parser(HfArgumentParser):
         return "\n".join(lines) + "\n"
 
 
-def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data: dict[str, Any] | None = None,
-               argv: list[str] | None = None) -> Any:
+def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
+               others: dict[str, dict[str, Any]] | None = None, argv: list[str] | None = None) -> Any:
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
-    other_data: defaults where --dataset_name is not the preset's. --model_name_or_path comes with its own
+    others: {setting: defaults where it is not the preset's, of settings that the preset does not name}.
+    --model_name_or_path comes with its own
     configuration and tokenizer. Without it --eval_only evaluates the run in output_dir, whose settings are
     the defaults then. `none` switches an optional setting off and empties a list. A field's trailing comment
     is its help text. ValueError for unknown flags, with what takes their place or has a similar name, and
@@ -91,10 +92,10 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data:
         parser.error(f"{', '.join(dashes)}: no value.")
     asked.set_defaults(**dict.fromkeys(get_type_hints(args_class)))  # None: not given
     given = vars(asked.parse_known_args(argv)[0])
-    name = given.get("preset") or parser.get_default("preset")
-    if name not in presets:
-        raise ValueError(f"--preset {name}: unknown. Known presets: {', '.join(presets)}.")
-    parser.set_defaults(**presets[name])
+    preset = given.get("preset") or parser.get_default("preset")
+    if preset not in presets:
+        raise ValueError(f"--preset {preset}: unknown. Known presets: {', '.join(presets)}.")
+    parser.set_defaults(**presets[preset])
     weights = (given.get("model_name_or_path") or "none").lower() != "none"
     if given.get("eval_only") and not weights:
         folder = given.get("output_dir") or parser.get_default("output_dir")
@@ -102,8 +103,9 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]], other_data:
         if given.get("preset") in (None, run.get("preset")):
             same = (get_type_hints(args_class).keys() & run.keys()) - OF_A_START
             parser.set_defaults(**{name: run[name] for name in same})
-    if given.get("dataset_name") not in (None, as_list(parser.get_default("dataset_name"))):
-        parser.set_defaults(**other_data or {})
+    for name, defaults in (others or {}).items():
+        if given.get(name) is not None and as_list(given[name]) != as_list(parser.get_default(name)):
+            parser.set_defaults(**{n: value for n, value in defaults.items() if n not in presets[preset]})
     if weights:
         parser.set_defaults(config_overrides="", tokenizer_name=given["model_name_or_path"])
     options = dict(return_remaining_strings=True, look_for_args_file=False)
@@ -127,7 +129,7 @@ def answer_help(script: Path) -> None:
     with suppress(Exception):  # an edit may need more: then the script itself answers
         nodes = [node for node in ast.parse(script.read_text()).body if plain(node)]
         exec(compile(ast.Module(nodes, []), script, "exec"), known)
-        parse_args(known["TrainArgs"], known["PRESETS"], known.get("OTHER_DATA"))
+        parse_args(known["TrainArgs"], known["PRESETS"], known.get("OTHERS"))
 
 
 def _apply_none(args: Any) -> None:

@@ -92,7 +92,7 @@ def train_with_trainer(argv: list[str]) -> None:
     from utils.flags import parse_args
     from utils.learning.model import build_model
 
-    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, train_clm.OTHER_DATA, argv)
+    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, train_clm.OTHERS, argv)
     tokenizer, packed, evals = load_rows(args, Accelerator(), [])
     [held_out] = evals.values()
     set_seed(args.seed)

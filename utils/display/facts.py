@@ -76,8 +76,7 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
              f"batch      {batch}", f"steps      {length}", f"model      {model}"]
     lines += describe_groups(optimizer)
     if args.prompts == ["rows"]:
-        lines.append("samples    continue words of evaluation rows, as a preset's prompts suit its own data; "
-                     "--prompts gives yours")
+        lines.append("samples    continue words of evaluation rows; --prompts gives yours")
     if passes >= 5:
         lines.append(f"advice     {passes:,.0f} passes over the same text: evaluations may get worse while "
                      "the training loss still falls")

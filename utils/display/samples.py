@@ -19,7 +19,7 @@ ROWS = ["rows"]  # the setting prompts: take words of evaluation rows
 
 
 def chosen_prompts(prompts: list[str], eval_rows: dict, tokenizer, masked: bool) -> list[str]:
-    """The prompts, or for ROWS eight words of each of three evaluation rows; masked: one of them is hidden."""
+    """The prompts, or for ROWS eight words of each of three evaluation rows; masked: one is hidden."""
     if prompts != ROWS:
         return prompts
     rows = next(iter(eval_rows.values()))

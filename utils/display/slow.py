@@ -1,5 +1,5 @@
-"""What is told of a run's time: a guess before the first step; by the first steps how long the run will take and
-the memory that it needs; and, while they last, why they are slow: a first step without an end, threads that wait
+"""What is told of a run's time: a guess before the first step; by the first steps how long the run will take
+and the memory that it needs; while they last, why they are slow: a step without an end, threads that wait
 for each other on busy cores."""
 
 import threading
@@ -18,7 +18,7 @@ GRANTED = 0.6  # of a core for each thread: with less they wait for each other
 
 
 def guess(flops: float, device: torch.device, precision: str) -> str:
-    """A line on the time of so many FLOPs of a model at half of the speed of matrix products, which is measured
+    """A line on the time of so many FLOPs of a model, at half of the speed of matrix products, as measured
     here. precision: accelerate's word."""
     size, products = 512 if device.type == "cpu" else 2048, 8
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)

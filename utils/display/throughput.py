@@ -51,14 +51,16 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     6 N: two for each multiply-add, once forward and twice backward. N counts the parameters that every token
     is multiplied with: the head (tied or not; for the share `head_share` of positions, those predicted), not
     the lookups (token, position and type embeddings).
-    12 L D T: queries times keys, weights times values, over T positions in L layers of width D = heads x head
-    size; not halved because of the causal mask. Take it before FSDP shards the parameters."""
+    12 L D T: queries times keys, weights times values, over T positions in L layers of attention, width
+    D = heads x head size; not halved because of the causal mask. Take it before FSDP shards the parameters."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # some models have none
     lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
     parameters = sum(p.numel() for p in set(model.parameters()) - lookups)
     parameters -= (1 - head_share) * (0 if head is None else head.numel())
-    names = "hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers"
-    hidden, heads, head_size, layers = (setting(model.config, name) for name in names)
+    names = "hidden_size", "num_attention_heads", "head_dim", "num_hidden_layers", "layer_types"
+    hidden, heads, head_size, layers, types = (setting(model.config, name) for name in names)
+    if types:  # the others have no products over positions
+        layers = sum(kind not in ("conv", "linear_attention", "moe") for kind in types)
     if not (heads and layers):  # a state-space model
         return 6 * parameters
     return 6 * parameters + 12 * layers * (heads * head_size if head_size else hidden) * block_size

@@ -24,7 +24,8 @@ def read(name: str, dtype: str | None, tokenizer) -> Imported:
             found = datasets.load_from_disk(name)
             found = found if isinstance(found, datasets.DatasetDict) else {"train": found}
         elif suffix(name) in (".parquet", ".jsonl", ".json"):
-            found = datasets.load_dataset("parquet" if suffix(name) == ".parquet" else "json", data_files=name)
+            kind = "parquet" if suffix(name) == ".parquet" else "json"
+            found = datasets.load_dataset(kind, data_files=name)
         else:
             found = datasets.load_dataset(name)
     found = {str(split): rows for split, rows in found.items() if len(rows)}
