@@ -55,10 +55,10 @@ PROMPTS = [
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 
-# By transformers' names. Three of four layers of the default model_type are short convolutions.
+# By transformers' names. Of LFM2's layers here all but the last are convolutions over four tokens.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2"
 SMALL += ",intermediate_size=344,tie_word_embeddings=true"
-LFM2 = SMALL + ",full_attn_idxs=[2],block_auto_adjust_ff_dim=false"
+LFM2 = SMALL + ",full_attn_idxs=[3],conv_L_cache=4,block_auto_adjust_ff_dim=false"
 
 # Defaults where another one of these is named; as prompts words of evaluation rows.
 OTHERS = {

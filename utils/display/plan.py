@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.initialization import no_init_weights
 
-from utils.display.progress import readable
+from utils.display.progress import quiet_libraries, readable
 from utils.display.throughput import flops_per_token, peak_flops
 from utils.learning.configuration import MODEL_CLASSES, configure
 from utils.learning.fused_head import chunk_rows
@@ -131,6 +131,7 @@ def main():
         what = f"{what} (default: {first or 'none'})".strip()
         parser.add_argument(f"--{name}", type=type(first), default=first, choices=choices, help=what)
     args = parser.parse_args()
+    quiet_libraries()
     config, _, problems = configure(args, args.kind)
     problems += [f"{name}: must be greater than 0, is {value}." for name, value in vars(args).items()
                  if isinstance(value, int | float) and value <= 0 and name != "tokens"]

@@ -29,8 +29,8 @@ def chosen_prompts(prompts: list[str], eval_rows: dict, tokenizer, masked: bool)
     for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
         words = re.findall(r"\s*\S+", text)[1:9]  # a row may begin inside the first one
         words = words if len(words) == 8 else list(text[:16])  # of a language without spaces
-        words[4:5] = [f" {MASK}"] if masked else words[4:5]
-        chosen.append("".join(words).strip())
+        text = "".join([*words[:4], f" {MASK}", *words[5:]] if masked else words).strip()
+        chosen.append(re.sub(r"\s+", " ", text) if masked else text)  # a line for each mask
     return chosen
 
 

@@ -1,7 +1,7 @@
 """Muon for the matrices of the hidden layers and AdamW for the rest, as one optimizer.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) updates a matrix by the momentum of its gradient
-with all singular values set to about one. Each row, a neuron, is then divided by the root of its mean square
+with all singular values set to about one, by Polar Express (Amsel et al., 2025, arXiv 2505.16932). Each row, a neuron, is then divided by the root of its mean square
 in the last steps, so that all neurons take steps of one size (NorMuon: Li et al., 2025, arXiv 2510.05491).
 That is 0.2, as of AdamW (Liu et al., "Muon is Scalable for LLM Training", 2025, arXiv 2502.16982), so that
 AdamW's learning rates and weight decay fit.
@@ -20,7 +20,17 @@ from transformers import PreTrainedModel
 from utils.devices import local_processes
 from utils.learning.shares import share
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, Jordan et al.
+# Of the quintic iterations: the best ones for singular values from 1e-3 to 1 one after the other, each with
+# room of 2 % for rounding (Polar Express, algorithm 1).
+COEFFICIENTS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+SLACK = 1.02  # the norm that a matrix is divided by is at least its largest singular value, rounded
+FIRST_MOMENTUM, WARM_UP = 0.85, 150  # young gradients are soon out of date; updates until a group's momentum
 BETA2 = 0.95  # of a row's mean square
 STEP = 0.2  # root mean square of an update at learning rate 1
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
@@ -54,12 +64,11 @@ def _is_matrix(module, name, parameter) -> bool:
     return parameter.ndim == 2 and name.endswith("weight")
 
 
-def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """[n, r, c] -> the same singular vectors; large singular values come near 1, small ones stay smaller."""
-    a, b, c = COEFFICIENTS
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = (matrices.mT if tall else matrices) / matrices.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """[n, r, c] -> the same singular vectors, singular values near 1; those below a 1000th stay smaller."""
+    tall, norms = matrices.shape[1] > matrices.shape[2], matrices.norm(dim=(1, 2), keepdim=True)
+    x = (matrices.mT if tall else matrices) / (SLACK * norms).clamp(min=1e-7)
+    for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT.contiguous() if tall else x  # sums over its rows round alike wherever it is sent
@@ -95,6 +104,8 @@ class MuonAdamW(torch.optim.AdamW):
     def _muon(self, group):
         """Few calls for all matrices of a shape, as on a GPU each call costs the host some microseconds."""
         rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
+        momentum -= max(0, momentum - FIRST_MOMENTUM) * max(0, 1 - group.get("updates", 0) / WARM_UP)
+        group["updates"] = group.get("updates", 0) + 1
         keep = 1.0 if skip is None else 1 - skip  # 0-d; 0 if nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
         squares_new = keep * (1 - BETA2)
