@@ -138,6 +138,7 @@ NOT_HERE = {
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
     "hf sync": "needs an account",
+    "hf download": "needs the network",
     "rclone copy": "needs a bucket and rclone",
     "accelerate launch --config_file accelerate_configs/cpu.yaml train_mlm.py": "as the other script",
     "python -m utils.check": "tests/test_edits.py",
