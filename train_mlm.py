@@ -101,7 +101,7 @@ class TrainArgs:
     muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
-    lr_scheduler_type: str = "cosine"  # linear, constant_with_warmup, warmup_stable_decay, ...
+    lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0

@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import train_clm
 from tests.benchmarks.measure import PROJECT, print_table
 from tests.data_runs import all_ids
 from utils.display.metrics import read_metrics
@@ -46,6 +47,7 @@ CONTENDERS = {
         "before": BEFORE["clm"],
         "muon, 60 % of the steps": f"{BEFORE['clm']} {MUON} --max_train_steps 1680",
         "gpt2, 8 rows": GPT2,
+        "qwen3": f"--model_type qwen3 --config_overrides {train_clm.SMALL},head_dim=64",  # attention alone
         "default": "",
         "trainer": BEFORE["clm"],
     },
