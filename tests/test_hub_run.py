@@ -191,6 +191,7 @@ def test_a_stop_signal_waits_for_the_push_but_not_for_ever(hub, corpus, tmp_path
         assert "did not reach" in output and "hf upload ada/tiny" in output
         return
     step = int(re.search(r"Stopped at step (\d+)", output)[1])
+    assert output.splitlines()[-1].startswith("Published: http")
     commits = hub.commits(REPO)
     assert re.match(rf"Step {step}\b", commits[-1]["title"])
     assert newest_weights(hub) == sha256(tmp_path / "tiny/model.safetensors")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 from utils.learning.model import pipeline_tag
-from utils.publishing.model_card import END, write_model_card
+from utils.publishing.model_card import END, repo_name, write_model_card
 
 FACTS = {
     "parameters": 12_345, "step": 100, "last": 100, "tokens": 2_000_000, "seconds": 90.0,
@@ -110,6 +111,13 @@ def test_unfinished_run_on_local_files(tmp_path):
     assert str(tmp_path) not in card.content.split("---")[1]
     for expected in ("step 7 of 100", "(curves.png)", 'model="ada/model"', "Not evaluated yet"):
         assert expected in card.content
+
+
+@pytest.mark.parametrize("folder", ["runs/my run (2)", "a b..c", "-x-", "läuft"])
+def test_any_folder_gives_a_name_that_the_hub_takes(folder):
+    name = repo_name(SimpleNamespace(hub_model_id=None, output_dir=folder))
+    validate_repo_id(name)
+    assert name and repo_name(SimpleNamespace(hub_model_id="ada/x", output_dir=folder)) == "ada/x"
 
 
 def test_what_the_user_wrote_stays(tmp_path, caplog):

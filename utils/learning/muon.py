@@ -66,8 +66,9 @@ def _is_matrix(module, name, parameter) -> bool:
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """[n, r, c] -> the same singular vectors, singular values near 1; those below a 1000th stay smaller."""
-    tall, norms = matrices.shape[1] > matrices.shape[2], matrices.norm(dim=(1, 2), keepdim=True)
-    x = (matrices.mT if tall else matrices) / (SLACK * norms).clamp(min=1e-7)
+    tall = matrices.shape[1] > matrices.shape[2]
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)  # XLA's too
+    x = (matrices.mT if tall else matrices) / (SLACK * norms).clamp(min=1e-7).to(matrices.dtype)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
