@@ -30,7 +30,8 @@ COEFFICIENTS = [
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 ]
 SLACK = 1.02  # the norm that a matrix is divided by is at least its largest singular value, rounded
-FIRST_MOMENTUM, WARM_UP = 0.85, 150  # young gradients are soon out of date; updates until a group's momentum
+FIRST_MOMENTUM = 0.85  # young gradients are soon out of date
+WARM_UP = 149  # updates until a group's momentum; odd, so that it is never AdamW's 0.9: another graph on XLA
 BETA2 = 0.95  # of a row's mean square
 STEP = 0.2  # root mean square of an update at learning rate 1
 AT_ONCE = 1 << 24  # elements of the matrices that are iterated together
