@@ -17,7 +17,7 @@ from tests.runs import PROJECT
 from utils.flags import ELSEWHERE, parse_args
 from utils.io.mistakes import user_mistakes
 from utils.learning.optim import build_schedule
-from utils.settings import folder_problems, number_problems
+from utils.settings import folder_problems, number_problems, use_saved_model
 from utils.state.experiment import changed_settings, check_experiment, experiment
 from utils.steps import Steps
 
@@ -74,6 +74,15 @@ def test_evaluating_a_run_takes_its_settings(tmp_path):
     assert parsed("--eval_only", "true", "--preset", "codeparrot")[0] != own[0]
     (tmp_path / "args.json").write_text("[1]")
     assert parsed("--eval_only", "true") == usual
+
+
+def test_evaluating_the_other_scripts_run_is_told(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    known = {"settings": asdict(train_mlm.TrainArgs()), "run_id": "x", "starts": []}
+    (tmp_path / "args.json").write_text(json.dumps(known))
+    with pytest.raises(ValueError, match="a run of the other script"):
+        use_saved_model(train_clm.TrainArgs(eval_only=True, output_dir=str(tmp_path)))
+    use_saved_model(train_mlm.TrainArgs(eval_only=True, output_dir=str(tmp_path)))
 
 
 def test_none_switches_off():
