@@ -51,8 +51,8 @@ def flops_per_token(model: nn.Module, block_size: int, head_share: float = 1.0) 
     6 N: two for each multiply-add, once forward and twice backward. N counts the parameters that every token
     is multiplied with: the head (tied or not; for the share `head_share` of positions, those predicted), not
     the lookups (token, position and type embeddings).
-    12 L D T: queries times keys, weights times values, over T positions in L layers of attention, width
-    D = heads x head size; not halved because of the causal mask. Take it before FSDP shards the parameters."""
+    12 L D T: queries times keys, weights times values, over T positions in L attention layers, width
+    D = heads x head size; not halved as the mask is causal. Take it before FSDP shards the parameters."""
     head = getattr(model.get_output_embeddings(), "weight", None)  # some models have none
     lookups = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
     parameters = sum(p.numel() for p in set(model.parameters()) - lookups)

@@ -1,10 +1,10 @@
 """Muon for the matrices of the hidden layers and AdamW for the rest, as one optimizer.
 
 Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) updates a matrix by the momentum of its gradient
-with all singular values set to about one (by Polar Express: Amsel et al., 2025, arXiv 2505.16932). Each row, a
-neuron, is then divided by the root of its mean square in the last steps, so that all neurons take steps of one
-size (NorMuon: Li et al., 2025, arXiv 2510.05491). That is 0.2, as of AdamW (Liu et al., "Muon is Scalable for
-LLM Training", 2025, arXiv 2502.16982), so that AdamW's learning rates and weight decay fit.
+with all singular values set to about one (by Polar Express: Amsel et al., 2025, arXiv 2505.16932). Each row,
+a neuron, is then divided by the root of its mean square in the last steps, so that all neurons take steps of
+one size (NorMuon: Li et al., 2025, arXiv 2510.05491). That is 0.2, as of AdamW (Liu et al., "Muon is Scalable
+for LLM Training", 2025, arXiv 2502.16982), so that AdamW's learning rates and weight decay fit.
 """
 
 import itertools
