@@ -175,7 +175,7 @@ def project_with_runs(tmp_path_factory):
     out = shell(copy, " ".join([first_line(), *map(shlex.quote, TINY_RUN)]))
     assert re.search(r"^run +begins, in runs/clm; stop it any time; the same command resumes it$", out, re.M)
     assert re.search(r"^steps +6 steps = 1,536 tokens\b", out, re.M)
-    assert re.search(r"^model +lfm2 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
+    assert re.search(r"^model +qwen3 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
     assert re.search(r"^time +about \d+ s left, at [\d,]+ ms a step;", out, re.M)
     publish = re.search(r"^ +publish +hf upload clm runs/clm \. (.*)$", out, re.M)[1]
     assert "--exclude 'checkpoints/*'" in publish

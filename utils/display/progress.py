@@ -87,17 +87,11 @@ def quiet_libraries(level: int = logging.ERROR) -> None:
         logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)
         for name in ("transformers.models", "transformers.integrations"):  # a model without its kernels
             logging.getLogger(name).setLevel(min(level, logging.WARNING))
-        # For short convolutions, as in LFM2, torch has a kernel as good.
-        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_but_for_convolutions)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
     warnings.filterwarnings("ignore", message=r"std\(\)")  # of one row there is no standard error
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
-
-
-def _but_for_convolutions(record: logging.LogRecord) -> bool:
-    return "causal_conv1d" not in record.getMessage()
 
 
 def duration(seconds: float) -> str:
