@@ -44,6 +44,9 @@ class Check:
         no_first_rows = getattr(args, "next_sentence", False) or len(args.dataset_name) > 1
         short = {name: value for name, value in SHORT.items() if hasattr(args, name)
                  and not (name == "max_train_samples" and no_first_rows)}  # fmt: skip
+        # Where the loss rises, as in so few steps at the default rates, rounding grows from step to step.
+        short |= {name: getattr(args, name) / 10 for name in ("learning_rate", "muon_learning_rate")
+                  if hasattr(args, name) and f"--{name}" not in flags}  # fmt: skip
         self.flags = [*flags, *(word for name, value in short.items() for word in (f"--{name}", str(value)))]
 
     def run(self, name: str, *more: str, processes: int = 1, stop: int = 0) -> int | None:

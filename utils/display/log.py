@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import math
 import os
 import shlex
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from utils import xla
 from utils.display.curves import draw_curves
 from utils.display.facts import environment_of, launch_facts, start_lines
-from utils.display.metrics import Metrics, finite, newest
+from utils.display.metrics import Metrics, by_set, finite, newest
 from utils.display.progress import Progress, bar, duration, readable
 from utils.display.slow import FirstSteps, guess
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
@@ -123,16 +124,19 @@ class Log:
             after = f", after step {step}" * bool(step)
             lines = [without_secrets(f"{of} evaluated on {rows}{after}"), *_table(record)]
             return self.accelerator.print(*lines, json.dumps(finite(record)), sep="\n")
-        error = record.get("loss/eval_stderr") or 0
+        errors = finite(by_set(record, "loss/eval_stderr")).values()  # None: of a single row
+        error = max((math.inf if error is None else error for error in errors), default=0)
         if error > UNSURE and not self.advised:
             self.advised = True
-            self.progress.write(f"advice     few rows are evaluated: the perplexity's error is {error:.0%}; "
-                                "name more text to evaluate on, or raise --max_eval_samples")
+            size = "unknown" if error == math.inf else f"{error:.0%}"
+            self.progress.write(f"advice     few rows are evaluated: the perplexity's error is {size}; name "
+                                "more text to evaluate on, or raise --max_eval_samples")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
         self.facts["samples"] = [visible(text) for text in samples[:1]] if step else []
         if samples:  # what the printed command tries, too
             self.tried = samples[0].splitlines()[0].removeprefix("> ").partition("  ->  ")[0]
+            self.facts["tried"] = self.tried
         for text in samples if step or self.args.model_name_or_path else ():  # else they are noise
             self.progress.write(text)
         if self.accelerator.is_main_process:

@@ -27,8 +27,8 @@ def chosen_prompts(prompts: list[str], eval_rows: dict, tokenizer, masked: bool)
     ids = rows.columns(numbers, 0 * numbers)["input_ids"]
     chosen = []
     for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
-        words = re.findall(r"\s*\S+", text)[1:9]  # a row may begin inside the first one
-        words = words if len(words) == 8 else list(text[:16])  # of a language without spaces
+        words = re.findall(r"\s*\S+", text)[1:-1][:8]  # a row may begin and end inside one
+        words = words if len(words) == 8 else list(text.strip("\ufffd")[:16])  # no spaces, or few
         text = "".join([*words[:4], f" {MASK}", *words[5:]] if masked else words).strip()
         chosen.append(re.sub(r"\s+", " ", text) if masked else text)  # a line for each mask
     return chosen
@@ -65,6 +65,11 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_row
     return texts
 
 
+def _blank(tokenizer, token: int) -> str:
+    """White space as it can be seen: \\n, ▁."""
+    return tokenizer.convert_ids_to_tokens(token).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
     """A line per mask, with its most likely tokens and their probabilities. [] on all processes but the
     first, and under FSDP. All prompts are one batch of fixed shape, one graph on XLA."""
@@ -81,7 +86,7 @@ def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dic
     logits = out["logits" if "logits" in out else "prediction_logits"].float().cpu()  # [prompts, T, V]
     for row, place in places:
         scores, ids = logits[row, place].softmax(-1).topk(5)
-        words = (tokenizer.decode([i]).strip() or "▁" for i in ids.tolist())
+        words = (tokenizer.decode([i]).strip() or _blank(tokenizer, i) for i in ids.tolist())
         guesses = ", ".join(f"{word} {score:.0%}" for word, score in zip(words, scores.tolist(), strict=True))
         lines.append(f"{prompts[row]}  ->  {guesses}")
     return lines

@@ -71,7 +71,10 @@ def _read_config(name_or_path):
 def _check_kind(kind, config_class) -> None:
     """ValueError if transformers has no language model of this kind for text alone."""
     if config_class not in MODEL_CLASSES[kind]._model_mapping:
-        remedy = "; with next_sentence take --model_type bert" if kind == "pretraining" else ""
+        other = {"causal": ("masked", "train_mlm.py"), "masked": ("causal", "train_clm.py")}.get(kind)
+        there = other and config_class in MODEL_CLASSES[other[0]]._model_mapping
+        remedy = f"; {other[1]} trains it" if there else ""
+        remedy = "; with next_sentence take --model_type bert" if kind == "pretraining" else remedy
         raise ValueError(f"transformers has no {kind} language model of this type{remedy}")
     if kind != "causal" and getattr(config_class, "is_encoder_decoder", False):
         raise ValueError("an encoder-decoder, and there is no input for its decoder here")

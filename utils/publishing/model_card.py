@@ -27,7 +27,8 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
 
     facts: step, last (steps), tokens, seconds, parameters, model_type, pipeline_tag, settings (without
     secrets); results: metric, or metric/evaluation set, -> value; launch: device, processes, precision,
-    attention, compiler; repo_id: user/name on the Hub, if it is pushed; samples: texts, if there are any."""
+    attention, compiler; repo_id: user/name on the Hub, if it is pushed; samples: texts, and tried,
+    the first prompt, if there are any."""
     folder, settings, results = Path(args.output_dir), facts["settings"], facts["results"]
     repo_id = facts.get("repo_id") or args.push_to_hub and args.hub_model_id
     names, base = as_list(settings["dataset_name"]), settings.get("model_name_or_path")
@@ -38,7 +39,8 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
                          tags=["pretraining", "accelerate", facts["model_type"]], datasets=on_hub or None,
                          base_model=base_on_hub)  # fmt: skip
     prompts = settings.get("prompts") or ["rows"]
-    example = EXAMPLES[facts["pipeline_tag"]] if prompts == ["rows"] else prompts[0]
+    tried = facts.get("tried") or EXAMPLES[facts["pipeline_tag"]]
+    example = tried if prompts == ["rows"] else prompts[0]
     sets = list(by_set(results, "loss/eval")) or [""]  # a single set has no name
     facts = facts | {
         "title": repo_name(args).split("/")[-1], "address": repo_id or args.output_dir, "sets": sets,
