@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import train_clm
 from tests import forked
 from tests.runs import environment
 from utils.devices import forget_peak, peak_memory
-from utils.display.facts import device_warnings, launch_facts, launched, start_lines
+from utils.display.facts import device_warnings, edited, launch_facts, launched, start_lines
 from utils.io.mistakes import lost_peer
 from utils.launch import launch_problems
 from utils.steps import Steps
@@ -56,6 +57,20 @@ def test_the_block_says_what_is_trained_on_what_and_multiplies_the_batch_out():
 def test_the_block_says_when_the_batch_changes():
     text = block(micro_batches=lambda step: 16 if step else 8)
     assert "32,768 tokens per step at first" in text and "600 steps = 39.3 M tokens" in text
+
+
+def test_an_edited_script_and_a_dashboard_have_their_line(tmp_path):
+    script = tmp_path / "a.py"
+    script.write_text("1\n")
+    assert not edited(script)  # no repository
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in ["init", "-q"], ["add", "a.py"], ["commit", "-qm", "a"]:
+        subprocess.run([*git, *words], check=True)
+    assert not edited(script)
+    script.write_text("2\n")
+    assert edited(script)
+    assert "tracker    tensorboard --logdir runs/clm" in block(report_to="tensorboard,wandb")
+    assert "tracker " not in block()
 
 
 def test_the_peak_of_memory_is_measured():

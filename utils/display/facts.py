@@ -38,13 +38,23 @@ def environment_of(args) -> dict:
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
     script = Path(inspect.getsourcefile(type(args)))
-    git, command = None, ["git", "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=10)
-        git = done.stdout.strip() or None
-    code = {"script": hashlib.sha256(script.read_bytes()).hexdigest(), "git": git}
+    git = _git(script, "describe", "--always", "--dirty")
+    code = {"script": hashlib.sha256(script.read_bytes()).hexdigest(), "git": git or None}
     return {"versions": versions, "python": platform.python_version(), "platform": platform.platform(),
             "code": code}  # fmt: skip
+
+
+def _git(file: Path, *words: str) -> str:
+    """What git says of a file's folder, "" without git or a repository."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = ["git", "-C", str(file.parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""
+
+
+def edited(script: Path) -> bool:
+    """Whether the script differs from the last commit."""
+    return bool(_git(script, "diff", "--name-only", "HEAD", "--", script.name))
 
 
 def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> list[str]:
@@ -75,6 +85,10 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     lines = [f"run        {begins}, in {args.output_dir}; stop it any time{again}", f"target     {target}",
              f"batch      {batch}", f"steps      {length}", f"model      {model}"]
     lines += describe_groups(optimizer)
+    if edited(script := Path(inspect.getsourcefile(type(args)))):
+        lines.append(f"script     {script.name} is edited: `git diff {script.name}` shows how")
+    if "tensorboard" in args.report_to:
+        lines.append(f"tracker    tensorboard --logdir {args.output_dir}")
     if args.prompts == ["rows"]:
         lines.append("samples    continue words of evaluation rows; --prompts gives yours")
     if passes >= 5:
