@@ -3,7 +3,8 @@
 import pytest
 
 from tests.checked import ForkedCheck, copy_project
-from tests.runs import DROPOUT, write_corpus
+from tests.runs import DROPOUT, PROJECT, arguments, write_corpus
+from utils.check import Check
 
 MODEL = '    model = CausalLMLoss(build_model(args, "causal", tokenizer))'
 OPTIMIZER = "    optimizer = build_optimizer(model, args)"
@@ -118,6 +119,12 @@ def test_the_scripts_as_they_are_hold(script, corpus, tmp_path, capsys):
     told = capsys.readouterr().out
     assert told.count("holds: ") == 7 and "not compared" not in told
     assert "largest relative difference 0, the same bits in checkpoints" in told
+
+
+@pytest.mark.slow
+def test_the_default_model_at_its_own_rates_holds(corpus, tmp_path):
+    flags = arguments(corpus | {"keywords": ["none"], "vocab_size": 1000})
+    assert Check(PROJECT / "train_clm.py", flags, tmp_path).whole() == []
 
 
 @pytest.mark.slow
