@@ -103,7 +103,7 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path, end):
 def test_a_new_run_begins_an_empty_log_and_keeps_the_old_one_aside(tmp_path, step, resume, capsys):
     first = started(tmp_path, 0)
     first.write({"step": 1})
-    first.finish(1)
+    first.finish(1, "")
     assert started(tmp_path, 1).finished == 1  # args.json says so until the run goes on
     assert read_args(tmp_path)["finished"] is None
     new = started(tmp_path, step, resume)
@@ -133,7 +133,7 @@ def test_a_start_on_other_devices_says_what_has_changed(tmp_path):
 def test_only_the_main_process_writes(tmp_path):
     metrics = started(tmp_path, 0, writes=False)
     metrics.write({"step": 1})
-    metrics.finish(1)
+    metrics.finish(1, "")
     assert list(tmp_path.iterdir()) == []
 
 

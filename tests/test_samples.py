@@ -40,6 +40,15 @@ def test_prompts_are_completed_by_the_most_likely_tokens(tmp_path):
     assert "def main():" not in said[: said.index("step 3/6")]  # before any training it would be noise
 
 
+def test_a_finished_run_suggests_the_same_prompt_again(tmp_path):
+    data = write_corpus(tmp_path / "a.jsonl")
+    first, again = (trained(tmp_path, "train_clm.py", dataset_name=data, prompts=["rows"]) for _ in range(2))
+    line = re.search(r"^  generate .*$", first, re.M)[0]
+    assert "this run is finished" in again and line in again and "import numpy" not in line
+    example = re.search(r'\)\((".*"), do_sample', line)[1]
+    assert f"print(model({example}))" in (tmp_path / "run/README.md").read_text()
+
+
 def test_masks_are_filled_with_the_most_likely_tokens(tmp_path):
     prompts = ["The [MASK] of an object.", "It is [MASK] [MASK]."]
     data, run = write_english(tmp_path / "a.jsonl"), tmp_path / "run"

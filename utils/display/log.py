@@ -69,6 +69,7 @@ class Log:
 
     def _start(self, step: int, optimizer, launch: dict) -> None:
         if self.finished:
+            self.tried = self.metrics.known.get("tried", "")
             again = "A new run needs another --output_dir."
             text = f"{self.args.output_dir}: this run is finished, {step} steps; nothing to do. {again}"
             return self.accelerator.print(text)
@@ -152,7 +153,7 @@ class Log:
             lines = [f"Stopped {where} and saved; run the same command to resume."]
             return self.accelerator.print(*lines, *self._published(), sep="\n")
         if not self.finished:
-            self.metrics.finish(step)
+            self.metrics.finish(step, self.tried)
         if self.accelerator.is_main_process:
             print(self._summary(step))
 

@@ -70,10 +70,10 @@ class Metrics:
             with contextlib.suppress(OSError):
                 self.file.truncate(end)
 
-    def finish(self, step: int) -> None:
-        """Remembers that nothing is left to do after `step`."""
+    def finish(self, step: int, tried: str) -> None:
+        """Remembers that nothing is left to do after `step`, and the first prompt."""
         if self.writes:
-            write_json(self.folder / "args.json", self.known | {"finished": step})
+            write_json(self.folder / "args.json", self.known | {"finished": step, "tried": tried})
 
 
 def newest(lines: list[dict], metric: str) -> tuple[dict, int | None]:
