@@ -55,7 +55,7 @@ PROMPTS = [
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 
-# By transformers' names.
+# Sizes, by transformers' names, for many model types; Qwen3's own head_dim is 128.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2"
 SMALL += ",intermediate_size=344,tie_word_embeddings=true"
 QWEN3 = SMALL + ",head_dim=64"

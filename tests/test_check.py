@@ -16,6 +16,7 @@ EVALUATING = "                    losses.append(model(batch)[1])"
 BACKWARD = "accelerator.backward(loss / "
 SEED = "        steps.seed(step)  # from here on random numbers are a function of (seed, step, process)\n"
 STEP = "        optimizer.step()\n"
+CLIP = "        grad_norm = accelerator.clip_grad_norm_("
 LOADER = "steps.rows_before(steps.last))\n    batches = iter"
 MAIN = "\n\n@entry_point\n"
 
@@ -99,6 +100,12 @@ FAULTS = {
     "an answer that differs by process": (
         [(EVALUATED, EVALUATED + "                    if step == 5 and not accelerator.is_main_process:\n"
                                  "                        steps.last = step\n")], {}, ["two processes"]),
+    "a gradient that is not reduced": (
+        [(CLIP, CLIP.replace("        grad_norm", """\
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad += 1e-6 * accelerator.process_index
+        grad_norm"""))], {}, ["two processes"]),
     "a block skipped on one process": (
         [(OPTIMIZER, SKIPPED_BLOCK.replace("COND", "accelerator.is_main_process") + OPTIMIZER)], {},
         ["two processes"]),

@@ -18,7 +18,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.runs import PATIENCE, PROJECT
 from utils.display import throughput
@@ -292,6 +299,11 @@ SHAPES = {
     "untied, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=False,
+        attn_implementation="eager",
+    )),
+    "attention in one layer of three": lambda: Lfm2ForCausalLM(Lfm2Config(
+        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, full_attn_idxs=[1], vocab_size=500, tie_word_embeddings=True,
         attn_implementation="eager",
     )),
 }  # fmt: skip

@@ -26,7 +26,7 @@ SHORT = dict(max_train_steps=12, logging_steps=1, eval_steps=5, save_steps=4, sa
              prompts="none", report_to="none", push_to_hub="false")  # fmt: skip
 ROWS = {1: ("4", "2"), 2: ("2", "2")}  # processes -> rows of a micro-batch, micro-batches: 8 rows per step
 LOST = "state that Checkpoints lacks, random numbers that are no function of (seed, step), eval() left on"
-APART = "what depends on the process: random numbers, a mean of means, a part that one of them skips"
+APART = "what depends on the process: random numbers, a mean of means, gradients, a part that one skips"
 UNSAVED = "a part of the loss that the saved model lacks (or an evaluation that is meant to be another)"
 
 
@@ -44,9 +44,10 @@ class Check:
         no_first_rows = getattr(args, "next_sentence", False) or len(args.dataset_name) > 1
         short = {name: value for name, value in SHORT.items() if hasattr(args, name)
                  and not (name == "max_train_samples" and no_first_rows)}  # fmt: skip
+        given = {word.partition("=")[0] for word in flags}
         # Where the loss rises, as in so few steps at the default rates, rounding grows from step to step.
         short |= {name: getattr(args, name) / 10 for name in ("learning_rate", "muon_learning_rate")
-                  if hasattr(args, name) and f"--{name}" not in flags}  # fmt: skip
+                  if hasattr(args, name) and not given & {f"--{name}"}}  # fmt: skip
         self.flags = [*flags, *(word for name, value in short.items() for word in (f"--{name}", str(value)))]
 
     def run(self, name: str, *more: str, processes: int = 1, stop: int = 0) -> int | None:
@@ -55,8 +56,8 @@ class Check:
         rows, parts = ROWS[processes]
         flags = [*self.flags, "--output_dir", str(self.folder / name), "--per_device_train_batch_size", rows]
         words = [str(self.script), *flags, "--gradient_accumulation_steps", parts, *more]
-        if stop:
-            words = [str(Path(__file__).with_name("stopped.py")), str(int(stop)), *words]
+        if stop or processes > 1:
+            words = [str(Path(__file__).with_name("observed.py")), str(int(stop)), *words]
         return self.launch(words, self.folder / f"{name}.log", processes)
 
     def launch(self, words: list[str], log: Path, processes: int) -> int | None:
@@ -90,8 +91,7 @@ class Check:
         return self.failed
 
     def _say(self, what: str, problem: str, compared: str = "", look_for: str = "") -> None:
-        if problem:
-            self.failed.append(what)
+        self.failed += [what] * bool(problem)
         text = f"DOES NOT HOLD: {problem}{'; look for ' * bool(look_for)}{look_for}"
         print(f"{what:<18}", text if problem else f"holds: {compared}", flush=True)
 
@@ -124,7 +124,10 @@ class Check:
             return "", f"not compared, as each process draws its own {', '.join(drops)}"
         if problem := self._broken("two", self.run("two", processes=2)):
             return (problem,)
-        return *compare.metrics_difference(self.first, self.folder / "two", 1e-3), APART
+        if (apart := self.folder / "two/apart").exists():
+            return f"the processes' weights differ after step {apart.read_text()}", "", APART
+        problem, compared = compare.metrics_difference(self.first, self.folder / "two", 1e-3)
+        return problem, f"{compared}, the same weights on both", APART
 
     def _evaluated(self) -> tuple:
         key, loss = compare.evaluation_loss(self.first)

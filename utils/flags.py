@@ -40,7 +40,7 @@ ELSEWHERE = {
     "out_dir run_name": "--output_dir, whose name is the run's",
     "overwrite_output_dir": "--resume_from_checkpoint none begins anew",
     "do_train do_eval": "none, both are done; --eval_only true only evaluates",
-    "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval":
+    "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval checkpointing_steps":
         "--eval_steps, --save_steps, --logging_steps; 0: once per epoch",
     "logging_first_step": "none, --logging_steps 1 logs every step",
     "with_tracking": "--report_to tensorboard,trackio,wandb",
@@ -79,11 +79,10 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
     others: {setting: defaults where it is not the preset's, of settings that the preset does not name}.
-    --model_name_or_path comes with its own
-    configuration and tokenizer. Without it --eval_only evaluates the run in output_dir, whose settings are
-    the defaults then. `none` switches an optional setting off and empties a list. A field's trailing comment
-    is its help text. ValueError for unknown flags, with what takes their place or has a similar name, and
-    for wrong values."""
+    --model_name_or_path comes with its own configuration and tokenizer. Without it --eval_only evaluates the
+    run in output_dir, whose settings are the defaults then. `none` switches an optional setting off and
+    empties a list. A field's trailing comment is its help text. ValueError for unknown flags, with what takes
+    their place or has a similar name, and for wrong values."""
     if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
     parser, asked = (_Parser(args_class, allow_abbrev=False, add_help=add) for add in (True, False))

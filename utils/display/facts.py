@@ -85,7 +85,7 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     lines = [f"run        {begins}, in {args.output_dir}; stop it any time{again}", f"target     {target}",
              f"batch      {batch}", f"steps      {length}", f"model      {model}"]
     lines += describe_groups(optimizer)
-    if edited(script := Path(inspect.getsourcefile(type(args)))):
+    if edited(script := Path(facts["script"]).resolve()):
         lines.append(f"script     {script.name} is edited: `git diff {script.name}` shows how")
     if "tensorboard" in args.report_to:
         lines.append(f"tracker    tensorboard --logdir {args.output_dir}")

@@ -42,7 +42,7 @@ class Log:
         self.args, self.accelerator, self.steps, self.hub = args, accelerator, steps, hub
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
         launch = launch_facts(accelerator, lm.config._attn_implementation)
-        self.tried, self.advised = "", False  # the first prompt; whether few rows were told
+        self.advised = False  # whether few rows were told
         self.metrics = Metrics(args, step, accelerator.is_main_process and not args.eval_only)
         self.finished = not args.eval_only and self.metrics.finished == step == steps.last
         kept = self.metrics.kept
@@ -55,7 +55,7 @@ class Log:
         self.watch = FirstSteps(accelerator.device, self.progress.write)
         self.facts = dict(
             step=step, last=steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
-            repo_id=hub.repo_id,
+            repo_id=hub.repo_id, tried=self.metrics.known.get("tried", ""), sample="",
             pipeline_tag=pipeline_tag(lm), model_type=lm.config.model_type, mask_token=tokenizer.mask_token,
             settings=without_secrets(dataclasses.asdict(args)),
             script=os.path.relpath(inspect.getsourcefile(type(args))),
@@ -68,21 +68,22 @@ class Log:
             self._start(step, optimizer, launch)
 
     def _start(self, step: int, optimizer, launch: dict) -> None:
+        settings, accelerator = self.facts["settings"], self.accelerator
         if self.finished:
-            self.tried = self.metrics.known.get("tried", "")
             again = "A new run needs another --output_dir."
             text = f"{self.args.output_dir}: this run is finished, {step} steps; nothing to do. {again}"
-            return self.accelerator.print(text)
-        lines = start_lines(self.args, self.accelerator, self.steps, step, optimizer, self.facts)
-        self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
-        if not xla.is_xla():
-            tokens = self.steps.tokens_before(self.steps.last) - self.steps.tokens_before(step)
-            flops = self.throughput.flops_per_token * tokens / self.accelerator.num_processes
-            self.progress.write(guess(flops, self.accelerator.device, self.accelerator.mixed_precision))
-        settings, rows = self.facts["settings"], getattr(self.steps.rows, "fingerprint", None)
-        self.metrics.start(step, settings, rows, launch, environment_of(self.args))
+            return accelerator.print(text)
+        if accelerator.is_main_process:
+            lines = start_lines(self.args, accelerator, self.steps, step, optimizer, self.facts)
+            self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
+            if not xla.is_xla():
+                tokens = self.steps.tokens_before(self.steps.last) - self.steps.tokens_before(step)
+                flops = self.throughput.flops_per_token * tokens / accelerator.num_processes
+                self.progress.write(guess(flops, accelerator.device, accelerator.mixed_precision))
+            rows = getattr(self.steps.rows, "fingerprint", None)
+            self.metrics.start(step, settings, rows, launch, environment_of(self.args))
         project = Path(self.facts["script"]).stem
-        start_trackers(self.accelerator, project, self.args.output_dir, self.metrics.run_id, settings, step)
+        start_trackers(accelerator, project, self.args.output_dir, self.metrics.run_id, settings, step)
 
     def bar(self, batches):
         """The batches of an evaluation behind a bar, which a terminal shows while they last."""
@@ -134,10 +135,9 @@ class Log:
                                 "more text to evaluate on, or raise --max_eval_samples")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
-        self.facts["samples"] = [visible(text) for text in samples[:1]] if step else []
-        if samples:  # what the printed command tries, too
-            self.tried = samples[0].splitlines()[0].removeprefix("> ").partition("  ->  ")[0]
-            self.facts["tried"] = self.tried
+        if samples:
+            prompt = samples[0].splitlines()[0].removeprefix("> ").partition("  ->  ")[0]
+            self.facts |= {"tried": prompt, "sample": visible(samples[0]) if step else ""}
         for text in samples if step or self.args.model_name_or_path else ():  # else they are noise
             self.progress.write(text)
         if self.accelerator.is_main_process:
@@ -153,7 +153,7 @@ class Log:
             lines = [f"Stopped {where} and saved; run the same command to resume."]
             return self.accelerator.print(*lines, *self._published(), sep="\n")
         if not self.finished:
-            self.metrics.finish(step, self.tried)
+            self.metrics.finish(step, self.facts["tried"])
         if self.accelerator.is_main_process:
             print(self._summary(step))
 
@@ -181,7 +181,7 @@ class Log:
         results |= facts["results"] | {"model": self.hub.published or folder}
         results["curves"] = f"{folder}/curves.png"
         label, options = TRY[facts["pipeline_tag"]]
-        text = self.tried or EXAMPLES[facts["pipeline_tag"]]
+        text = facts["tried"] or EXAMPLES[facts["pipeline_tag"]]
         text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
         # As in JSON, with double quotes: the shell needs the single ones.
         words = facts["pipeline_tag"], folder, text

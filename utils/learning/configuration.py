@@ -71,9 +71,10 @@ def _read_config(name_or_path):
 def _check_kind(kind, config_class) -> None:
     """ValueError if transformers has no language model of this kind for text alone."""
     if config_class not in MODEL_CLASSES[kind]._model_mapping:
-        other = {"causal": ("masked", "train_mlm.py"), "masked": ("causal", "train_clm.py")}.get(kind)
-        there = other and config_class in MODEL_CLASSES[other[0]]._model_mapping
-        remedy = f"; {other[1]} trains it" if there else ""
+        remedy = ""
+        for other, script in {"causal": "train_clm.py", "masked": "train_mlm.py"}.items():
+            if config_class in MODEL_CLASSES[other]._model_mapping:
+                remedy = f"; {script} trains it"
         remedy = "; with next_sentence take --model_type bert" if kind == "pretraining" else remedy
         raise ValueError(f"transformers has no {kind} language model of this type{remedy}")
     if kind != "causal" and getattr(config_class, "is_encoder_decoder", False):

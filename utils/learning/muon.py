@@ -105,9 +105,9 @@ class MuonAdamW(torch.optim.AdamW):
 
     def _muon(self, group):
         """Few calls for all matrices of a shape, as on a GPU each call costs the host some microseconds."""
-        rate, momentum, skip = group["lr"], group["momentum"], self.found_inf
-        momentum -= max(0, momentum - FIRST_MOMENTUM) * max(0, 1 - group.get("updates", 0) / WARM_UP)
-        group["updates"] = group.get("updates", 0) + 1
+        rate, momentum, skip, done = group["lr"], group["momentum"], self.found_inf, group.get("updates", 0)
+        momentum -= max(0, momentum - FIRST_MOMENTUM) * max(0, 1 - done / WARM_UP)
+        group["updates"] = done + 1
         keep = 1.0 if skip is None else 1 - skip  # 0-d; 0 if nothing may change
         held, left = 1 - keep * (1 - momentum), 1 - keep * rate * group["weight_decay"]
         squares_new = keep * (1 - BETA2)

@@ -155,10 +155,10 @@ class Hub:
             shutil.copyfile(self.output_dir / name, folder / name)
 
     def _record(self, snapshot: Snapshot, state: str, **details) -> None:
+        shutil.rmtree(snapshot.folder, ignore_errors=True)
         with self.changed:
             snapshot.state, snapshot.error = state, details.get("error", "")
             self.events.append({"event": "push", "push_step": snapshot.step, "state": state} | details)
-        shutil.rmtree(snapshot.folder, ignore_errors=True)
 
     def _work(self) -> None:
         """The thread."""

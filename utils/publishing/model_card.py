@@ -27,8 +27,8 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
 
     facts: step, last (steps), tokens, seconds, parameters, model_type, pipeline_tag, settings (without
     secrets); results: metric, or metric/evaluation set, -> value; launch: device, processes, precision,
-    attention, compiler; repo_id: user/name on the Hub, if it is pushed; samples: texts, and tried,
-    the first prompt, if there are any."""
+    attention, compiler; repo_id: user/name on the Hub, if it is pushed; tried, sample: the first prompt, and
+    what the model made of it, or ""."""
     folder, settings, results = Path(args.output_dir), facts["settings"], facts["results"]
     repo_id = facts.get("repo_id") or args.push_to_hub and args.hub_model_id
     names, base = as_list(settings["dataset_name"]), settings.get("model_name_or_path")
