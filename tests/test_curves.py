@@ -122,11 +122,13 @@ def test_the_right_axis_has_the_perplexity_of_the_loss(tmp_path, drawn):
 
 def test_the_two_losses_of_pairs_are_drawn_and_no_perplexity_of_their_sum(tmp_path, drawn):
     record = {"loss/mlm": 4.0, "loss/nsp": 0.7, "loss/eval": 4.7, "accuracy": 0.2, "nsp_accuracy": 0.5}
-    lines = [{"step": step, "loss/train": 5.0} | record for step in (0, 5, 10)]
+    trained = {"loss/train": 5.0, "loss/train_mlm": 4.2, "loss/train_nsp": 0.8}
+    lines = [{"step": step} | trained | record for step in (0, 5, 10)]
     write_run(tmp_path, lines)
     draw_curves(tmp_path)
     loss, *below = drawn
     named = {line.get_label(): line.get_ydata().tolist() for line in loss.lines}
+    assert named["training: next sentence"] == [0.8] * 3 and named["training: masked tokens"] == [4.2] * 3
     assert named["evaluation: next sentence"] == [0.7] * 3 and named["evaluation: masked tokens"] == [4.0] * 3
     assert {"accuracy", "nsp accuracy"} <= {axis.get_title(loc="left") for axis in below}
     assert not loss.child_axes

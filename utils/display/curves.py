@@ -12,6 +12,7 @@ from utils.display.progress import format_metric, readable
 from utils.io.files import replacing
 
 COLOURS = ["#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#c53030", "#0f8b8d", "#b7791f", "#4a5568"]
+PARTS = [("mlm", "masked tokens", COLOURS[-2]), ("nsp", "next sentence", COLOURS[-1])]
 PANELS = ["learning_rate", "grad_norm", "tokens_per_second"]  # below the loss
 FEW = 40  # a curve of at most so many points shows them; a longer one of training is smoothed
 STYLE = {"font.size": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.grid": True,
@@ -40,20 +41,21 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
 
     logged = dict.fromkeys(key for line in lines for key in line)
     shares = [key for key in ("accuracy", "nsp_accuracy") if by_set(logged, key)]
-    below = PANELS + shares
+    below, parts = PANELS + shares, PARTS if by_set(logged, "loss/nsp") else []
     axes = figure.subplot_mosaic([["loss"] * len(below), below], height_ratios=[2, 1])
     loss = axes["loss"]
     train = "loss/train_plain" if "loss/train_plain" in logged else "loss/train"
     _plot(loss, lines, train, COLOURS[0], label="training", smooth=True)
+    for key, part, colour in parts:  # loss/train and loss/eval are their sums
+        _plot(loss, lines, f"loss/train_{key}", colour, label=f"training: {part}", smooth=True)
     for key in PANELS:
         _plot(axes[key], lines, key, COLOURS[0], smooth=key != "learning_rate")
     for number, name in enumerate(by_set(logged, "loss/eval"), start=1):
         suffix, colour = f"/{name}" if name else "", COLOURS[number % len(COLOURS)]
         label = f"evaluation, {name}" if name else "evaluation"
         _plot(loss, lines, f"loss/eval{suffix}", colour, label=label)
-        if "loss/nsp" in logged:  # loss/eval is the sum
-            _plot(loss, lines, f"loss/mlm{suffix}", COLOURS[-2], label=f"{label}: masked tokens")
-            _plot(loss, lines, f"loss/nsp{suffix}", COLOURS[-1], label=f"{label}: next sentence")
+        for key, part, colour in parts:
+            _plot(loss, lines, f"loss/{key}{suffix}", colour, "--", f"{label}: {part}")
         for key in shares:
             _plot(axes[key], lines, f"{key}{suffix}", colour)
     for key in shares:
@@ -68,7 +70,7 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     loss.set_title(_title(run.resolve().name, lines))
     loss.set_xlabel("step")
     loss.set_ylabel("loss (nats per token)")
-    if loss.get_ylim()[1] < 30 and "loss/nsp" not in logged:  # else it has diverged, or is a sum
+    if loss.get_ylim()[1] < 30 and not parts:  # else it has diverged, or is a sum
         right, (low, high) = loss.secondary_yaxis("right"), loss.get_ylim()
         round_ones = [digit * 10**power for power in range(14) for digit in (1, 2, 5)]
         right.set_yticks([math.log(n) for n in round_ones if low <= math.log(n) <= high])
@@ -79,7 +81,8 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
-def _plot(axis, lines: list[dict], key: str, colour: str, label: str = "", smooth: bool = False) -> None:
+def _plot(axis, lines: list[dict], key: str, colour: str, dash: str = "-", label: str = "",
+          smooth: bool = False) -> None:
     """Marks few points, and smooths many noisy ones, over a pale curve of all points. null is a gap."""
     points = [(line["step"], line[key]) for line in lines if key in line and "step" in line]
     steps, values = np.array(points, float).reshape(-1, 2).T
@@ -87,7 +90,7 @@ def _plot(axis, lines: list[dict], key: str, colour: str, label: str = "", smoot
     if smooth and not marker:
         axis.plot(steps, values, lw=0.6, alpha=0.3, color=colour)
         steps, values = _smooth(steps, values)
-    axis.plot(steps, values, color=colour, marker=marker, ms=3.5, label=label)
+    axis.plot(steps, values, dash, color=colour, marker=marker, ms=3.5, label=label)
 
 
 def _smooth(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
