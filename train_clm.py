@@ -103,8 +103,8 @@ class TrainArgs:
     lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     min_lr_ratio: float = 0.0  # final learning rate / peak
-    num_train_epochs: float = 1.0  # passes over the rows; used where max_train_steps is 0
-    max_train_steps: int = 1000  # steps; 0: num_train_epochs decides
+    num_train_epochs: float = 1.0  # passes over the rows, where max_train_steps is 0; as a flag in its place
+    max_train_steps: int = 1800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower
     keytokens: list[str] = field(default_factory=list)  # rows with these get a larger loss weight; none: off
@@ -113,8 +113,8 @@ class TrainArgs:
     # When to log, evaluate, save
     logging_steps: int = 50  # steps; 0: once per epoch
     eval_at_start: bool = True  # evaluate before the first step, too
-    eval_steps: int = 250  # steps; 0: once per epoch
-    save_steps: int = 250  # steps; 0: once per epoch
+    eval_steps: int = 300  # steps; 0: once per epoch
+    save_steps: int = 300  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     max_eval_samples: int = 512  # rows per evaluation; 0: all
     prompts: list[str] = field(default_factory=PROMPTS.copy)  # completed at evaluations; none: off

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import Tokenizer, models
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from utils.learning.kernels import use_one_kernel_gelu
+from utils.learning.kernels import use_fast_products, use_one_kernel_gelu
 from utils.learning.model import build_model, check_model, try_model
 
 GPT2 = "n_layer=2,n_embd=32,n_head=2"
@@ -175,6 +176,20 @@ def test_norms_in_few_kernels_have_transformers_values_and_gradients(kind, few):
     assert sum("forward" in vars(module) for module in ours.modules()) == few
 
 
+@pytest.mark.parametrize("block_size", [128, 512])
+def test_fast_products_are_exact_and_attention_is_torchs(block_size):
+    """On AMD's CPUs with AVX-512 by oneDNN, elsewhere as torch has them."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((4096, 128), (344, 128)))
+    q, k, v = torch.randn(3, 2, 2, block_size, 64, generator=generator)
+    use_fast_products(block_size)
+    products = [(x @ w.T, x.double() @ w.double().T), (x.T @ x, x.double().T @ x.double())]
+    attended = [scaled_dot_product_attention(*some, is_causal=True) for some in
+                ((q, k, v), (q.double(), k.double(), v.double()))]  # fmt: skip
+    for found, exact in [*products, attended]:
+        assert (found - exact).abs().max() < 2e-6 * exact.abs().max()
+
+
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):
     saved = build("causal", "gpt2", GPT2, 24).to(torch.bfloat16)
     saved.save_pretrained(tmp_path)
@@ -239,7 +254,7 @@ def test_overrides_beside_weights_and_weights_that_are_nowhere_are_told():
     (problem,) = check_model(settings("gpt2", GPT2, model_name_or_path="/no/such/folder"), "causal")
     assert problem.startswith("config_overrides, ") and "cannot go with model_name_or_path" in problem
     (problem,) = check_model(settings("gpt2", "", model_name_or_path="/no/such/folder"), "causal")
-    assert "no folder with a config.json" in problem
+    assert "there is no such folder" in problem
 
 
 def test_a_model_that_is_too_large_is_refused_and_checkpointing_that_cannot_be():

@@ -53,6 +53,17 @@ def test_weights_come_with_their_tokenizer_and_configuration():
     assert given == ("b", "n_layer=2")
 
 
+def test_passes_that_are_given_take_the_place_of_steps():
+    def parsed(*words):
+        args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=[*words])
+        return args.num_train_epochs, args.max_train_steps
+
+    usual = train_clm.TrainArgs().max_train_steps
+    assert parsed() == (1, usual) and parsed("--num_train_epochs", "1") == (1, 0)
+    assert parsed("--preset=gpt2-124m", "--num_train_epochs=2") == (2, 0)
+    assert parsed("--num_train_epochs", "2", "--max_train_steps", "7") == (2, 7)
+
+
 def test_evaluating_a_run_takes_its_settings(tmp_path):
     settings = asdict(train_clm.TrainArgs(dataset_name=["texts"], keywords=[], block_size=64, prompts=["a"]))
     known = {"settings": settings | {"not_known_any_more": 1}, "run_id": "x", "starts": []}

@@ -19,6 +19,7 @@ from data.tokens.tokenizer import (
     load_tokenizer,
     sample_texts,
     train_tokenizer,
+    trained_tokenizer,
 )
 from tests import forked
 from tests.runs import PROJECT
@@ -35,6 +36,17 @@ def english():
 @pytest.fixture(scope="module")
 def trained(english):
     return {family: train_tokenizer(english, family[0], 1000, family[1]) for family in FAMILIES}
+
+
+def test_model_types_of_one_family_share_a_tokenizer(tmp_path):
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x\n\n" * 99)
+    corpus = open_corpus(Source(str(tmp_path / "a.txt")))
+
+    def made(model_type, algorithm="bpe"):
+        options = dict(algorithm=algorithm, model_type=model_type, cache_dir=tmp_path / "cache")
+        return trained_tokenizer([corpus], [1.0], vocab_size=300, **options)
+
+    assert made("qwen3") == made("mamba") != made("bert") != made("modernbert") != made("roberta")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids="-".join)

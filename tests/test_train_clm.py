@@ -197,6 +197,8 @@ def test_a_finished_run_is_left_alone(workspace, one_process):
     before = {file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"}
     result = forked.run("train_clm.py", flags(workspace, "one"))
     assert result.returncode == 0 and "finished" in result.stdout
+    result = forked.run("train_clm.py", flags(workspace, "one") | {"max_train_steps": 4})
+    assert result.returncode == 2 and "6 in the run, 4 now, and 6 are done" in result.stderr, result.stderr
     assert before == {
         file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"
     }

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "n_layer n_layers n_head n_heads n_embd dropout":
         "--config_overrides, such as num_hidden_layers=6,num_attention_heads=4",
     "trust_remote_code": "none, code of a model's repository is never run",
-    "epochs num_epochs": "--num_train_epochs, with --max_train_steps 0",
+    "epochs num_epochs": "--num_train_epochs",
     "lr": "--learning_rate",
     "optim": "--optimizer_type",
     "adam_beta1": "none, AdamW's is 0.9",
@@ -43,7 +43,7 @@ ELSEWHERE = {
     "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval checkpointing_steps":
         "--eval_steps, --save_steps, --logging_steps; 0: once per epoch",
     "logging_first_step": "none, --logging_steps 1 logs every step",
-    "with_tracking": "--report_to tensorboard,trackio,wandb",
+    "with_tracking wandb_log wandb_project": "--report_to tensorboard,trackio,wandb",
 }
 PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # settings that may name a place on this machine
 OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
@@ -79,10 +79,11 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
     others: {setting: defaults where it is not the preset's, of settings that the preset does not name}.
-    --model_name_or_path comes with its own configuration and tokenizer. Without it --eval_only evaluates the
-    run in output_dir, whose settings are the defaults then. `none` switches an optional setting off and
-    empties a list. A field's trailing comment is its help text. ValueError for unknown flags, with what takes
-    their place or has a similar name, and for wrong values."""
+    --num_train_epochs takes the place of max_train_steps. --model_name_or_path comes with its own
+    configuration and tokenizer. Without it --eval_only evaluates the run in output_dir, whose settings are
+    the defaults then. `none` switches an optional setting off and empties a list. A field's trailing comment
+    is its help text. ValueError for unknown flags, with what takes their place or has a similar name, and for
+    wrong values."""
     if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
     parser, asked = (_Parser(args_class, allow_abbrev=False, add_help=add) for add in (True, False))
@@ -105,6 +106,8 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
     for name, defaults in (others or {}).items():
         if given.get(name) is not None and as_list(given[name]) != as_list(parser.get_default(name)):
             parser.set_defaults(**{n: value for n, value in defaults.items() if n not in presets[preset]})
+    if given.get("num_train_epochs") is not None:
+        parser.set_defaults(max_train_steps=0)
     if weights:
         parser.set_defaults(config_overrides="", tokenizer_name=given["model_name_or_path"])
     options = dict(return_remaining_strings=True, look_for_args_file=False)

@@ -25,6 +25,7 @@ import io
 import itertools
 import json
 import lzma
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -179,7 +180,11 @@ def text_rows(file, divide: bool = False) -> Iterator[dict]:
     if size > LONG_FILE:
         yield from _cut(itertools.chain(start, lines), CUT_AFTER, LONGEST - 4)
     elif divide:
-        yield from _cut(start, size // DOCUMENTS, size // DOCUMENTS)
+        documents = [*_cut(start, size // DOCUMENTS, size // DOCUMENTS)]
+        if len(documents) == 1:  # a single line: between words, then
+            words = re.findall(r"\s*\S+|\s+", "".join(start))
+            documents = _cut(words, size // DOCUMENTS, size // DOCUMENTS)
+        yield from documents
     else:
         yield _row(start)
 

@@ -73,8 +73,9 @@ def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterat
         except (AttributeError, UnicodeEncodeError):  # no string; lone surrogates, as JSON can escape them
             counts.unreadable += 1
             where = document.get("file") or text is not None and f"document {counts.read:,}"
-            if where and len(counts.unreadable_names) < NAMED:
-                counts.unreadable_names.append(f"{where} ({_described(text, column)})")
+            names, named = counts.unreadable_names, f"{where} ({_described(text, column)})"
+            if where and named not in names and len(names) < NAMED:
+                names.append(named)
             continue
         if not text or text.isspace():
             counts.empty += 1

@@ -135,6 +135,8 @@ def _no_row(shards: Shards, split: str, corpus: Corpus, maker, size: int, hold_o
     remedy = "lower block_size or take more text"
     if split == "train" and train.evaluated and not train.kept:
         remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
-    elif hold_out:
-        remedy += f", raise validation_fraction ({hold_out.fraction:.3g}) or name validation data"
+    elif hold_out and train.read == 1:
+        remedy = "one document cannot be divided: name other text to evaluate on, --eval_dataset_name FILE"
+    elif hold_out and split == "validation":
+        remedy += f", raise validation_fraction ({hold_out.fraction:.3g}) or set eval_dataset_name"
     return f"block_size {size}: {message}, {account.tokens:,} tokens, not one whole row; {remedy}"

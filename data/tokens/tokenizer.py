@@ -29,11 +29,12 @@ from data.documents.filters import Accounting, clean_documents, show_progress
 from data.documents.source import add_source_flags, check_numbers, open_corpus, source_of
 from data.tokens.cache import cache_path, locked
 from data.tokens.encode import split_text
+from utils.io.files import is_missing_folder
 from utils.io.mistakes import user_mistakes
 from utils.io.urls import explained
 
 TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
-FORMAT = 5  # part of every trained tokenizer's cache key: raise it when training gives another one
+FORMAT = 6  # part of every trained tokenizer's cache key: raise it when training gives another one
 LONGEST_WORD = 400  # characters, in training
 LONG_WORD = re.compile(rf"(?<!\w)\w{{{LONGEST_WORD},}}")
 
@@ -54,6 +55,8 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     """A tokenizer from the Hub or a folder. ValueError where it is missing, has no tokenizer.json, or turns
     text into nothing."""
     name = os.path.expanduser(str(name_or_path))
+    if is_missing_folder(name):
+        raise ValueError(f"tokenizer_name {name!r}: there is no such folder")
     if os.path.isfile(name):
         raise ValueError(f"tokenizer_name {name!r} is a file: name the folder that it is in")
     if os.path.isdir(name) and not any("token" in file or "vocab" in file or file.endswith(".model")
@@ -102,9 +105,7 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
             single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
             special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)])
     special["clean_up_tokenization_spaces"] = False  # decode() would drop spaces that the text had
-    special["model_input_names"] = ["input_ids", "attention_mask"]  # what pipelines pass to the model
-    if hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size") and "[CLS]" in names:
-        special["model_input_names"].insert(1, "token_type_ids")
+    special["model_input_names"] = _inputs(special, model_type)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     if len(tokenizer) != vocab_size:
         print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "
@@ -123,6 +124,12 @@ def _special_tokens(algorithm: str, model_type: str) -> dict:
         mask = "[MASK]" if algorithm == "unigram" else special["mask_token"]
         special["mask_token"] = AddedToken(mask, lstrip=True, special=True)
     return special
+
+
+def _inputs(special: dict, model_type: str) -> list[str]:
+    """What pipelines pass to the model."""
+    typed = special.get("cls_token") == "[CLS]" and hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size")
+    return ["input_ids", *["token_type_ids"] * typed, "attention_mask"]
 
 
 def _train(backend: Tokenizer, texts: Iterable[str], trainer) -> None:
@@ -231,7 +238,9 @@ def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, al
     """The folder of a tokenizer trained on a sample of each corpus, its share of the bytes; in the cache."""
     used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
     content = [[corpus.fingerprint, corpus.keywords, share] for corpus, share in used]
-    settings = [FORMAT, content, vocab_size, algorithm, model_type, TRAINING_BYTES, read_bytes]
+    special = _special_tokens(algorithm, model_type)
+    family = [{role: str(token) for role, token in special.items()}, _inputs(special, model_type)]
+    settings = [FORMAT, content, vocab_size, algorithm, family, TRAINING_BYTES, read_bytes]
     folder = cache_path(cache_dir, "tokenizer", settings)
     with nullcontext() if folder.exists() else locked(Path(f"{folder}.lock"), folder):
         if not folder.exists():

@@ -93,7 +93,7 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
         lines.append("samples    continue words of evaluation rows; --prompts gives yours")
     if passes >= 5:
         lines.append(f"advice     {passes:,.0f} passes over the same text: evaluations may get worse while "
-                     "the training loss still falls")
+                     "the training loss still falls; --num_train_epochs 3 makes fewer")
     usual = getattr(type(args)(), "learning_rate", math.inf)
     if weights and not step and getattr(args, "learning_rate", 0) >= usual:
         lines.append("advice     these rates are for new models and ruin trained weights: try a twentieth, "

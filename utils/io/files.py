@@ -88,6 +88,14 @@ def save_tokenizer(tokenizer, folder) -> list[Path]:
     return sorted(map(Path, tokenizer.save_pretrained(folder, save_jinja_files=flat)))
 
 
+def is_missing_folder(name: str) -> bool:
+    """Whether the name is that of a folder here, none of the Hub, and there is none: `runs/clmm`, where there
+    is a folder runs. The Hub's client would ask for a minute without a network."""
+    path = Path(name).expanduser()
+    here = str(name).startswith((".", "/", "~")) or len(path.parts) > 2 or bool(path.parent.name)
+    return here and not path.exists() and (len(path.parts) != 2 or path.parent.is_dir())
+
+
 def set_aside(path: Path, prefix: str = "replaced-") -> None:
     """Renames it to prefix + its name, with a number if that name is taken."""
     target, number = path.with_name(f"{prefix}{path.name}"), 1

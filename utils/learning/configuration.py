@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from utils import patches
+from utils.io.files import is_missing_folder
 
 MODEL_CLASSES = {
     "causal": transformers.AutoModelForCausalLM,
@@ -61,6 +62,8 @@ def configure(args, kind, tokenizer=None):
 
 
 def _read_config(name_or_path):
+    if is_missing_folder(name_or_path):
+        raise ValueError("there is no such folder")
     try:
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
     except Exception as error:

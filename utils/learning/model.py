@@ -8,9 +8,10 @@ import torch
 from transformers import AutoTokenizer
 
 from utils.devices import device_type, memory_of
+from utils.io.files import is_missing_folder
 from utils.learning.compiled import compile_blocks
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line
-from utils.learning.kernels import use_few_kernel_norms, use_one_kernel_gelu
+from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_one_kernel_gelu
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
 
@@ -21,7 +22,8 @@ def check_model(args, kind) -> list[str]:
     """What is wrong with model_type, config_overrides, model_name_or_path, gradient_checkpointing and the
     model's size, a line each, before any weights are made. kind: "causal", "masked" or "pretraining"."""
     tokenizer = None  # if one will be trained
-    if name := args.tokenizer_name or args.model_name_or_path:
+    name = args.tokenizer_name or args.model_name_or_path
+    if name and not is_missing_folder(name):
         with contextlib.suppress(Exception):  # of a damaged file any; load_rows tells it
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     config, model, problems = configure(args, kind, tokenizer)
@@ -62,6 +64,7 @@ def build_model(args, kind, tokenizer):
             model.generation_config.validate(strict=True)
         except ValueError:  # a temperature without do_sample can be read, and not be saved
             model.generation_config.do_sample = True
+    use_fast_products(args.block_size)
     try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
     use_few_kernel_norms(model)

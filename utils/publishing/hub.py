@@ -85,7 +85,8 @@ class Hub:
     @property
     def command(self) -> str:
         """A shell command that uploads what push does of the folders and files that are there now."""
-        return upload_command(self.repo_id or self.named, self.output_dir)
+        login = "" if get_token() else "hf auth login && "
+        return login + upload_command(self.repo_id or self.named, self.output_dir)
 
     def push(self, step: int) -> None:
         """Push the files of output_dir, whose save is of this step, unless the model could not be saved."""
