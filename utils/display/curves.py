@@ -63,7 +63,7 @@ def _fill(figure, run: Path, lines: list[dict]) -> None:
     for key, axis in axes.items():
         axis.set_title(key.replace("_", " "))
         axis.set_xlim(loss.get_xlim())
-        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.yaxis.set_major_formatter(lambda value, _: readable(value))
         _set_limits(axis, from_zero=axis is not loss)
