@@ -52,7 +52,7 @@ CONTENDERS = {
         "default": "",
         "trainer": BEFORE["clm"],
     },
-    "mlm": {"before": BEFORE["mlm"], "default, 70 % of the steps": "--max_train_steps 3500", "default": ""},
+    "mlm": {"before": BEFORE["mlm"], "default, 70 % of the steps": "--max_train_steps 4900", "default": ""},
 }
 
 
