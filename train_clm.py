@@ -103,7 +103,7 @@ class TrainArgs:
     lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, warmup_stable_decay, ...
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     min_lr_ratio: float = 0.0  # final learning rate / peak
-    num_train_epochs: float = 1.0  # passes over the rows, where max_train_steps is 0; as a flag in its place
+    num_train_epochs: float = 1.0  # passes over the rows, where max_train_steps is 0; the flag sets it to 0
     max_train_steps: int = 1800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # compute blocks again in the backward pass: less memory, slower

@@ -200,6 +200,7 @@ def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
 
 @pytest.mark.parametrize("text, documents", [
     ("oneword", range(1, 2)), ("one\ntwo", range(2, 3)), ("words  of one line " * 500, range(25, 32)),
+    ("a line of 400 kB " * 24_000, range(25, 32)), ("half " * 9000 + "\n" + "half " * 9000, range(25, 32)),
     ("one\r\ntwo\r\n\r\n" * 999, range(25, 32)), ("ä ö\n" * 40_000, range(25, 32))])  # fmt: skip
 def test_a_small_text_file_that_is_alone_is_divided_if_some_is_to_be_held_out(tmp_path, text, documents):
     path = tmp_path / "alone.txt"

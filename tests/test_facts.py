@@ -34,7 +34,7 @@ def block(model="m", parameters=1, start=0, micro_batches=None, rows=10**6, **ch
     args = train_clm.TrainArgs(gradient_accumulation_steps=8, max_train_steps=600, **changes)
     steps = Steps(args, accelerator, range(rows), micro_batches)
     facts = {"launch": launch_facts(accelerator, "sdpa"), "model_type": model, "parameters": parameters,
-             "settings": vars(args)}  # fmt: skip
+             "settings": vars(args), "script": train_clm.__file__}  # fmt: skip
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))])
     return "\n".join(start_lines(args, accelerator, steps, start, optimizer, facts)) + "\n"
 
@@ -175,6 +175,7 @@ MEANS_CUDA = {
     "utils/learning/model.py": 1,  # where torch's flash attention with windows can be trained
     "utils/learning/optim.py": 1,  # where fused AdamW is known to obey found_inf
     "utils/learning/muon.py": 1,  # where bfloat16 is the fastest
+    "utils/learning/kernels.py": 1,  # torch.backends.cuda switches the attention of CPUs, too
     "utils/display/plan.py": 1,  # the type of a device that is not at hand
 }
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,7 +181,7 @@ def test_norms_in_few_kernels_have_transformers_values_and_gradients(kind, few):
 @pytest.mark.parametrize("block_size", [128, 512])
 def test_fast_products_are_exact_and_attention_is_torchs(block_size):
     """On AMD's CPUs with AVX-512 by oneDNN, elsewhere as torch has them."""
-    generator = torch.Generator().manual_seed(0)
+    generator, before = torch.Generator().manual_seed(0), torch.get_float32_matmul_precision()
     x, w = (torch.randn(shape, generator=generator) for shape in ((4096, 128), (344, 128)))
     q, k, v = torch.randn(3, 2, 2, block_size, 64, generator=generator)
     use_fast_products(block_size)
@@ -188,6 +190,10 @@ def test_fast_products_are_exact_and_attention_is_torchs(block_size):
                 ((q, k, v), (q.double(), k.double(), v.double()))]  # fmt: skip
     for found, exact in [*products, attended]:
         assert (found - exact).abs().max() < 2e-6 * exact.abs().max()
+    amd = "AuthenticAMD" in Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else False
+    chosen = amd and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert torch.get_float32_matmul_precision() == ("medium" if chosen else before)
+    assert torch.backends.cuda.flash_sdp_enabled() == (not chosen or block_size > 256)
 
 
 def test_continuing_from_weights_keeps_them_and_trains_in_float32(tmp_path):

@@ -90,7 +90,8 @@ def test_a_script_evaluates_weights_or_says_that_they_do_not_fit(tmp_path):
         assert "Traceback" not in done.stderr
     assert results[0][0] == 0 and "loss/eval" in results[0][1][0]
     assert results[1][0] == 2 and "loss" not in done.stdout and "do not fit the model" in done.stderr
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/args.json").touch()
     for setting in ("model_name_or_path", "tokenizer_name"):  # the Hub is not asked, not even its cache
         wrong = {"output_dir": "new", "dataset_name": corpus, setting: "runs/b"}
         online = environment(HF_HUB_OFFLINE="0")

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "with_tracking wandb_log wandb_project": "--report_to tensorboard,trackio,wandb",
 }
 PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # settings that may name a place on this machine
+LENGTH = {"num_train_epochs", "max_train_steps"}
 OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
@@ -106,7 +107,7 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
     for name, defaults in (others or {}).items():
         if given.get(name) is not None and as_list(given[name]) != as_list(parser.get_default(name)):
             parser.set_defaults(**{n: value for n, value in defaults.items() if n not in presets[preset]})
-    if given.get("num_train_epochs") is not None:
+    if given.get("num_train_epochs") or presets[preset].keys() & LENGTH == {"num_train_epochs"}:
         parser.set_defaults(max_train_steps=0)
     if weights:
         parser.set_defaults(config_overrides="", tokenizer_name=given["model_name_or_path"])

@@ -8,7 +8,7 @@ and in a glob:
     .txt, and other endings that a name or glob selects ("src/**/*.py")      a document
 
 A text above LONG_FILE is cut into documents of about CUT_AFTER, at blank lines, or after LONGEST where there
-are none. A shorter one that is all there is becomes about DOCUMENTS, so that some can be held out.
+are none. One below LONGEST that is all there is becomes about DOCUMENTS, so that some can be held out.
 
 All may be compressed (.gz, .bz2, .xz, .zst). Text is UTF-8, or has a byte order mark of UTF-16 or UTF-32
 (and is held in memory whole).
@@ -42,7 +42,8 @@ ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codec
 LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of what a clone has without Git LFS
 LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes
 PIECE = 1 << 17  # characters of a line that are read at a time
-DOCUMENTS = 30
+DOCUMENTS, LONG_LINE = 30, 1000  # of a text that is alone; bytes: longer lines are cut between words
+WORD = re.compile(r"\s*\S+|\s+")
 UNIT_BYTES = 1 << 26  # small files are read together up to this size
 
 
@@ -62,7 +63,7 @@ def open_units(source) -> tuple[str, list[Callable]]:
             units, size = [*units, []], 0
         units[-1].append(url)
         size += int(length) if length.isdigit() and int(length) else UNIT_BYTES
-    return digest(file_states, divide), [partial(_file_rows, unit, divide) for unit in units]
+    return digest(file_states, divide and "words"), [partial(_file_rows, unit, divide) for unit in units]
 
 
 def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
@@ -172,19 +173,18 @@ def text_rows(file, divide: bool = False) -> Iterator[dict]:
     """The documents of a UTF-8 file, {"text": None} where one is not. divide: it is alone."""
     file, start, size = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="\n"), [], 0
     lines = iter(partial(file.readline, PIECE), "")
+    long_file = LONGEST if divide else LONG_FILE
     for line in lines:
         start.append(line)
         size += _bytes(line)
-        if size > LONG_FILE:
+        if size > long_file:
             break
-    if size > LONG_FILE:
+    part = size // DOCUMENTS
+    if size > long_file:
         yield from _cut(itertools.chain(start, lines), CUT_AFTER, LONGEST - 4)
     elif divide:
-        documents = [*_cut(start, size // DOCUMENTS, size // DOCUMENTS)]
-        if len(documents) == 1:  # a single line: between words, then
-            words = re.findall(r"\s*\S+|\s+", "".join(start))
-            documents = _cut(words, size // DOCUMENTS, size // DOCUMENTS)
-        yield from documents
+        words = (WORD.findall(line) if _bytes(line) > max(LONG_LINE, 2 * part) else [line] for line in start)
+        yield from _cut(itertools.chain.from_iterable(words), part, part)
     else:
         yield _row(start)
 

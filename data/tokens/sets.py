@@ -135,7 +135,7 @@ def _no_row(shards: Shards, split: str, corpus: Corpus, maker, size: int, hold_o
     remedy = "lower block_size or take more text"
     if split == "train" and train.evaluated and not train.kept:
         remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
-    elif hold_out and train.read == 1:
+    elif hold_out and train.kept + train.validation == 1 and account.kept == 0:
         remedy = "one document cannot be divided: name other text to evaluate on, --eval_dataset_name FILE"
     elif hold_out and split == "validation":
         remedy += f", raise validation_fraction ({hold_out.fraction:.3g}) or set eval_dataset_name"

@@ -118,5 +118,5 @@ def _title(name: str, lines: list[dict]) -> str:
     if loss := format_metric(last, "loss/eval", ".3f"):
         name += f": evaluation loss {loss}"
     if perplexity := format_metric(last, "perplexity", ",.2f"):
-        name += f"; perplexity{' of masked tokens' * ('loss/nsp' in last)} {perplexity}"
+        name += f"; perplexity{' of masked tokens' * bool(by_set(last, 'loss/nsp'))} {perplexity}"
     return textwrap.fill(name, 110, break_on_hyphens=False, max_lines=2, placeholder=" ...")

@@ -91,9 +91,9 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
         lines.append(f"tracker    tensorboard --logdir {args.output_dir}")
     if args.prompts == ["rows"]:
         lines.append("samples    continue words of evaluation rows; --prompts gives yours")
-    if passes >= 5:
+    if passes >= 5 and not step:
         lines.append(f"advice     {passes:,.0f} passes over the same text: evaluations may get worse while "
-                     "the training loss still falls; --num_train_epochs 3 makes fewer")
+                     "the training loss still falls; --num_train_epochs 3 takes the place of steps")
     usual = getattr(type(args)(), "learning_rate", math.inf)
     if weights and not step and getattr(args, "learning_rate", 0) >= usual:
         lines.append("advice     these rates are for new models and ruin trained weights: try a twentieth, "

@@ -1,6 +1,7 @@
 """Files, and sealed folders with checksums: complete or absent, and flushed to the disk."""
 
 import contextlib
+import glob
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -89,11 +90,12 @@ def save_tokenizer(tokenizer, folder) -> list[Path]:
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether the name is that of a folder here, none of the Hub, and there is none: `runs/clmm`, where there
-    is a folder runs. The Hub's client would ask for a minute without a network."""
-    path = Path(name).expanduser()
-    here = str(name).startswith((".", "/", "~")) or len(path.parts) > 2 or bool(path.parent.name)
-    return here and not path.exists() and (len(path.parts) != 2 or path.parent.is_dir())
+    """Whether the name is that of a folder here, none of the Hub, and there is none: `../a`, or `runs/b`
+    where runs/ holds runs. The Hub's client would ask for a minute without a network."""
+    path = os.path.expanduser(str(name))
+    here = path.startswith((".", "/", "~")) or path.count("/") > 1
+    beside = glob.escape(os.path.dirname(path)) + "/*/args.json"
+    return not os.path.exists(path) and (here or "/" in path and bool(glob.glob(beside)))
 
 
 def set_aside(path: Path, prefix: str = "replaced-") -> None:

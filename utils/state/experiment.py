@@ -6,13 +6,12 @@ import math
 import shlex
 from pathlib import Path
 
-from utils.flags import as_list
+from utils.flags import LENGTH, as_list
 from utils.io.secrets import without_secrets
 from utils.learning.optim import further_rates
 from utils.state.folders import Unfit, list_checkpoints, read_state
 
 OTHER = "holds a run with other settings: repeat them, or choose another --output_dir"
-LENGTH = {"max_train_steps", "num_train_epochs"}  # the steps that follow from them are compared
 
 
 def experiment(args, steps, step: int, rows_fingerprint: str) -> dict:
@@ -39,7 +38,7 @@ def resume_problems(args, may_change: set) -> list[str]:
 def changed_settings(saved: dict, args, may_change: set) -> list[str]:
     """A line for each setting that differs. One that the run lacks counts as its default; "x" is ["x"]."""
     now, defaults, lines = _plain(vars(args)), vars(type(args)()), []
-    for name in sorted(now.keys() - may_change - LENGTH):
+    for name in sorted(now.keys() - may_change - LENGTH):  # the steps that follow from those are compared
         was = as_list(saved.get(name, without_secrets(defaults.get(name))))
         if was != (is_now := as_list(now[name])):
             shown = [" ".join(map(str, value)) or "none" for value in (was, is_now)]
@@ -48,8 +47,8 @@ def changed_settings(saved: dict, args, may_change: set) -> list[str]:
 
 
 def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change: set, schedule=None) -> None:
-    """Raises Unfit with what differs from state.json. The length may differ if the learning rate of the
-    step is the same."""
+    """Raises Unfit with what differs from state.json. The length may differ if the learning rate of the step
+    is the same, and not end before it."""
     lines, remedy, step = changed_settings(state["settings"], args, may_change), (), state["step"]
     was, is_now = state["rows"], steps.rows_before(step + 1)
     if was != is_now:
