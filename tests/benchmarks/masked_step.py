@@ -53,12 +53,13 @@ def contender(kind: str, args) -> dict:
 def train_ours(lm, rows, args, clock):  # update is that of train_mlm.py, one micro-batch a step
     from accelerate import Accelerator
 
-    from utils.learning.kernels import use_one_kernel_gelu
+    from utils.learning.kernels import use_fast_products, use_one_kernel_gelu
     from utils.learning.losses import MaskedLMLoss
     from utils.learning.model import to_device
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
 
     accelerator = Accelerator()
+    use_fast_products(args.block_size)
     use_one_kernel_gelu(lm)
     model = MaskedLMLoss(lm)
     to_device(model, accelerator)

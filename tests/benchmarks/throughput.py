@@ -65,13 +65,14 @@ def train_ours(lm, rows, args, bf16, clock):
 
     from data.batches.rows import PackedRows
     from data.load import train_loader
-    from utils.learning.kernels import use_one_kernel_gelu
+    from utils.learning.kernels import use_fast_products, use_one_kernel_gelu
     from utils.learning.losses import CausalLMLoss
     from utils.learning.model import to_device
     from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
 
     settings = argparse.Namespace(per_device_train_batch_size=args.batch_size, seed=0)
     accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no")
+    use_fast_products(args.block_size)
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm)
     to_device(model, accelerator)
