@@ -114,5 +114,8 @@ def metrics(output_dir) -> list[dict]:
 def tolerance(key: str, rel: float = 1e-5) -> float:
     """Relative, between two runs' values of a metric that may differ in the order of their sums, `rel` for
     losses. A standard error is a small difference of large numbers: row losses that are 1e-5 apart can move
-    it by 1e-3. A gradient's norm is of weights that Muon has rounded to bfloat16 on their way."""
-    return 100 * rel if "stderr" in key else 1e-4 if key == "grad_norm" else rel
+    it by 1e-3. A gradient's norm is of weights that Muon has rounded to bfloat16 on their way. A perplexity's
+    is that of its loss times the loss."""
+    if "stderr" in key or key.startswith("perplexity"):
+        return (100 if "stderr" in key else 10) * rel
+    return 1e-4 if key == "grad_norm" else rel

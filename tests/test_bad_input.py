@@ -101,8 +101,8 @@ CLM | --model_type gpt2 --config_overrides n_layer=two | Field 'n_layer' expecte
 MLM | --config_overrides num_hidden_layers=nan          | Field 'num_hidden_layers' expected int, got str (value: 'nan')
 CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5,n_embd=192': && divisible
 CLM | --model_type gpt2 --config_overrides n_positions=64 | block_size, 128: needs n_positions of at least 128
-CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': no folder with a config.json
-CLM | --model_name_or_path ../no                        | '../no': no folder with a config.json && tokenizer_name '../no'
+CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': there is no such folder
+CLM | --model_name_or_path ../no                        | '../no': there is no such folder && tokenizer_name '../no'
 CLM | --model_name_or_path ../old --tokenizer_name none | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token

@@ -177,7 +177,7 @@ def project_with_runs(tmp_path_factory):
     assert re.search(r"^steps +6 steps = 1,536 tokens\b", out, re.M)
     assert re.search(r"^model +qwen3 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
     assert re.search(r"^time +about \d+ s left, at [\d,]+ ms a step;", out, re.M)
-    publish = re.search(r"^ +publish +hf upload clm runs/clm \. (.*)$", out, re.M)[1]
+    publish = re.search(r"^ +publish +hf auth login && hf upload clm runs/clm \. (.*)$", out, re.M)[1]
     assert "--exclude 'checkpoints/*'" in publish
     shutil.copytree(copy / "runs/clm", copy / "runs/other")
     return copy

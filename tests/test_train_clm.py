@@ -126,7 +126,7 @@ def test_compiled_as_a_whole_it_is_the_same_run_and_nothing_is_compiled_later(wo
     assert "compiled with aot_eager" in start and "Recompiling" in start
     assert "Recompiling" not in rest and "recompile_limit" not in output
     for a, b in zip(metrics(one_process), metrics(workspace / name), strict=True):
-        assert a == pytest.approx(b, rel=1e-4), (a, b)
+        assert a == pytest.approx(b, rel=3e-4), (a, b)
     saved = [load_file(folder / "checkpoints/step-00000006/model.safetensors").keys()
              for folder in (one_process, workspace / name)]  # fmt: skip
     assert saved[0] == saved[1]

@@ -53,7 +53,7 @@ def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change
     was, is_now = state["rows"], steps.rows_before(step + 1)
     if was != is_now:
         lines.append(f"rows per step: {was / (step + 1):g} in the run, {is_now / (step + 1):g} now")
-    if steps.last < step or state["last"] != steps.last and not _same_rate(schedule, state):
+    if state["last"] != steps.last and (steps.last < step or not _same_rate(schedule, state)):
         rate = f"the learning rate of step {step} depends on it"
         reason = f"{step} are done" if steps.last < step else rate
         lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and {reason}")
