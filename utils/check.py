@@ -47,7 +47,7 @@ class Check:
         given = {word.partition("=")[0] for word in flags}
         # Where the loss rises, as in so few steps at the default rates, rounding grows from step to step.
         short |= {name: getattr(args, name) / 10 for name in ("learning_rate", "muon_learning_rate")
-                  if hasattr(args, name) and not given & {f"--{name}"}}  # fmt: skip
+                  if hasattr(args, name) and f"--{name}" not in given}  # fmt: skip
         self.flags = [*flags, *(word for name, value in short.items() for word in (f"--{name}", str(value)))]
 
     def run(self, name: str, *more: str, processes: int = 1, stop: int = 0) -> int | None:

@@ -63,6 +63,7 @@ def open_units(source) -> tuple[str, list[Callable]]:
             units, size = [*units, []], 0
         units[-1].append(url)
         size += int(length) if length.isdigit() and int(length) else UNIT_BYTES
+    # "words": how a text is divided; another text here, where that changes.
     return digest(file_states, divide and "words"), [partial(_file_rows, unit, divide) for unit in units]
 
 

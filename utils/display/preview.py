@@ -4,7 +4,7 @@ import os
 import sys
 from itertools import chain, groupby, islice
 
-from utils.io.terminal import visible
+from utils.io.terminal import in_one_line, visible
 from utils.launch import counted
 from utils.learning.losses import keytoken_row_weights
 
@@ -83,7 +83,7 @@ def _text(row: dict, tokenizer, end: str) -> str:
 
     def word(token: int) -> str:
         text = tokenizer.convert_ids_to_tokens(token) if token in special else decoded([token])
-        return text.replace("\n", "\\n").replace("\t", "\\t")
+        return in_one_line(text)
 
     def own_part(place: int) -> int | None:
         """A marked token is shown alone; the others are decoded together."""

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType
 
+from utils.io.terminal import in_one_line
 from utils.learning.configuration import setting
 from utils.learning.losses import eval_mode
 
@@ -65,11 +66,6 @@ def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_row
     return texts
 
 
-def _blank(tokenizer, token: int) -> str:
-    """White space as it can be seen: \\n, ▁."""
-    return tokenizer.convert_ids_to_tokens(token).replace("\n", "\\n").replace("\t", "\\t")
-
-
 def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
     """A line per mask, with its most likely tokens and their probabilities. [] on all processes but the
     first, and under FSDP. All prompts are one batch of fixed shape, one graph on XLA."""
@@ -86,7 +82,8 @@ def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dic
     logits = out["logits" if "logits" in out else "prediction_logits"].float().cpu()  # [prompts, T, V]
     for row, place in places:
         scores, ids = logits[row, place].softmax(-1).topk(5)
-        words = (tokenizer.decode([i]).strip() or _blank(tokenizer, i) for i in ids.tolist())
+        words = (tokenizer.decode([i]).strip() or in_one_line(tokenizer.convert_ids_to_tokens(i))
+                 for i in ids.tolist())  # fmt: skip
         guesses = ", ".join(f"{word} {score:.0%}" for word, score in zip(words, scores.tolist(), strict=True))
         lines.append(f"{prompts[row]}  ->  {guesses}")
     return lines

@@ -8,6 +8,11 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def in_one_line(text: str) -> str:
+    r"""The text with line ends and tabs written out, as \n and \t."""
+    return text.replace("\n", "\\n").replace("\t", "\\t")
+
+
 def tolerate_any_text() -> None:
     """A terminal or a log that is not UTF-8 gets ? for the characters that it lacks, and ends no run."""
     for stream in (sys.stdout, sys.stderr):
