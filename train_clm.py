@@ -55,10 +55,10 @@ PROMPTS = [
 ]
 LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
 
-# Sizes, by transformers' names, for many model types; Qwen3's own head_dim is 128.
+# Sizes, by transformers' names, for many model types; in LFM2 two layers of attention, two of convolutions.
 SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2"
 SMALL += ",intermediate_size=344,tie_word_embeddings=true"
-QWEN3 = SMALL + ",head_dim=64"
+LFM2 = SMALL + ",full_attn_idxs=[1,3],conv_L_cache=4,block_auto_adjust_ff_dim=false"
 
 # Defaults where another one of these is named; as prompts words of evaluation rows.
 OTHERS = {
@@ -87,8 +87,8 @@ class TrainArgs:
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
-    model_type: str = "qwen3"  # any causal model of transformers, from scratch
-    config_overrides: str = QWEN3  # its configuration, by transformers' names; yours replaces it all
+    model_type: str = "lfm2"  # any causal model of transformers, from scratch
+    config_overrides: str = LFM2  # its configuration, by transformers' names; yours replaces it all
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
 
     # Optimization

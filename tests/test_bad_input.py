@@ -94,7 +94,7 @@ CLM | --model_type longcat_flash                        | longcat_flash has no
 CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4':
 CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | Field 'n_positions' expected int, got list
-CLM | --config_overrides hidden_size=64,num_hidden_layers=2,num_attention_heads=2 | num_key_value_heads is 32, give it, too
+CLM | --config_overrides hidden_size=64,num_hidden_layers=2,num_attention_heads=2 | num_key_value_heads is 8, give it, too
 MLM | --prompts 'no mask here' 'a [MASK]'                | prompts: 'no mask here' has no [MASK]
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --model_type gpt2 --config_overrides n_layer=two | Field 'n_layer' expected int, got str (value: 'two')

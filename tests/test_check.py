@@ -31,7 +31,7 @@ class SecondHead(CausalLMLoss):
     def __init__(self, lm):
         super().__init__(lm)
         self.shift = torch.nn.Parameter(torch.full([lm.config.hidden_size], 0.5))
-        lm.base_model.norm.register_forward_hook(lambda module, args, out: out + self.shift)
+        lm.base_model.embedding_norm.register_forward_hook(lambda module, args, out: out + self.shift)
 '''
 AVERAGE = """
 

@@ -118,7 +118,7 @@ def test_without_a_working_compiler_a_line_says_so_and_it_trains(workspace):
     settings = flags(workspace, "without", max_train_steps=2, eval_steps=2, prompts=["import os"])
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(workspace / "empty")}  # or all would be found there
     told, lines = trained(script, settings, env=compiled("inductor", **cache))
-    warning = "warning: not compiled, Qwen3DecoderLayer failed: InductorError: InvalidCxxCompiler"
+    warning = "warning: not compiled, Lfm2DecoderLayer failed: InductorError: InvalidCxxCompiler"
     assert told.count(warning) == 1
     assert lines[-1]["step"] == 2
 

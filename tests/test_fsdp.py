@@ -71,7 +71,7 @@ def test_compiled_by_blocks_it_is_the_same_run(workspace):
     flags = settings(workspace, "compiled", per_device_train_batch_size=4)
     done = sharded(flags, "--dynamo_backend", "aot_eager")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 x Qwen3DecoderLayer" in done.stdout and "warning: " not in done.stdout
+    assert "2 x Lfm2DecoderLayer" in done.stdout and "warning: " not in done.stdout
     assert_same_run(workspace / "compiled", workspace / "cut")
 
 

@@ -130,7 +130,7 @@ def test_the_command_plans_a_run_on_devices_that_are_not_here():
     result = forked.run("utils.display.plan", options)
     assert result.returncode == 0 and "tokens per second" in result.stdout and "hours" in result.stdout
     scripts_own = ["--model_type", train_clm.TrainArgs.model_type, "--block_size", "128"]
-    scripts_own += ["--config_overrides", f"{train_clm.QWEN3},vocab_size=4096"]
+    scripts_own += ["--config_overrides", f"{train_clm.LFM2},vocab_size=4096"]
     result = forked.run("utils.display.plan", scripts_own)  # 1.3 M: docs/learning.md
     assert result.returncode == 0 and re.search(r"parameters +1\.3 M", result.stdout), result.stderr
     result = forked.run("utils.display.plan", ["--model_type", "gtp2"])

@@ -111,7 +111,7 @@ SMALL = {
     "OMP_NUM_THREADS=1 " + BENCHMARK + "shares": "--processes 1 2 --layers 1 --width 64".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "growth": "--processes 2 --steps 4".split(),
     BENCHMARK + "accelerator": [
-        *"--small --scripts clm --dataset_name corpus.jsonl --parts same speed".split(),
+        *"--small --scripts clm --dataset_name corpus.jsonl --parts same speed profile".split(),
     ],
     BENCHMARK + "model_types": ["--types", "bart"],
     BENCHMARK + "learning --seeds": [
@@ -175,7 +175,7 @@ def project_with_runs(tmp_path_factory):
     out = shell(copy, " ".join([first_line(), *map(shlex.quote, TINY_RUN)]))
     assert re.search(r"^run +begins, in runs/clm; stop it any time; the same command resumes it$", out, re.M)
     assert re.search(r"^steps +6 steps = 1,536 tokens\b", out, re.M)
-    assert re.search(r"^model +qwen3 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
+    assert re.search(r"^model +lfm2 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
     assert re.search(r"^time +about \d+ s left, at [\d,]+ ms a step;", out, re.M)
     publish = re.search(r"^ +publish +hf auth login && hf upload clm runs/clm \. (.*)$", out, re.M)[1]
     assert "--exclude 'checkpoints/*'" in publish

@@ -46,7 +46,7 @@ def test_weights_come_with_their_tokenizer_and_configuration():
         args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=[*words])
         return args.tokenizer_name, args.config_overrides
 
-    default = None, train_clm.QWEN3
+    default = None, train_clm.LFM2
     assert parsed() == default == parsed("--model_name_or_path", "none")
     assert parsed("--model_name_or_path", "runs/a", "--preset", "codeparrot") == ("runs/a", "")
     given = parsed("--model_name_or_path=a", "--tokenizer_name", "b", "--config_overrides", "n_layer=2")
@@ -282,7 +282,7 @@ def test_other_model_types_and_data_get_defaults_of_their_own_but_what_a_preset_
         return args.config_overrides, args.prompts
 
     assert parsed(train_clm, "--model_type", "llama")[0] == train_clm.SMALL
-    assert parsed(train_clm, "--model_type", "qwen3")[0] == parsed(train_clm)[0] == train_clm.QWEN3
+    assert parsed(train_clm, "--model_type", "lfm2")[0] == parsed(train_clm)[0] == train_clm.LFM2
     assert parsed(train_clm, "--model_type", "opt", "--config_overrides", "a=1")[0] == "a=1"
     gpt2 = train_clm.PRESETS["gpt2"]["config_overrides"]
     assert parsed(train_clm, "--preset", "gpt2", "--model_type", "llama")[0] == gpt2

@@ -2,18 +2,21 @@
 
     python -m tests.benchmarks.accelerator --append docs/measured.md     # one GPU, or an Apple one
     python -m tests.benchmarks.accelerator --small                       # minutes, on a CPU, too
-    python -m tests.benchmarks.accelerator --parts speed --nanogpt ../nanoGPT
+    python -m tests.benchmarks.accelerator --parts speed profile --nanogpt ../nanoGPT
 
 --parts: same, losses against the CPU's and a run that is killed and continued; waits, host synchronisations
 and graphs; speed, the scripts with single_gpu.yaml as it is, AdamW and Muon, 16 and 32 rows: tokens/s, the
-share of a matrix product's speed (MFU), peak memory (torch's and the device's), milliseconds of a step and of
-the host in it, launches of a step, compilation; others, HF Trainer as it is and tuned, and a plain loop.
---nanogpt, a checkout of it: its bench.py, compiled, before and after ours, and our rates as multiples of it.
+share of a matrix product's speed (MFU), peak memory (torch's and the device's), compilation; profile, of 16
+rows: the host's milliseconds where the device waits for it, the device's by kind of kernel, launches, gaps,
+garbage collection; others, HF Trainer as it is and tuned, and a plain loop.
+--nanogpt, a checkout of it: its bench.py, compiled, before and after ours, without and with GPT-2's biases,
+which ours has, and our rates as multiples of it.
 GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16; --small takes tiny ones in float32.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,9 +39,15 @@ from tests.launches import counted
 from tests.runs import PROJECT, arguments
 from utils.display.metrics import read_metrics
 
-PARTS = ["same", "waits", "speed", "others"]
+PARTS = ["same", "waits", "speed", "profile", "others"]
 STEPS = 24  # of the runs that are compared
-PROFILED = 16  # the step whose launches are counted, which takes longer
+# Of a profile: steps that begin with an idle device; steps that the profiler sees. The first ones compile.
+ALONE, SEEN = range(16, 32), range(34, 38)
+KINDS = {  # kinds of kernels by words in their names; the first one counts
+    "head": "softmax logsumexp", "compiled": "triton_", "attention": "flash fmha sdpa", "Adam": "adam",
+    "foreach": "multi_tensor", "products": "nvjet gemm cutlass xmma cublas splitk",
+    "copies": "memcpy memset cat copy", "reductions": "reduce", "elementwise": "elementwise vectorized",
+}  # fmt: skip
 BASE = {  # small and without dropout, so that runs can be compared
     "vocab_size": 4096, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
@@ -65,15 +75,16 @@ NAMED = {
 
 def inside(script: str, argv: list[str]) -> None:
     """The script in this process; the last line is {"peak", "device", "synchronisations", "graphs",
-    "host_ms", "launches"}."""
+    "profile"}."""
     import torch
 
-    sys.argv = [f"{script}.py", *argv]
-    if torch.cuda.is_available():
+    profiled = "--profile" in argv
+    sys.argv = [f"{script}.py", *(word for word in argv if word != "--profile")]
+    if torch.cuda.is_available() and not profiled:
         torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        steps = watch_steps()
+        profile = watch_steps() if profiled else {}
         with contextlib.suppress(SystemExit):  # as a script ends
             importlib.import_module(script).main()
     from torch._dynamo.utils import counters
@@ -82,36 +93,65 @@ def inside(script: str, argv: list[str]) -> None:
     graphs = counters["stats"].get("unique_graphs", 0)
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     told = {"peak": peak_memory(), "device": total - free, "synchronisations": waits, "graphs": graphs}
-    print(json.dumps(told | {"host_ms": statistics.median(steps["ms"]), "launches": steps["launches"]}))
+    print(json.dumps(told | {"profile": profile}))
 
 
 def watch_steps() -> dict:
-    """{"ms": milliseconds of the host in each step, "launches": of step PROFILED}, filled by the run. On a
-    GPU the host only enqueues; its queue is bounded, so it waits where it is faster than the device."""
+    """{what: words on it} of the steps ALONE and SEEN, filled by the run."""
+    import torch
     from torch.profiler import ProfilerActivity, profile
 
     from utils.display.log import Log
     from utils.steps import Steps
 
-    seed, ended, found = Steps.seed, Log.step, {"ms": [], "launches": 0}
+    seed, ended, found, host, garbage = Steps.seed, Log.step, {}, [], [0.0, 0]
+    profiler, start = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), [0.0]
+    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+
+    def collected(phase, about):
+        garbage[0] += time.perf_counter() if phase == "stop" else -time.perf_counter()
+        garbage[1] += phase == "stop" and about["generation"] == 2  # of all objects
 
     def begin(steps, step):
+        if step == 0:
+            gc.callbacks.append(collected)
+        if step in ALONE:
+            wait()
+        if step == SEEN.start:
+            profiler.start()
+        start[0] = time.perf_counter()
         seed(steps, step)
-        if step == PROFILED and not found["launches"]:
-            found["profiler"] = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-            found["profiler"].start()
-        found["start"] = time.perf_counter()
 
-    def end(log, step):
-        if profiler := found.pop("profiler", None):
+    def end(log, step):  # after it `step` steps are done
+        if step - 1 in ALONE:
+            host.append(1000 * (time.perf_counter() - start[0]))
+        if step == SEEN.stop:
+            wait()
             profiler.stop()
-            found["launches"] = counted(profiler)
-        else:
-            found["ms"].append(1000 * (time.perf_counter() - found["start"]))
+            found["host, queue empty"] = f"{statistics.median(host):.2f} ms a step"
+            found["garbage"] = f"{1000 * garbage[0] / step:.2f} ms a step, {garbage[1]} of all objects"
+            found["launches"] = f"{counted(profiler) / len(SEEN):,.0f} a step"
+            found.update(kernels(profiler))
         ended(log, step)
 
     Steps.seed, Log.step = begin, end
     return found
+
+
+def kernels(profiler) -> dict:
+    """{kind: milliseconds and number a step, "device": busy and idle} of the kernels that a profiler saw."""
+    seen = [event for event in profiler.events()
+            if str(event.device_type).endswith("CUDA") and "#" not in event.name]  # fmt: skip
+    kinds, busy, idle, free = Counter(), Counter(), 0.0, None
+    for event in sorted(seen, key=lambda event: event.time_range.start):
+        name = event.name.lower()
+        kind = next((kind for kind, words in KINDS.items() if any(w in name for w in words.split())), "other")
+        busy[kind] += event.time_range.elapsed_us() / 1000 / len(SEEN)
+        kinds[kind] += 1 / len(SEEN)
+        idle += max(0.0, event.time_range.start - (free or event.time_range.start)) / 1000 / len(SEEN)
+        free = max(free or 0, event.time_range.end)
+    told = {kind: f"{ms:.2f} ms, {kinds[kind]:,.0f} kernels" for kind, ms in busy.most_common()}
+    return told | {"device": f"busy {busy.total():.2f} ms, idle {idle:.2f} ms a step"} if seen else {}
 
 
 class Bench:
@@ -119,10 +159,12 @@ class Bench:
         self.folder, self.small, self.dataset_name = folder, small, dataset_name
         self.rates = {}  # of speed, tokens/s
 
-    def run(self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0) -> dict:
+    def run(self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0,
+            profile: bool = False) -> dict:
         """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
         out = self.folder / name
         command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
+        command += ["--profile"] * profile
         settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache"}
         settings |= {"dataset_name": self.dataset_name} if self.dataset_name else {}
         with open(f"{out}.log", "w") as log:
@@ -190,6 +232,19 @@ class Bench:
             found.append(self.run(script, f"{script}-graphs-{steps}", settings, env)["graphs"])
         return f"{script}: graphs that {backend} compiles", f"{found[0]}, in twice the steps {found[1]}"
 
+    def shipped(self, script: str, optimizer: str, rows: int) -> dict:
+        """Settings of the models that people know."""
+        settings = BASE | (SMALL[script] if self.small else LARGE | NAMED[script])
+        settings |= {"optimizer_type": optimizer, "per_device_train_batch_size": rows}
+        return settings | ({"learning_rate": 6e-4} if optimizer == "adamw" else {})
+
+    def profile(self, script: str, optimizer: str):
+        rows, name = 8 if self.small else 16, f"{script}-profile-{optimizer}"
+        settings = self.shipped(script, optimizer, rows) | {"max_train_steps": SEEN.stop + 2}
+        env = {} if self.small else launcher_env("single_gpu")
+        for what, told in self.run(script, name, settings, env, profile=True)["profile"].items():
+            yield f"train_{script}.py, {optimizer}, {rows} rows: {what}", told
+
     def speed(self, script: str, peak: float, optimizer: str, rows: int) -> tuple[str, str]:
         """By the script and the YAML as they are: rows from disk, guard, clipping, schedule, logging."""
         from transformers import AutoTokenizer
@@ -197,10 +252,7 @@ class Bench:
         from utils.display.throughput import flops_per_token
         from utils.learning.model import build_model
 
-        settings = BASE | (SMALL[script] if self.small else LARGE | NAMED[script])
-        settings |= {"optimizer_type": optimizer, "per_device_train_batch_size": rows}
-        settings |= {"learning_rate": 6e-4} if optimizer == "adamw" else {}
-        name = f"{script}-speed-{optimizer}-{rows}"
+        settings, name = self.shipped(script, optimizer, rows), f"{script}-speed-{optimizer}-{rows}"
         done = self.run(script, name, settings, {} if self.small else launcher_env("single_gpu"))
         rates = [line["tokens_per_second"] for line in done["lines"] if "tokens_per_second" in line]
         rate = sorted(rates[1:])[len(rates[1:]) // 2]
@@ -215,9 +267,7 @@ class Bench:
         told = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"
         told += f" of the device's {done['device'] / 2**20:,.0f}" if done["device"] else ""
         self.rates[script, optimizer, rows] = rate
-        step = 1000 * rows * settings["block_size"] / rate
-        told += f", {step:,.1f} ms a step, {done['host_ms']:,.1f} of the host, {done['launches']:,} launches"
-        told += done["compiled"]
+        told += f", {1000 * rows * settings['block_size'] / rate:,.1f} ms a step{done['compiled']}"
         shape = f"{lm.num_parameters() / 1e6:,.1f} M parameters, {optimizer}, {rows} rows"
         return f"train_{script}.py, {model_type}, {shape} of {settings['block_size']}", told
 
@@ -271,14 +321,18 @@ def beside_others(small: bool) -> list[tuple[str, str]]:
     ]
 
 
-def nanogpt(folder: str, rows: int) -> float:
-    """Tokens/s of a checkout's bench.py, compiled, on random tokens: forward, backward, fused AdamW."""
-    command = [sys.executable, "bench.py", f"--batch_size={rows}", "--block_size=1024", "--real_data=False"]
-    done = subprocess.run([*command, "--compile=True"], cwd=folder, capture_output=True, text=True)
+def nanogpt(folder: str, rows: int, bias: bool) -> tuple[float, float]:
+    """(tokens/s, peak memory in MiB) of a checkout's bench.py, compiled, on random tokens: forward, backward,
+    fused AdamW."""
+    words = [f"--batch_size={rows}", "--block_size=1024", "--real_data=False", "--compile=True"]
+    code = ("import runpy, torch; runpy.run_path('bench.py', run_name='__main__'); "
+            "print('peak', torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0)")
+    command = [sys.executable, "-c", code, *words, f"--bias={bias}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     found = re.findall(r"time per iteration: ([\d.]+)ms", done.stdout)
     if not found:
         raise SystemExit(f"{folder}: bench.py: exit status {done.returncode}\n{done.stderr[-3000:]}")
-    return rows * 1024 / (float(found[-1]) / 1000)
+    return rows * 1024 / (float(found[-1]) / 1000), float(done.stdout.split()[-1])
 
 
 def launcher_env(config: str) -> dict[str, str]:
@@ -296,17 +350,21 @@ def speeds(bench: Bench, scripts: list[str], peak: float, checkout: str | None):
     """Each script by each optimizer, and beside a GPT-2 of so many rows nanoGPT's, before and after it."""
     for script in scripts:
         for rows in (8,) if bench.small else (16, 32):
-            rates = [nanogpt(checkout, rows)] if checkout and script == "clm" else []
+            beside = checkout and script == "clm"
+            before = nanogpt(checkout, rows, False) if beside else None
             for optimizer in ("adamw", "muon"):
                 yield bench.speed(script, peak, optimizer, rows)
-            if rates:
-                rates.append(nanogpt(checkout, rows))
-                theirs = sum(rates) / 2
-                told = " and ".join(f"{rate:,.0f}" for rate in rates)
-                yield f"nanoGPT, compiled, {rows} rows", f"{told} tokens/s"
-                for optimizer in ("adamw", "muon"):
-                    times = bench.rates[script, optimizer, rows] / theirs
-                    yield f"ours by {optimizer} to nanoGPT, {rows} rows", f"{times:.2f} x"
+            if not beside:
+                continue
+            after = {bias: nanogpt(checkout, rows, bias) for bias in (False, True)}
+            for bias, runs in (False, [before, after[False]]), (True, [after[True]]):
+                name = f"nanoGPT, compiled, {rows} rows, {'with' if bias else 'without'} biases"
+                rates = " and ".join(f"{rate:,.0f}" for rate, _ in runs)
+                yield name, f"{rates} tokens/s, {runs[0][1]:,.0f} MiB"
+                mean = statistics.mean(rate for rate, _ in runs)
+                ours = (f"{optimizer} {bench.rates[script, optimizer, rows] / mean:.2f} x"
+                        for optimizer in ("adamw", "muon"))
+                yield f"ours to {name}", ", ".join(ours)
 
 
 def main():
@@ -333,6 +391,8 @@ def main():
         chosen = [look for part in args.parts for look in looks.get(part, ())]
         found = [(look(script) for script in args.scripts for look in chosen)]
         found += [speeds(bench, args.scripts, peak, args.nanogpt)] if "speed" in args.parts else []
+        if "profile" in args.parts:
+            found += [bench.profile(script, how) for script in args.scripts for how in ("adamw", "muon")]
         for line in itertools.chain(*found):
             lines.append(line)
             print(*line, sep=": ", flush=True)

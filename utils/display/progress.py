@@ -87,11 +87,17 @@ def quiet_libraries(level: int = logging.ERROR) -> None:
         logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)
         for name in ("transformers.models", "transformers.integrations"):  # a model without its kernels
             logging.getLogger(name).setLevel(min(level, logging.WARNING))
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_worth_a_line)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
     warnings.filterwarnings("ignore", message=r"std\(\)")  # of one row there is no standard error
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Short convolutions, which the default has, are fast without a kernel of their own."""
+    return "causal_conv1d" not in record.getMessage()
 
 
 def duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import difflib
 import json
+import re
 
 import torch
 import transformers
@@ -173,12 +174,12 @@ def setting(config, name):
 
 
 def parse_overrides(config, overrides) -> dict:
-    """'n_layer=4,n_embd=256', or a JSON object for lists and parts -> {"n_layer": 4, "n_embd": 256}.
+    """'n_layer=4,n_embd=256', or a JSON object for parts of it -> {"n_layer": 4, "n_embd": 256}.
     ValueError for names that the configuration lacks; transformers checks the values' types."""
     if overrides.startswith("{"):
         chosen = json.loads(overrides)
     else:
-        items = (item.partition("=") for item in overrides.split(",") if item.strip())
+        items = (item.partition("=") for item in re.split(r",(?![^[]*\])", overrides) if item.strip())
         chosen = {name.strip(): _value(text.strip()) for name, _, text in items}
     defaults, other_names = config.to_dict(), config.attribute_map
     known = {*defaults, *other_names}

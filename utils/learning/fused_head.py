@@ -45,8 +45,9 @@ class ChunkSoftmax(nn.Module):
 
 
 class CompilerSoftmax(nn.Module):
-    """The same for the compiler, which makes one kernel for the losses and one for the gradient. All chunks
-    have one size, for one graph: they include each row's last position, with weight 0."""
+    """The same for the compiler, which makes one kernel of it on a GPU: it reads the logits once for the
+    losses (online softmax) and once for the gradient. All chunks have one size, for one graph: they include
+    each row's last position, with weight 0."""
 
     by_hand = False
 
@@ -55,14 +56,13 @@ class CompilerSoftmax(nn.Module):
         x = x if bias is None else x + bias
         targets, weights = targets[:, None], weights[:, None]
         correct = x.argmax(1) == targets[:, 0] if with_correct else None
-        total = x.logsumexp(1, keepdim=True)
-        losses = (total - x.gather(1, targets))[:, 0]
+        hit, top = torch.arange(x.shape[1], device=x.device) == targets, x.amax(1, keepdim=True)
+        total = top + (x - top).exp().sum(1, keepdim=True).log()
+        losses = (total - x.where(hit, 0).sum(1, keepdim=True))[:, 0]  # a gather would be another kernel
         if not with_gradient:
             return losses, correct, None
-        one_hot = torch.arange(x.shape[1], device=x.device) == targets
-        gradient = ((x - total).exp() - one_hot.to(x.dtype)) * weights
-        logits.copy_(gradient)
-        return losses, correct, None if bias is None else gradient.sum(0)
+        logits.copy_(((x - total).exp() - hit.to(x.dtype)) * weights)
+        return losses, correct, None if bias is None else logits.sum(0, dtype=x.dtype)
 
 
 def _chunk_of(rows, most, equal):
