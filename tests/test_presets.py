@@ -130,17 +130,19 @@ def test_the_default_warmup_is_a_share_of_all_steps():
         assert int(args.num_warmup_steps * args.max_train_steps) == steps
 
 
-def test_the_gpt2_preset_is_the_default_with_another_shape():
-    default, gpt2 = (vars(parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=line))
-                     for line in ([], ["--preset", "gpt2"]))  # fmt: skip
-    differs = {name for name in default if default[name] != gpt2[name]}
-    assert differs == {"preset", "output_dir", "model_type", "config_overrides", "learning_rate"}
+def test_the_hour_and_the_gpt2_preset_are_the_default_with_another_shape():
+    default, hour, gpt2 = (vars(parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=line))
+                           for line in ([], ["--preset", "hour"], ["--preset", "gpt2"]))  # fmt: skip
+    shape = {"preset", "output_dir", "model_type", "config_overrides"}
+    longer = {"block_size", "max_train_steps", "eval_steps", "save_steps"}
+    assert {name for name in default if default[name] != hour[name]} == shape | longer
+    assert {name for name in default if default[name] != gpt2[name]} == {*shape, "learning_rate"}
     tokenizer, sizes = train_tokenizer(["import os"], "bpe", 4096, "gpt2"), []
-    for settings in (default, gpt2):
+    for settings in (default, hour, gpt2):
         _, model, problems = configure(train_clm.TrainArgs(**settings), "causal", tokenizer)
         assert problems == []
         sizes.append(model.num_parameters())
-    assert abs(sizes[0] - sizes[1]) < 5e4
+    assert abs(sizes[0] - sizes[2]) < 5e4
 
 
 # ---- Each preset on a Hub with what it names
@@ -203,7 +205,7 @@ def test_without_a_network_it_takes_what_the_hubs_cache_has(hub, tmp_path):
 
 
 def test_no_preset_is_left_out():
-    assert {"laptop", "gpt2", *ON_THE_HUB} == {*train_clm.PRESETS, *train_mlm.PRESETS}
+    assert {"laptop", "hour", "gpt2", *ON_THE_HUB} == {*train_clm.PRESETS, *train_mlm.PRESETS}
 
 
 WIKITEXT = "Salesforce/wikitext"

@@ -47,8 +47,7 @@ CONTENDERS = {
         "before": BEFORE["clm"],
         "muon, 60 % of the steps": f"{BEFORE['clm']} {MUON} --max_train_steps 1680",
         "gpt2, 8 rows": GPT2,
-        "lfm2": "--model_type lfm2 --config_overrides "
-                f"{train_clm.SMALL},full_attn_idxs=[3],conv_L_cache=4,block_auto_adjust_ff_dim=false",
+        "qwen3": f"--model_type qwen3 --config_overrides {train_clm.SMALL},head_dim=64",
         "default": "",
         "trainer": BEFORE["clm"],
     },
