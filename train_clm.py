@@ -134,7 +134,7 @@ class TrainArgs:
 PRESETS = {
     "laptop": {},  # the defaults: minutes on two cores, no network
     "hour": dict(  # an hour on two cores: the same text, Qwen3's layers, longer rows
-        model_type="qwen3", block_size=256, max_train_steps=3000, eval_steps=500, save_steps=500,
+        model_type="qwen3", block_size=256, max_train_steps=2500, eval_steps=500, save_steps=500,
         config_overrides="hidden_size=256,num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=4"
         ",head_dim=64,intermediate_size=688,tie_word_embeddings=true", output_dir="runs/hour",
     ),

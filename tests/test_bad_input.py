@@ -52,7 +52,7 @@ MLM | --prompts ''                                      | prompts: holds a blank
 CLM | --dataset_name '' --model_type ' '                | dataset_name, model_type: holds a blank text
 CLM | --eval_dataset_name ../corpus.jsonl ''            | eval_dataset_name: holds a blank text
 CLM | --max_train_steps 10000000000000000000000         | max_train_steps: must be less than 9,223,372
-CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, gpt2, codeparrot
+CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, hour, gpt2, codeparrot
 CLM | --eval_only true                                  | eval_only: no model in output_dir
 CLM | --data_dir ../empty                               | --data_dir: no such setting; instead: --dataset_name takes files and folders
 MLM | --lr 1                                            | --lr: no such setting; instead: --learning_rate.
