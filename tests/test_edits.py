@@ -333,7 +333,9 @@ EDITS = {
     "decaying-mask-rate": Edit(masks_otherwise, "train_mlm.py"),
     "isolated-documents": Edit(
         isolated_documents, short=True, fails=["the saved model"],
-        settings={"config_overrides": QWEN3["config_overrides"]}),
+        # These rates: a model that has learned more makes more of the documents before.
+        settings={"config_overrides": QWEN3["config_overrides"],
+                  "learning_rate": 7e-3, "muon_learning_rate": 7e-3}),
     "fill-in-the-middle": Edit(fill_in_the_middle, short=True),
     "metric-per-layer": Edit(metric_per_layer, observes=True),
     "distillation": Edit(distillation),
@@ -361,9 +363,10 @@ def corpus(tmp_path_factory):
     """Files in one folder; the cache keeps prepared rows and tokenizers for all tests."""
     folder = tmp_path_factory.mktemp("edits")
     lines = write_corpus(folder / "corpus.jsonl").read_text().splitlines()
-    for name, characters in (("short", 40), ("long", 400)):  # parts of the documents
+    # Parts of the documents; what is trained on beside "short" may not be in it.
+    for name, first, characters in (("short", 0, 40), ("long", 0, 400), ("more", 800, 40)):
         parts = [json.dumps({"content": json.loads(line)["content"][start:][:characters]})
-                 for line in lines for start in range(0, 800, characters)]  # fmt: skip
+                 for line in lines for start in range(first, first + 800, characters)]  # fmt: skip
         (folder / f"{name}.jsonl").write_text("\n".join(parts))
     write_choices(folder, lines)
     return {"dataset_name": folder / "corpus.jsonl", "cache_dir": folder / "cache"}
@@ -406,14 +409,14 @@ def test_it_keeps_what_is_promised_and_does_what_it_says(name, corpus, unedited,
 def test_it_keeps_it_with_two_evaluation_sets(name, corpus, unedited, tmp_path):
     edit, data = EDITS[name], corpus["dataset_name"]
     two = {"eval_dataset_name": [data.with_name("short.jsonl"), data.with_name("long.jsonl")]}
+    two |= {"dataset_name": data.with_name("more.jsonl")} if edit.short else {}
     if name == "distillation":
         edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
         two["tokenizer_name"] = edit.settings["teacher"]
     if name == "scores":
         edit.settings["scores_file"] = data.with_name("choices.jsonl")
     apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
-    failed = ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).whole()
-    assert {*failed} <= {*edit.fails}  # a difference that an edit makes can be small on these sets
+    assert ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).whole() == edit.fails
 
 
 @pytest.mark.slow

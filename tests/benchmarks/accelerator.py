@@ -53,6 +53,8 @@ BASE = {  # small and without dropout, so that runs can be compared
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
     "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "none",
 }  # fmt: skip
+# Steps alone
+QUIET = {"eval_steps": 1000, "save_steps": 1000, "logging_steps": 1000, "eval_at_start": "false"}
 GPT2 = {"model_type": "gpt2", "learning_rate": 1e-2}
 NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
 SMALL = {
@@ -212,10 +214,9 @@ class Bench:
 
         if not torch.cuda.is_available():
             return f"{script}: host synchronisations per step", "this device does not tell"
-        quiet = {"eval_steps": 1000, "save_steps": 1000, "logging_steps": 1000, "eval_at_start": "false"}
         found = []
         for steps in (STEPS, 2 * STEPS):
-            settings = BASE | SMALL[script] | quiet | {"max_train_steps": steps}
+            settings = BASE | SMALL[script] | QUIET | {"max_train_steps": steps}
             found.append(self.run(script, f"{script}-waits-{steps}", settings))
         more = [one["synchronisations"] for one in found]
         return f"{script}: host synchronisations per step", f"{(more[1] - more[0]) / STEPS:.2f}"
@@ -240,7 +241,7 @@ class Bench:
 
     def profile(self, script: str, optimizer: str):
         rows, name = 8 if self.small else 16, f"{script}-profile-{optimizer}"
-        settings = self.shipped(script, optimizer, rows) | {"max_train_steps": SEEN.stop + 2}
+        settings = self.shipped(script, optimizer, rows) | QUIET | {"max_train_steps": SEEN.stop + 2}
         env = {} if self.small else launcher_env("single_gpu")
         for what, told in self.run(script, name, settings, env, profile=True)["profile"].items():
             yield f"train_{script}.py, {optimizer}, {rows} rows: {what}", told
