@@ -9,11 +9,14 @@ train.bin, val.bin and their tokenizer. The contenders run in turn, each in a pr
 tokens: nanoGPT; its model, AdamW and schedule in train_clm.py; the same model with train_clm.py's optimizer
 and schedule; with --small also train_clm.py's default model, in a quarter of the steps of four times the rows
 (AdamW learns more in small steps). Each leaves models on its way, and one function computes their losses.
-Seconds are those of training alone.
+Seconds are those of training alone; those "to the goal" end where a line between two of the losses passes
+nanoGPT's last one.
 """
 
 import argparse
 import importlib.util
+import itertools
+import math
 import pickle
 import re
 import shutil
@@ -31,7 +34,7 @@ import torch.nn.functional as F
 from tests.benchmarks.measure import PROJECT, print_table
 from utils.display.metrics import read_metrics
 
-POINTS = 5  # models that each contender leaves
+POINTS = 10  # models that each contender leaves
 WARMUP, LAST_RATE = 0.04, 0.1  # of nanoGPT's schedule, as shares of the steps and of the peak
 
 
@@ -168,6 +171,14 @@ def loss_of(logits_of, data: Path, block: int) -> float:
     return total / (len(rows) * block)
 
 
+def seconds_to(goal: float, points: list[tuple[int, float, float]]) -> float:
+    """Of training, until a line between two losses of (step, seconds, loss) passes the goal; else nan."""
+    for (_, start, high), (_, end, low) in itertools.pairwise([(0, 0.0, math.inf), *points]):
+        if low <= goal:
+            return end - (end - start) * (goal - low) / (high - low)
+    return math.nan
+
+
 def contenders(size: Size, small: bool) -> dict[str, list[str]]:
     """Flags of train_clm.py, by name."""
     shape = f"n_layer={size.layers},n_embd={size.width},n_head={size.heads},activation_function=gelu"
@@ -228,8 +239,13 @@ def main():
             print(name, curves[name], flush=True)
     lines = {name: dict(zip(("steps", "seconds", "loss"), curve[-1], strict=True))
              for name, curve in curves.items()}  # fmt: skip
-    columns = {"steps": "steps", "seconds": "seconds of training", "loss": "loss, all of val.bin"}
-    print_table(f"nanoGPT and train_clm.py, {size}", lines, columns, {"seconds": "ratio"}, args.append)
+    goal = next(iter(lines.values()))["loss"]
+    for name, curve in curves.items():
+        lines[name]["to goal"] = seconds_to(goal, curve)
+    columns = {"steps": "steps", "seconds": "seconds of training", "loss": "loss, all of val.bin",
+               "to goal": "seconds to the goal"}  # fmt: skip
+    ratios = {"seconds": "ratio", "to goal": "ratio to the goal"}
+    print_table(f"nanoGPT and train_clm.py, {size}", lines, columns, ratios, args.append)
     if args.picture:
         draw(curves, args.picture)
 
