@@ -97,11 +97,11 @@ class TrainArgs:
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
     learning_rate: float = 4e-2  # peak, of AdamW; about 2e-3 if adamw trains all
-    muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
+    muon_learning_rate: float = 7e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, warmup_stable_decay, ...
-    num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 0.01  # steps; below 1: a share of all steps
     min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows, where max_train_steps is 0; the flag sets it to 0
     max_train_steps: int = 1800  # steps; 0: num_train_epochs decides
@@ -137,9 +137,10 @@ PRESETS = {
         model_type="qwen3", block_size=256, max_train_steps=2500, eval_steps=500, save_steps=500,
         config_overrides="hidden_size=256,num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=4"
         ",head_dim=64,intermediate_size=688,tie_word_embeddings=true", output_dir="runs/hour",
+        muon_learning_rate=5e-3, num_warmup_steps=0.04,
     ),
     "gpt2": dict(  # the same with GPT-2's layers and learned positions
-        model_type="gpt2", learning_rate=1e-2, output_dir="runs/gpt2",
+        model_type="gpt2", learning_rate=1e-2, muon_learning_rate=5e-3, output_dir="runs/gpt2",
         config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
     ),
     "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 of 124 M for data science code

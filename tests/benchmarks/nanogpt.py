@@ -188,7 +188,7 @@ def contenders(size: Size, small: bool) -> dict[str, list[str]]:
     adamw += f"--lr_scheduler_type cosine --min_lr_ratio {LAST_RATE} --num_warmup_steps {WARMUP}"
     flags = {
         "ours, the same model and AdamW": [*model, *adamw.split()],
-        "ours, the same model, Muon": [*model, "--learning_rate", "1e-2"],
+        "ours, the same model, Muon": [*model, "--learning_rate", "1e-2", "--muon_learning_rate", "5e-3"],
     }
     return flags | ({"ours, our default": []} if small else {})
 
