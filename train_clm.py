@@ -140,8 +140,9 @@ PRESETS = {
         muon_learning_rate=5e-3, num_warmup_steps=0.04,
     ),
     "gpt2": dict(  # the same with GPT-2's layers and learned positions
-        model_type="gpt2", learning_rate=1e-2, muon_learning_rate=5e-3, output_dir="runs/gpt2",
+        model_type="gpt2", learning_rate=1e-2, muon_learning_rate=5e-3, num_warmup_steps=0.04,
         config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
+        output_dir="runs/gpt2",
     ),
     "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 of 124 M for data science code
         dataset_name="huggingface-course/codeparrot-ds-train", keywords=[],

@@ -186,9 +186,10 @@ def contenders(size: Size, small: bool) -> dict[str, list[str]]:
     model = ["--model_type", "gpt2", "--config_overrides", shape]
     adamw = f"--optimizer_type adamw --learning_rate {size.rate} --adam_beta2 0.95 --weight_decay 0.1 "
     adamw += f"--lr_scheduler_type cosine --min_lr_ratio {LAST_RATE} --num_warmup_steps {WARMUP}"
+    muon = f"--learning_rate 1e-2 --muon_learning_rate 5e-3 --num_warmup_steps {WARMUP}"  # --preset gpt2's
     flags = {
         "ours, the same model and AdamW": [*model, *adamw.split()],
-        "ours, the same model, Muon": [*model, "--learning_rate", "1e-2", "--muon_learning_rate", "5e-3"],
+        "ours, the same model, Muon": [*model, *muon.split()],
     }
     return flags | ({"ours, our default": []} if small else {})
 
