@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from data.documents.filters import HoldOut, few_to_hold_out
+from data.documents.filters import HoldOut, hold_out_of
 from data.documents.names import SUFFIXES
 from data.documents.source import Source
 from data.tokens.cache import cache_path
@@ -197,16 +197,18 @@ class RunData:
 
     def _hold_out(self) -> HoldOut:
         """One rule for all data sets that are divided, fixed before the first row is made."""
-        args, few = self.args, []
-        wanted, unread = CHARACTERS * self.size, max(args.max_train_samples * self.size or NO_LIMIT, 1 << 14)
-        how = args.validation_fraction, wanted, 1 + self.pairs, unread
+        args, rules = self.args, [HoldOut(0.0)]
+        unread = max(args.max_train_samples * self.size or NO_LIMIT, 1 << 14)
+        how = args.validation_fraction, CHARACTERS * self.size, 1 + self.pairs, unread
         for corpus in (one.corpus for one in self.divided.values()):
-            path = cache_path(self.cache_dir, "held-out", [corpus.fingerprint, how]).with_suffix(".json")
+            path = cache_path(self.cache_dir, "hold-out", [corpus.fingerprint, how]).with_suffix(".json")
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, few_to_hold_out(corpus, *how))
-            few += json.loads(path.read_text())
-        return HoldOut(args.validation_fraction, frozenset(few))
+                write_json(path, hold_out_of(corpus, *how).settings)
+            fraction, more = json.loads(path.read_text())
+            rules.append(HoldOut(fraction, frozenset(more)))
+        more = frozenset().union(*(rule.more for rule in rules))
+        return HoldOut(max(rule.fraction for rule in rules), more)
 
     def evaluated(self) -> list:
         """The corpora of the documents that are evaluated on."""

@@ -12,7 +12,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from data.documents.filters import Accounting, HoldOut, few_to_hold_out
+from data.documents.filters import Accounting, hold_out_of
 from data.documents.source import Corpus, add_source_flags, check_numbers, open_corpus, source_of
 from data.tokens.encode import TokenMaker
 from data.tokens.preparation import Preparation
@@ -30,8 +30,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
     add_source_flags(add)  # with the split train come the source's splits validation and test
     add("--tokenizer_name", required=True, help="Hub id or folder; data.tokens.tokenizer makes one")
-    share = "share of the documents, where the source has no validation split (default: 0.005; 0: none)"
-    add("--validation_fraction", type=float, default=0.005, help=share)
+    share = "share of the documents, where the source has no validation split (default: 0.05; 0: none)"
+    add("--validation_fraction", type=float, default=0.05, help=share)
     size = f"MB per file (default: {SHARD_MB:g}; choose more for hf://)"
     add("--shard_mb", type=float, default=SHARD_MB, help=size)
     return parser.parse_args(argv)
@@ -50,8 +50,7 @@ def prepare(args: argparse.Namespace) -> dict:
     corpora = with_retries(partial(open_text, args), f"opening {args.dataset_name}", FIRST_CONTACT)
     preparation = Preparation(folder, corpora, TokenMaker(tokenizer), shard_mb=args.shard_mb)
     if "validation" not in corpora and args.validation_fraction:
-        few = few_to_hold_out(corpora["train"], args.validation_fraction, wanted=0, least=1)
-        preparation.hold_out = HoldOut(args.validation_fraction, frozenset(few))
+        preparation.hold_out = hold_out_of(corpora["train"], args.validation_fraction, size=0, least=1)
     manifest = preparation.make()
     if "train" not in manifest["splits"]:
         preparation.empty()

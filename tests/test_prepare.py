@@ -1,5 +1,6 @@
 """data.prepare: the same bytes whatever happens, with any number of workers; and the tokenizers it uses."""
 
+import hashlib
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from tests.data_runs import (
     write_jsonl,
 )
 from tests.runs import PATIENCE, PROJECT, environment
+from train_clm import TrainArgs
 
 KILLS = int(os.environ.get("KILLS", "30"))  # moments at which the preparation is killed
 
@@ -51,6 +53,25 @@ def run(*arguments, **settings) -> int:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_of_few_documents_exactly_the_fraction_is_held_out_in_any_order(tmp_path, tokenizer):
+    """The reference: keyed BLAKE2 of each text, sorted. The defaults of training and data.prepare agree."""
+    for n, expected in ((21, 2), (113, 6), (344, 18), (999, 50)):
+        texts = make_texts(n, seed=n, words=20)
+        place = {text: hashlib.blake2b(text.encode(), digest_size=8, key=b"validation").digest()[::-1]
+                 for text in texts}  # fmt: skip
+        held_out = {*sorted(texts, key=place.get)[:expected]}
+        for order in (texts, texts[::-1]):
+            path, folder = write_jsonl(tmp_path / "texts.jsonl", order), tmp_path / f"{n}-{order is texts}"
+            words = ["--dataset_name", path, "--tokenizer_name", tokenizer, "--output_dir", folder]
+            assert exit_status(prepare.main, words) == 0
+            ids = tokens_of(folder, "validation").tolist()
+            ended = load_tokenizer(tokenizer).decode(ids).split("<|endoftext|>")
+            assert {*filter(None, ended)} == held_out and len(ended) == expected + 1, n
+            load(folder, path, tokenizer_name=tokenizer, validation_fraction=TrainArgs.validation_fraction)
+            (cached,) = folder.glob("cache/rows-*")
+            assert tokens_of(cached, "validation").tolist() == ids
 
 
 def test_killed_at_random_moments_the_same_command_ends_with_the_same_bytes(tmp_path, tokenizer):

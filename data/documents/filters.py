@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +13,7 @@ from data.documents.names import digest
 from data.documents.source import Corpus
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
-FEW = 2000  # documents: a source with fewer may hold out more than its fraction
+FEW = 1000  # documents: of fewer the share that is held out would be left too much to chance
 NAMED = 3  # unreadable documents
 
 
@@ -119,7 +120,8 @@ def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, i
 @dataclass(frozen=True)
 class HoldOut:
     """Which documents are for validation, in all data sets of a run: those whose content draws a place below
-    `fraction`, and `more`, by their hashes. Fixed before the first row is made, the same for every seed."""
+    `fraction`, and those in `more`, by their hashes. Fixed before the first row is made, the same for every
+    seed."""
 
     fraction: float
     more: frozenset[int] = frozenset()
@@ -149,27 +151,31 @@ def drawn_place(text: str) -> float:
     return int.from_bytes(drawn, "little") / 2**64
 
 
-def few_to_hold_out(corpus: Corpus, fraction: float, wanted: int, least: int,
-                    unread: float = float("inf")) -> list[int]:
-    """The hashes of the documents to hold out where `fraction` does not give `wanted` characters in `least`
-    documents: those of the lowest places that do, at most half. unread: characters that will be read."""
-    drawn, sizes = [], []  # (place, size, hash) of each document; sizes of those that `fraction` takes
+def hold_out_of(corpus: Corpus, fraction: float, size: int, least: int,
+                unread: float = float("inf")) -> HoldOut:
+    """The rule for one corpus. Of FEW documents and more: all places below `fraction`. Of fewer documents,
+    which are all counted: exactly `fraction` of them, rounded up, or more until these have `size` characters
+    in `least` documents, at most half. unread: characters that will be read; what follows is not counted."""
+    drawn, counted = [], True  # (place, characters, hash) of each document
     for text, number, _ in clean_documents(corpus, Accounting()):
-        place, size = drawn_place(text), len(text)
-        drawn.append((place, size, number))
-        sizes += [size] * (place < fraction)
-        unread -= size
-        if sum(sizes) >= wanted and len(sizes) >= least or len(drawn) == FEW:
-            return []
+        drawn.append((drawn_place(text), len(text), number))
+        unread -= len(text)
+        if len(drawn) == FEW:
+            return HoldOut(fraction)
         if unread <= 0 and len(drawn) > 1:
+            counted = False
             break
     drawn.sort()
-    sums = itertools.accumulate(size for _, size, _ in drawn)
-    n = min(max(least, 1 + sum(size < wanted for size in sums)), len(drawn) // 2)
-    if n > len(sizes):
+    share = sum(place < fraction for place, *_ in drawn)
+    if counted:
+        share = min(math.ceil(round(fraction * len(drawn), 9)), max(len(drawn) - 1, 0))
+    sums = itertools.accumulate(characters for _, characters, _ in drawn)
+    enough = min(max(least, 1 + sum(total < size for total in sums)), len(drawn) // 2)
+    if enough > share:
         print(f"data       validation_fraction {fraction:g} of the {len(drawn)} documents of {corpus.name} "
-              f"fills no row; {n} held out instead", flush=True)
-    return [number for _, _, number in drawn[:n]]
+              f"fills no row; {enough} held out instead", flush=True)
+    lowest = frozenset(number for *_, number in drawn[: max(share, enough)])
+    return HoldOut(0.0 if counted else fraction, lowest)
 
 
 def show_progress(documents: Iterable, what: str) -> Iterator:

@@ -138,5 +138,5 @@ def _no_row(shards: Shards, split: str, corpus: Corpus, maker, size: int, hold_o
     elif hold_out and train.kept + train.validation == 1 and account.kept == 0:
         remedy = "one document cannot be divided: name other text to evaluate on, --eval_dataset_name FILE"
     elif hold_out and split == "validation":
-        remedy += f", raise validation_fraction ({hold_out.fraction:.3g}) or set eval_dataset_name"
+        remedy += ", raise validation_fraction or set eval_dataset_name"
     return f"block_size {size}: {message}, {account.tokens:,} tokens, not one whole row; {remedy}"
