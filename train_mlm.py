@@ -278,7 +278,7 @@ def main(args: TrainArgs | None = None) -> None:
         stopping = step >= steps.last or signals.agreed()
         if steps.due(step, args.save_steps) or stopping:
             with log.timed("save"):
-                checkpoints.save(step, must=stopping or step == 0)  # in the background, or it must succeed
+                checkpoints.save(step, stopping)  # if it fails: a warning; at step 0 and at the end, an error
                 save_model(args, accelerator, model, tokenizer, log.facts)  # these for the model card
                 hub.push(step)
         if stopping:

@@ -2,7 +2,7 @@
 
     run = SmallRun(folder)      # a new one, or it continues what is in the folder
     run.train(6)                # to step 6
-    run.checkpoints.save(6, must=True)
+    run.checkpoints.save(6)
     run.outcome()               # {name: whole tensor, float64}, and what else must come back
 """
 
@@ -109,7 +109,7 @@ class SmallRun:
         self.step = self.checkpoints.load() if load else 0
 
     def train(self, upto, save_steps=0):
-        """Saves in the background at each multiple of save_steps."""
+        """Saves at each multiple of save_steps."""
         mine, processes = self.accelerator.process_index, self.accelerator.num_processes
         while self.step < upto:
             generator = torch.Generator().manual_seed(self.step)

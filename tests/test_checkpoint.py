@@ -21,7 +21,7 @@ from tests import forked
 from tests.runs import PATIENCE, PROJECT
 from tests.small_run import SmallRun
 from utils.io.files import verify_checksums
-from utils.state import checkpoints as module
+from utils.io.mistakes import RunFailed
 from utils.state.folders import check_space, list_checkpoints, lock_output_dir
 
 
@@ -47,9 +47,9 @@ def truncate(path):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_resumed_run_ends_as_one_that_was_left_alone(kind, tmp_path):
-    """Weights, schedule, a thing of one's own, a generator; saved in the background and at the end."""
+    """Weights, schedule, a thing of one's own, a generator; saved on the way and at the end."""
     unbroken = SmallRun(tmp_path / "unbroken", optimizer_type=kind).train(8).outcome()
-    SmallRun(tmp_path / "run", optimizer_type=kind).train(5, save_steps=2).save(must=True)
+    SmallRun(tmp_path / "run", optimizer_type=kind).train(5, save_steps=2).save()
     assert names(tmp_path / "run") == ["step-00000004", "step-00000005"]
     resumed = SmallRun(tmp_path / "run", optimizer_type=kind)
     assert resumed.step == 5 and resumed.counter.count == 5
@@ -60,7 +60,7 @@ def test_a_resumed_run_ends_as_one_that_was_left_alone(kind, tmp_path):
 
 def test_the_state_before_the_first_step_comes_back_as_that(tmp_path):
     unbroken = SmallRun(tmp_path / "unbroken").train(3).outcome()
-    SmallRun(tmp_path / "run").save(must=True)
+    SmallRun(tmp_path / "run").save()
     run = SmallRun(tmp_path / "run").train(2)
     assert run.checkpoints.load() == 0 and not run.optimizer.state
     run.step = 0
@@ -69,7 +69,7 @@ def test_the_state_before_the_first_step_comes_back_as_that(tmp_path):
 
 def test_transformers_load_the_model_of_a_checkpoint(tmp_path):
     """By its names, tied weights once, also if the blocks are compiled."""
-    run = SmallRun(tmp_path, compiled=True).train(2).save(must=True)
+    run = SmallRun(tmp_path, compiled=True).train(2).save()
     folder = tmp_path / "checkpoints/step-00000002"
     saved, lm = load_file(folder / "model.safetensors"), AutoModelForCausalLM.from_pretrained(folder)
     assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
@@ -79,57 +79,32 @@ def test_transformers_load_the_model_of_a_checkpoint(tmp_path):
         assert weight.double().equal(expected[name]), name
 
 
-def test_a_background_save_holds_the_moment_it_was_called(tmp_path):
-    """Although the weights change while it is written; also where the copy's memory is used again."""
-    run = SmallRun(tmp_path, width=512)
-    for _ in range(2):
-        run.train(run.step + 1)
-        expected = run.outcome()
-        run.save()
-        with torch.no_grad():
-            for weight in run.model.parameters():
-                weight.zero_()
-        run.checkpoints.wait()
-        again = SmallRun(tmp_path, width=512)
-        assert again.step == run.step and same(again.outcome(), expected)
-        run.checkpoints.load()
-
-
-def test_without_memory_for_a_copy_training_waits(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "SPARE_MEMORY", 1 << 60)
-    run = SmallRun(tmp_path)
-    for step in (1, 2):
-        run.train(step).save()
-        assert names(tmp_path)[-1] == f"step-{step:08d}"
-    assert caplog.text.count("no memory for a copy") == 1
-
-
 def test_a_step_that_is_there_is_not_saved_again(tmp_path):
-    SmallRun(tmp_path).train(2).save(must=True)
+    SmallRun(tmp_path).train(2).save()
     manifest = tmp_path / "checkpoints/step-00000002/manifest.json"
     before = manifest.stat()
-    SmallRun(tmp_path).save(must=True).save()
+    SmallRun(tmp_path).save().save()
     assert manifest.stat().st_mtime_ns == before.st_mtime_ns and names(tmp_path) == ["step-00000002"]
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_loaded(tmp_path, caplog, damage, file):
-    run = SmallRun(tmp_path).train(1).save(must=True)
+    run = SmallRun(tmp_path).train(1).save()
     older = run.outcome()
-    run.train(2).save(must=True)
+    run.train(2).save()
     damage(tmp_path / "checkpoints/step-00000002" / file)
     again = SmallRun(tmp_path)
     assert again.step == 1 and same(again.outcome(), older)
     assert "step-00000002 is damaged" in caplog.text and file in caplog.text
     assert names(tmp_path) == ["bad-step-00000002", "step-00000001"]
-    again.train(2).save(must=True)
+    again.train(2).save()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_a_run_never_begins_anew_by_itself(tmp_path):
     """When every checkpoint is damaged the user decides; with "none" the old ones are kept aside."""
-    SmallRun(tmp_path).train(1).save(must=True)
+    SmallRun(tmp_path).train(1).save()
     flip_a_bit(tmp_path / "checkpoints/step-00000001/model.safetensors")
     with pytest.raises(ValueError, match="auto: no checkpoint is valid .model.safetensors: wrong checksum.*"
                                          "step-00000001.*--resume_from_checkpoint none"):
@@ -138,17 +113,17 @@ def test_a_run_never_begins_anew_by_itself(tmp_path):
     for left in (["replaced-step-00000001"], ["replaced-step-00000001", "replaced-step-00000001-2"]):
         run = SmallRun(tmp_path, resume_from_checkpoint="none")
         assert run.step == 0 and names(tmp_path) == left
-        run.train(1).save(must=True)
+        run.train(1).save()
 
 
 def test_a_path_begins_a_branch_which_the_same_command_continues(tmp_path, caplog):
     origin = tmp_path / "a/checkpoints/step-00000002"
-    unbroken = SmallRun(tmp_path / "a").train(2).save(must=True).train(4).save(must=True).outcome()
+    unbroken = SmallRun(tmp_path / "a").train(2).save().train(4).save().outcome()
     before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
     branch = SmallRun(tmp_path / "b", resume_from_checkpoint=str(origin))
     assert branch.step == 2
     branch.save()  # there it is not yet
-    branch.train(3).save(must=True)
+    branch.train(3).save()
     assert names(tmp_path / "b") == ["step-00000002", "step-00000003"] and "of its own" not in caplog.text
     again = SmallRun(tmp_path / "b", resume_from_checkpoint=str(origin))
     assert again.step == 3 and "has checkpoints of its own" in caplog.text
@@ -158,7 +133,7 @@ def test_a_path_begins_a_branch_which_the_same_command_continues(tmp_path, caplo
 
 
 def test_an_older_step_of_its_own_wants_another_output_dir(tmp_path):
-    run = SmallRun(tmp_path).train(1).save(must=True).train(2).save(must=True)
+    run = SmallRun(tmp_path).train(1).save().train(2).save()
     older, newest = (os.path.relpath(path) for path in list_checkpoints(run.checkpoints.folder))
     with pytest.raises(ValueError, match="step-00000001 is not the newest of its run, step-00000002: .*"
                                          "give another --output_dir"):
@@ -169,21 +144,22 @@ def test_an_older_step_of_its_own_wants_another_output_dir(tmp_path):
 
 
 def test_old_checkpoints_go_when_the_new_one_is_complete_and_not_before(tmp_path, caplog):
-    run = SmallRun(tmp_path, save_total_limit=1).train(1).save(must=True)
+    run = SmallRun(tmp_path, save_total_limit=1).train(1).save()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # every larger file: EFBIG
     try:
         run.train(2).save()
-        run.checkpoints.wait()
         assert "step-00000002 was not saved: " in caplog.text
         assert "the last good checkpoint is" in caplog.text and "step-00000001" in caplog.text
-        with pytest.raises(RuntimeError, match="step-00000003 was not saved: .*too large.*last good .*00001"):
-            run.train(3).save(must=True)
+        with pytest.raises(RunFailed, match="step-00000003 was not saved: .*too large.*last good .*00001"):
+            run.train(3).save(stopping=True)
+        with pytest.raises(RunFailed, match="step-00000000 was not saved: .*too large.*no checkpoint"):
+            SmallRun(tmp_path / "new").save()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert names(tmp_path) == ["step-00000001"]
     assert verify_checksums(tmp_path / "checkpoints/step-00000001") == ""
-    run.save(must=True)
+    run.save()
     assert names(tmp_path) == ["step-00000003"]
 
 
@@ -195,14 +171,13 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_older(tmp_path, caplog):
         with pytest.raises(ValueError, match=need):
             SmallRun(tmp_path)
         run = SmallRun(tmp_path, save_total_limit=1)  # 0.34 MB of state
-        run.train(1).save(must=True)
+        run.train(1).save()
         (tmp_path / "other").write_bytes(bytes(400_000))
         run.train(2).save()
-        run.checkpoints.wait()
         assert "step-00000002 was not saved: [Errno 28]" in caplog.text
         assert names(tmp_path) == ["step-00000001"]
         (tmp_path / "other").unlink()
-        run.train(3).save(must=True)
+        run.train(3).save()
         assert names(tmp_path) == ["step-00000003"]
         assert SmallRun(tmp_path, save_total_limit=1).step == 3
     finally:
@@ -210,18 +185,17 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_older(tmp_path, caplog):
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
-    run = SmallRun(tmp_path).train(1).save(must=True).train(2)
+    run = SmallRun(tmp_path).train(1).save().train(2)
     with torch.no_grad():
         next(run.model.parameters())[3] = float("inf")
-    for last in (False, True):
-        with pytest.raises(RuntimeError, match="not finite after step 2.*last good checkpoint is .*00000001"):
-            run.save(must=last)
+    with pytest.raises(RunFailed, match="not finite after step 2.*last good checkpoint is .*00000001"):
+        run.save()
     assert names(tmp_path) == ["step-00000001"]
 
 
 def test_things_come_and_go_with_a_warning(tmp_path, caplog):
     model = torch.nn.Linear(2, 2)
-    SmallRun(tmp_path, more={"average": AveragedModel(model)}).train(1).save(must=True)
+    SmallRun(tmp_path, more={"average": AveragedModel(model)}).train(1).save()
     assert SmallRun(tmp_path, more={"other": torch.nn.Linear(1, 1)}).step == 1
     assert "other: not in" in caplog.text and "average: in" in caplog.text
     differ = "average is another one there .1 tensors differ: average/weight: float32 .2, 2. there"
@@ -251,7 +225,7 @@ def test_evaluation_loads_modules_and_changes_nothing(tmp_path):
     average.module.weight.data.fill_(7)
     with pytest.raises(ValueError, match="eval_only: .* has no checkpoint"):
         SmallRun(tmp_path / "none", eval_only=True)
-    saved = SmallRun(tmp_path, more={"average": average}).train(1).save(must=True).train(2).save(must=True)
+    saved = SmallRun(tmp_path, more={"average": average}).train(1).save().train(2).save()
     flip_a_bit(tmp_path / "checkpoints/step-00000002/state.safetensors")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     again = AveragedModel(torch.nn.Linear(2, 2))
@@ -266,7 +240,7 @@ def test_evaluation_loads_modules_and_changes_nothing(tmp_path):
 # The same experiment?
 
 def test_other_settings_rows_and_models_are_refused_by_name(tmp_path):
-    SmallRun(tmp_path, keywords=["a", "b"]).train(1).save(must=True)
+    SmallRun(tmp_path, keywords=["a", "b"]).train(1).save()
     with pytest.raises(ValueError) as refused:
         SmallRun(tmp_path, learning_rate=0.1, rows=8, keywords=["a"])
     assert str(refused.value).splitlines() == [
@@ -292,7 +266,7 @@ def test_other_settings_rows_and_models_are_refused_by_name(tmp_path):
 def test_a_setting_that_the_run_lacks_counts_as_its_default(tmp_path):
     from tests.test_resealed import change_state, reseal
 
-    SmallRun(tmp_path).train(1).save(must=True)
+    SmallRun(tmp_path).train(1).save()
     folder = tmp_path / "checkpoints/step-00000001"
 
     def before(state):
@@ -307,17 +281,17 @@ def test_a_setting_that_the_run_lacks_counts_as_its_default(tmp_path):
 
 
 def test_the_length_may_change_while_the_learning_rate_does_not_depend_on_it(tmp_path):
-    SmallRun(tmp_path / "constant", constant=True).train(2).save(must=True)
+    SmallRun(tmp_path / "constant", constant=True).train(2).save()
     assert SmallRun(tmp_path / "constant", constant=True, max_train_steps=20).step == 2
     assert SmallRun(tmp_path / "constant", constant=True, num_train_epochs=3.0).step == 2
-    SmallRun(tmp_path / "linear").train(2).save(must=True)
+    SmallRun(tmp_path / "linear").train(2).save()
     with pytest.raises(ValueError) as refused:
         SmallRun(tmp_path / "linear", max_train_steps=20)
     first, problem, remedy = str(refused.value).splitlines()
     assert problem == "max_train_steps: 10 in the run, 20 now, and the learning rate of step 2 depends on it"
     assert remedy.startswith(f"For all steps anew: --output_dir {tmp_path}/linear-2;")
     assert remedy.endswith(f"--model_name_or_path {tmp_path}/linear --learning_rate 0.0005")
-    SmallRun(tmp_path / "start").save(must=True)
+    SmallRun(tmp_path / "start").save()
     assert SmallRun(tmp_path / "start", max_train_steps=20).step == 0  # nothing is learnt yet
 
 
@@ -340,13 +314,13 @@ def fill(run, value):
 
 template = SmallRun(folder, width=256)
 fill(template, 0)
-template.checkpoints.save(0, must=True)
+template.checkpoints.save(0)
 for trial in range(trials):
     if (pid := os.fork()) == 0:
         while True:
             step += 1
             fill(template, step)
-            template.checkpoints.save(step, must=trial % 2 == 1)
+            template.checkpoints.save(step)
     time.sleep(delays.uniform(0.02, 0.2))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -395,7 +369,7 @@ marker.unlink()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for sharded in (False, True):
     place = folder / str(sharded)
-    run = SmallRun(place, sharded=sharded).train(1).save(must=True)
+    run = SmallRun(place, sharded=sharded).train(1).save()
     made = place / "checkpoints/step-00000001"
     for name in (".metadata", "__0_0.distcp", "pytorch_model.bin", "optimizer.bin", "optimizer.pt",
                  "scheduler.bin", "random_states_0.pkl", "rng_state_0.pth", "state.pkl", "model.pt"):
@@ -429,7 +403,7 @@ import json, os, resource, shutil, sys
 from pathlib import Path
 import torch
 from tests.small_run import SmallRun
-from utils.state import checkpoints as module
+from utils.io.mistakes import RunFailed
 folder, kinds = Path(sys.argv[1]), sys.argv[2].split(",")
 processes, mine = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 
@@ -450,7 +424,6 @@ for kind in kinds:
     for sharded in (False, True):
         name = f"{kind}-{processes}-{sharded}"
         run = SmallRun(folder / name, sharded, kind).train(3, save_steps=3)
-        run.checkpoints.wait()
         keep(run.train(6).outcome(), name + "-unbroken")
         wait()
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -459,9 +432,9 @@ if processes > 1:
         if mine == blocked:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
         try:
-            run.save(must=True)
+            run.save(stopping=True)
             raise SystemExit("no error")
-        except RuntimeError as error:
+        except RunFailed as error:
             assert "step-00000006 was not saved" in str(error) and "last good checkpoint" in str(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         wait()
@@ -472,18 +445,11 @@ if processes > 1:
     try:
         run.save()
         raise SystemExit("no error")
-    except RuntimeError as error:
+    except RunFailed as error:
         assert "not finite" in str(error)
     weight.data.copy_(kept)
-    module.SPARE_MEMORY = 1 << 60 if mine == 0 else module.SPARE_MEMORY  # no room for copies on one of them
-    run = SmallRun(folder / f"spare-{processes}", sharded, kind).train(1).save()
-    run.checkpoints.wait()
-    wait()
-    assert run.checkpoints.background == (mine != 0)
-    again = SmallRun(folder / f"spare-{processes}", sharded, kind)
-    assert again.step == 1
     try:
-        SmallRun(folder / f"spare-{processes}", sharded, kind, learning_rate=1.0)
+        SmallRun(folder / name, sharded, kind, learning_rate=1.0)
         raise SystemExit("no error")
     except ValueError as error:
         assert "learning_rate: 0.01 in the run, 1.0 now" in str(error)

@@ -105,7 +105,6 @@ SMALL = {
     BENCHMARK + "masked_head": [*TINY_SHAPE, "--block_size", "64"],
     "OMP_NUM_THREADS=1 " + BENCHMARK + "masked_step": [*TINY_SHAPE, "--block_size", "64"],
     BENCHMARK + "preparation": "--tokenizer_name runs/clm --megabytes 1 --rounds 1".split(),
-    BENCHMARK + "checkpoint_stall": "--gigabytes 0.05 --rounds 1".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
     "OMP_NUM_THREADS=1 " + BENCHMARK + "shares": "--processes 1 2 --layers 1 --width 64".split(),

@@ -14,9 +14,9 @@ MODEL, STATE = "model.safetensors", "state.json"
 
 def two_checkpoints(folder):
     """The outcomes at steps 1 and 2, and the checkpoint of step 2."""
-    run = SmallRun(folder).train(1).save(must=True)
+    run = SmallRun(folder).train(1).save()
     older = run.outcome()
-    run.train(2).save(must=True)
+    run.train(2).save()
     return older, run.outcome(), run.checkpoints.folder / "step-00000002"
 
 

@@ -4,23 +4,21 @@ import functools
 import multiprocessing
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 from utils.io.mistakes import user_mistakes
 from utils.io.secrets import without_secrets
-from utils.state.stop_signals import WRITER, handle_stop_signals, restore_handlers
+from utils.state.stop_signals import handle_stop_signals, restore_handlers
 
 PROJECT = Path(__file__).resolve().parent.parent
-WRITE_SECONDS = 600  # for the last checkpoint, which needs the other processes if it is sharded
 
 
 def entry_point(main: Callable) -> Callable:
     """Decorates main: stop signals end it in order, mistakes are one message, and its end cannot hang.
 
-    One of several processes exits by os._exit when everything is written: when the interpreter destroys the
+    One of several processes exits by os._exit: when the interpreter destroys the
     model, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13).
     A multiprocessing child calls os._exit anyway, after it has told notebook_launcher."""
 
@@ -54,9 +52,6 @@ def entry_point(main: Callable) -> Callable:
                 print(end.code, file=sys.stderr)
         except BaseException:
             _print_error(*sys.exc_info())
-        for thread in threading.enumerate():
-            if thread.name == WRITER:
-                thread.join(WRITE_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

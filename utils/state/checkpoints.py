@@ -16,28 +16,25 @@ before one that began anew, and never deleted. Every machine must see output_dir
 import json
 import logging
 import shutil
-import threading
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import gather_object
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.tensor import DTensor
 
-from utils.devices import free_memory, local_processes
 from utils.io.files import flush, seal, write_file
-from utils.io.mistakes import on_main_process
+from utils.io.mistakes import RunFailed, on_main_process
 from utils.io.secrets import without_secrets
 from utils.state import folders, things
 from utils.state.experiment import check_experiment, experiment
-from utils.state.stop_signals import WRITER, keep_alive
+from utils.state.stop_signals import keep_alive
 from utils.state.tensors import own_part, read_tensors, safetensors_chunks, tensors_of
 from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 
-SPARE_MEMORY = 1 << 30  # bytes that must stay free beside the copies of background saves
 BESIDE = ("tokenizer*.json", "generation_config.json")  # of the model in output_dir: pipeline() reads them
 
 
@@ -56,11 +53,7 @@ class Checkpoints:
         self.fingerprint, self.may_change = rows_fingerprint, set(may_change)
         self.things = given if accelerator.scaler is None else {"scaler": accelerator.scaler} | given
         self.model, self.folder = given["model"], Path(args.output_dir, "checkpoints")
-        self.background = True  # copy the state in memory and write it during training, if memory allows
-        self.failure = ""  # why the newest save failed, where this process writes
         self._exported = False  # the model in output_dir is this run's
-        self._thread = None  # writes in the background
-        self._copies = {}  # {tensor name: host memory}, reused: new pages cost more than the copy
         self._lock = None
         for name, thing in given.items():
             if isinstance(thing, AcceleratedScheduler):
@@ -71,7 +64,6 @@ class Checkpoints:
         keep_alive(accelerator)
         sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
         self._writers = accelerator.num_processes if sharded else 1
-        self._group = dist.new_group(backend="gloo") if self._writers > 1 else None  # for the background
         if not args.eval_only:
             on_main_process(accelerator, self._open)
 
@@ -82,40 +74,34 @@ class Checkpoints:
 
     # Saving
 
-    def save(self, step: int, must: bool = False) -> None:
-        """Save the state after `step` steps, in the background if memory allows. A save that fails is a
-        warning, and the last good checkpoint stays. must: return when it is written, and raise RuntimeError
-        on all processes if that fails. A step that is there already is not saved again.
+    def save(self, step: int, stopping: bool = False) -> None:
+        """Save the state after `step` steps and return when it is on the disk. A step that is there already
+        is not saved again.
 
-        RuntimeError on all processes if a weight is not finite."""
-        self.wait()
-        folder, main = self.folder / f"step-{step:08d}", self.accelerator.is_main_process
+        A save that fails is a warning, and the last good checkpoint stays. RunFailed on all processes if it
+        fails at step 0 or when the run is stopping, and if a weight is not finite."""
+        folder = self.folder / f"step-{step:08d}"
         if on_main_process(self.accelerator, folder.exists):
             return
         sync()
         records, parts, finite = self._collect()
         if self._any(not finite):
-            raise RuntimeError(f"weights are not finite after step {step}, so they were not saved; "
-                               f"{self._newest()}. Lower the learning rate, or look at the rows before it")
-        if main or self._writers > 1:
-            run = experiment(self.args, self.steps, step, self.fingerprint)
-            state = dict(format=folders.FORMAT, step=step, things=records, **run)
-            work = folder, parts, {"state.json": json.dumps(state).encode(), **self._beside()}
-            if self.background and not must and self._copy_to_host(parts):
-                # Not a daemon: when the script fails, the interpreter and entry_point still wait for it.
-                self._thread = threading.Thread(target=self._write, args=work, name=WRITER)
-                self._thread.start()
-            else:
-                self._write(*work)
+            raise RunFailed(f"weights are not finite after step {step}, so they were not saved; "
+                            f"{self._newest()}. Lower the learning rate, or look at the rows before it")
+        run = experiment(self.args, self.steps, step, self.fingerprint)
+        state = dict(format=folders.FORMAT, step=step, things=records, **run)
+        aside, entries, failure = folder.with_name(f".tmp-{folder.name}"), {}, ""
+        try:
+            entries = self._write(aside, parts)
+        except Exception as error:  # told once all processes have written
+            failure = str(error) or repr(error)
+        written = [(entries, failure)]
+        if self._writers > 1:
+            written = gather_object(written)
+        failure = on_main_process(self.accelerator, self._complete, aside, folder, state, written)
+        if failure and (step == 0 or stopping):
+            raise RunFailed(f"{folder} was not saved: {failure}; {self._newest()}")
         self._exported = True  # by the script, before its next save
-        if must and self._any(bool(self.failure)):
-            raise RuntimeError(f"{folder} was not saved: {self.failure or 'see the main process'}; "
-                               f"{self._newest()}")
-
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        if self._thread:
-            self._thread.join()
 
     def _any(self, flag: bool) -> bool:
         """Whether it is true on any process."""
@@ -141,6 +127,37 @@ class Checkpoints:
                         sums.append(part[0].sum(dtype=torch.float32))  # isfinite takes ten times as long
         return records, parts, not sums or bool(torch.stack(sums).isfinite().all())
 
+    def _write(self, aside: Path, parts: dict) -> dict:
+        """Writes this process's tensors. Returns {file: size and checksum}."""
+        shard = f"-{self.accelerator.process_index + 1:05d}-of-{self._writers:05d}" * (self._writers > 1)
+        entries = {}
+        for kind in ("model", "state"):
+            if named := {key: part for key, part in parts.items() if ("/" in key) == (kind == "state")}:
+                aside.mkdir(parents=True, exist_ok=True)
+                file = f"{kind}{shard}.safetensors"
+                entries[file] = write_file(aside / file, safetensors_chunks(named))
+        return entries
+
+    def _complete(self, aside: Path, folder: Path, state: dict, written: list) -> str:
+        """Writes the rest, seals and renames the folder, once all processes have written their tensors.
+        Returns why the checkpoint could not be saved, or ""."""
+        failure = next((failure for _, failure in written if failure), "")
+        try:
+            if not failure:
+                small = {"state.json": json.dumps(state).encode(), **self._beside()}
+                entries = {file: entry for entries, _ in written for file, entry in entries.items()}
+                entries |= {file: write_file(aside / file, [content]) for file, content in small.items()}
+                seal(aside, entries)
+                aside.rename(folder)
+                flush(self.folder)
+                folders.delete_old(self.folder, self.args.save_total_limit)
+        except Exception as error:  # training goes on without this checkpoint
+            failure = "" if folder.exists() else str(error) or repr(error)
+        if failure:
+            shutil.rmtree(aside, ignore_errors=True)
+            logger.warning("%s was not saved: %s; %s", folder.name, failure, self._newest())
+        return failure
+
     def _beside(self) -> dict:
         """{file: bytes} that make the checkpoint's model one for from_pretrained and pipeline."""
         model, files = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), {}
@@ -149,65 +166,6 @@ class Checkpoints:
         for pattern in BESIDE if self._exported else ():
             files |= {path.name: path.read_bytes() for path in Path(self.args.output_dir).glob(pattern)}
         return files
-
-    @torch.no_grad()
-    def _copy_to_host(self, parts) -> bool:
-        """Replace the tensors in `parts` by copies; False if there is too little memory."""
-        if self.accelerator.device.type == "xla":  # they are copies
-            return True
-        pin = self.accelerator.device.type not in ("cpu", "mps")
-        new, old = {}, self._copies
-        for key, (tensor, _) in parts.items():
-            if key not in old or (old[key].shape, old[key].dtype) != (tensor.shape, tensor.dtype):
-                new[key] = tensor
-        needed = sum(tensor.nbytes for tensor in new.values()) * (local_processes() if self._group else 1)
-        needed *= 2 if pin else 1  # torch pins memory in powers of two
-        try:
-            if needed and free_memory() < needed + SPARE_MEMORY:
-                raise MemoryError
-            new = {key: torch.empty(t.shape, dtype=t.dtype, pin_memory=pin) for key, t in new.items()}
-        except (MemoryError, RuntimeError):  # of pinned memory there may be less
-            self._copies, self.background = {}, False
-            message = "no memory for a copy of %s: training waits while checkpoints are written"
-            logger.warning(message, folders.size_text(needed))
-            return False
-        self._copies = {key: new[key] if key in new else old[key] for key in parts}
-        for key, (tensor, offsets) in parts.items():
-            parts[key] = self._copies[key].copy_(tensor, non_blocking=pin), offsets
-        if pin:
-            torch.accelerator.synchronize()
-        return True
-
-    def _write(self, folder, parts, small):
-        aside, main = folder.with_name(f".tmp-{folder.name}"), self.accelerator.is_main_process
-        shard = f"-{self.accelerator.process_index + 1:05d}-of-{self._writers:05d}" * (self._writers > 1)
-        entries, self.failure = {}, ""
-        try:
-            aside.mkdir(parents=True, exist_ok=True)
-            for kind in ("model", "state"):
-                named = {key: part for key, part in parts.items() if ("/" in key) == (kind == "state")}
-                if named:
-                    file = f"{kind}{shard}.safetensors"
-                    entries[file] = write_file(aside / file, safetensors_chunks(named))
-        except Exception as error:  # training goes on without this checkpoint
-            self.failure = str(error) or repr(error)
-        try:
-            written = [(entries, self.failure)] * self._writers
-            if self._group:
-                dist.all_gather_object(written, (entries, self.failure), group=self._group)
-            self.failure = next((failure for _, failure in written if failure), "")
-            if main and not self.failure:
-                entries = {file: entry for entries, _ in written for file, entry in entries.items()}
-                entries |= {file: write_file(aside / file, [content]) for file, content in small.items()}
-                seal(aside, entries)
-                aside.rename(folder)
-                flush(self.folder)
-                folders.delete_old(self.folder, self.args.save_total_limit)
-        except Exception as error:
-            self.failure = "" if folder.exists() else str(error) or repr(error)
-        if main and self.failure:
-            shutil.rmtree(aside, ignore_errors=True)
-            logger.warning("%s was not saved: %s; %s", folder.name, self.failure, self._newest())
 
     # Loading
 

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHERS = ("accelerate", "accelerate-launch")  # names of their files; or python -m accelerate.commands.X
-WRITER = "checkpoint"  # the thread that writes checkpoints: an end of the process waits for it
 XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
 
 # Handlers belong to the process, and so does this state. signum: the first stop signal, or 0. alive: see
