@@ -18,7 +18,17 @@ from pathlib import Path
 import pytest
 
 from tests import forked
-from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, metrics, tolerance, write_corpus
+from tests.runs import (
+    PATIENCE,
+    PROJECT,
+    TINY,
+    arguments,
+    environment,
+    kill_family,
+    metrics,
+    tolerance,
+    write_corpus,
+)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +180,26 @@ def test_machines_come_and_go_and_the_losses_are_those_of_an_undisturbed_run(mac
     expected = [line for line in metrics(straight["output_dir"]) if "loss/train" in line]
     for a, b in zip(found[:steps], expected, strict=True):
         assert a["loss/train"] == pytest.approx(b["loss/train"], rel=1e-5), (a, b)
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_divide_the_rows_wait_for_machines(tmp_path):
+    """Rather than train with other rows per step, or be refused and restarted a hundred times."""
+    env = environment(2, HOST="127.0.0.1", NODES="1:2", GPUS="2", PROCESSES="3", PORT=str(forked.free_port()))
+    env |= {"RENDEZVOUS": "last_call_timeout=1", "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    flags, log = settings(tmp_path, "run"), tmp_path / "log"
+    command = ["bash", "accelerate_configs/clusters/elastic.sh", "train_clm.py", *arguments(flags)]
+    with open(log, "w") as out:
+        launcher = subprocess.Popen(command, cwd=PROJECT, env=env, stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while "PROCESSES: 3 is no multiple of 2" not in log.read_text():
+            assert time.monotonic() < deadline and launcher.poll() is None, log.read_text()[-3000:]
+            time.sleep(0.05)
+        assert not (tmp_path / "run").exists()
+    finally:
+        kill_family(launcher.pid)
+        launcher.wait(PATIENCE)
 
 
 def start_elastic(machines, index, flags):

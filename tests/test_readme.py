@@ -100,19 +100,18 @@ SMALL = {
     "python train_clm.py --eval_only": [],
     "accelerate launch --config_file accelerate_configs/multi_cpu.yaml":
         [*TINY_RUN, "--output_dir", "runs/two"],
-    BENCHMARK + "unigram": [],
     BENCHMARK + "throughput --contenders": TINY_SHAPE,
-    BENCHMARK + "masked_head": [*TINY_SHAPE, "--block_size", "64"],
-    "OMP_NUM_THREADS=1 " + BENCHMARK + "masked_step": [*TINY_SHAPE, "--block_size", "64"],
+    BENCHMARK + "throughput --model_type roberta": [*TINY_SHAPE, "--block_size", "64"],
+    BENCHMARK + "throughput --model_type modernbert": [*TINY_SHAPE, "--block_size", "64"],
     BENCHMARK + "preparation": "--tokenizer_name runs/clm --megabytes 1 --rounds 1".split(),
     "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
-    "OMP_NUM_THREADS=1 " + BENCHMARK + "shares": "--processes 1 2 --layers 1 --width 64".split(),
-    "OMP_NUM_THREADS=1 " + BENCHMARK + "growth": "--processes 2 --steps 4".split(),
+    BENCHMARK + "scaling --optimizer_type muon": [*TINY_SHAPE, "--processes", "1", "2"],
     BENCHMARK + "accelerator": [
         *"--small --scripts clm --dataset_name corpus.jsonl --parts same speed profile".split(),
     ],
     BENCHMARK + "model_types": ["--types", "bart"],
+    BENCHMARK + "learning --unigram": [],
     BENCHMARK + "learning --seeds": [
         "--seeds", "1", "--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING),
     ],
@@ -124,12 +123,11 @@ NOT_HERE = {
     "CRASH_KILLS=100 pytest tests/test_crash.py": "twenty minutes; CI kills a few times",
     "NODE_KILLS=10 pytest tests/test_multi_node.py": "ten minutes; CI kills once",
     "python -c \"import runpy": "a checkout of llama.cpp",
-    "hf jobs run": "needs an account; checked and run in tests/clusters",
+    "hf jobs run": "needs an account",
     "pytest tests -m slow": "CI runs it, too",
     "pytest tests -m sweep": "as its name says",
     "OMP_NUM_THREADS=1 python -m tests.benchmarks.learning": "two hours; without the variable it is above",
     BENCHMARK + "nanogpt": "a checkout of nanoGPT; half an hour",
-    "python -m tests.mutations": "runs the tests of twelve copies",
     "pip install torch --index-url": "needs the network",
     "pip install -r accelerate_configs/tpu": "7 GB; CI resolves it",
     PIPELINE: "a model that fills in; tests/test_edits.py",
@@ -219,8 +217,7 @@ def test_every_command_is_run_here_or_has_its_reason():
 
 
 # What needs long; two processes are launched in test_accelerate_configs.py, too.
-SWEEP = ("masked_head", "masked_step", "preparation", "model_types", "scaling", "push_cost", "growth",
-         "throughput", "accelerator")  # fmt: skip
+SWEEP = ("preparation", "model_types", "scaling", "push_cost", "throughput", "accelerator")
 
 
 def marks(start):

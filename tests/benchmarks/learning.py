@@ -3,6 +3,7 @@
     python -m tests.benchmarks.learning --seeds 5 --picture docs/learning.png      # hours: every run is whole
     python -m tests.benchmarks.learning --script mlm --contenders before default
     python -m tests.benchmarks.learning --contenders before "mine: --learning_rate 4e-3" --seeds 1
+    python -m tests.benchmarks.learning --unigram cache/rows-*/     # what token frequencies alone would score
 
 Contenders run in turn, each in a process of its own, seed after seed: those of CONTENDERS below, of which
 "trainer" is HF Trainer at its defaults on the same rows, model, batch and steps; or "name: flags". All are
@@ -22,6 +23,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import numpy as np
 
 import train_clm
 from tests.benchmarks.measure import PROJECT, print_table
@@ -144,6 +147,20 @@ def train_with_trainer(argv: list[str]) -> None:
     ).train()
 
 
+def unigram(folder: Path, T: int) -> str:
+    """What a model that knows only how often each token occurs would score on the validation rows of a folder
+    of prepared tokens: the number that training has to beat."""
+    train, validation = (np.concatenate([np.load(file) for file in sorted(folder.glob(f"{split}-*.npy"))])
+                         for split in ("train", "validation"))  # fmt: skip
+    predicted = validation[: len(validation) // T * T].reshape(-1, T)[:, 1:].ravel()
+    size = int(max(train.max(), validation.max())) + 1
+    counts = np.bincount(train[: len(train) // T * T], minlength=size) + 1  # add-one smoothing
+    loss = -np.log(counts / counts.sum())[predicted].mean()
+    share = np.bincount(predicted).max() / len(predicted)
+    return (f"{folder}: loss {loss:.4f}, perplexity {math.exp(loss):.1f} on {len(predicted):,} tokens; "
+            f"always guessing the most frequent token is right {share:.1%} of the time")  # fmt: skip
+
+
 def summary(curves: dict[str, list[list[dict]]]) -> dict[str, dict]:
     """{contender: what the table holds}, means over seeds; curves: {contender: a curve per seed}."""
     first, lines = next(iter(curves.values())), {}
@@ -188,9 +205,8 @@ def draw(curves: dict[str, list[list]], file: str) -> None:
 def main():
     if sys.argv[1:2] == ["--trainer"]:
         return train_with_trainer(sys.argv[2:])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    show = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
     parser.add_argument("--script", choices=["clm", "mlm"], default="clm")
     parser.add_argument("--contenders", nargs="*", help='names of this file, or "name: flags"')
     parser.add_argument("--seeds", type=int, default=1)
@@ -198,7 +214,10 @@ def main():
     parser.add_argument("--output_dir", help="keeps runs and curves.json; what is there is not run again")
     parser.add_argument("--picture", help="a .png of loss against steps and seconds")
     parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
+    parser.add_argument("--unigram", nargs="+", type=Path, help="folders of prepared tokens; no runs")
     args = parser.parse_args()
+    if args.unigram:
+        return print(*[unigram(folder, 128) for folder in args.unigram], sep="\n")
     known, chosen = CONTENDERS[args.script], {}
     for item in args.contenders or known:
         name, _, flags = item.partition(":")

@@ -1,6 +1,5 @@
 """What the benchmarks share: processes timed in turn, steps timed within them, one table for each."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +17,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 T = 128  # tokens per row
 ADAMW = SimpleNamespace(  # settings of the loops that are measured
     optimizer_type="adamw", learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.999,
-    lr_scheduler_type="linear", num_warmup_steps=2, min_lr_ratio=0.0,
+    lr_scheduler_type="linear", num_warmup_steps=2, min_lr_ratio=0.0, muon_learning_rate=1e-2,
 )  # fmt: skip
 
 
@@ -57,31 +55,18 @@ def interleaved(commands: dict[str, list[str]], rounds: int) -> dict[str, dict]:
     }
 
 
-def compared(doc: str, contender: Callable, names: Sequence[str], shape: dict[str, int], rounds: int):
-    """(arguments, {name: medians}) of contenders of one `shape`, each in a process of its own: the benchmark
-    with --one, which prints what contender(name, arguments) finds, and ends."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (shape | {"rounds": rounds}).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(contender(args.one, args)))
-        sys.exit()
-    flags = [f"--{name}={getattr(args, name)}" for name in shape]
-    command = [sys.executable, "-m", f"tests.benchmarks.{Path(sys.argv[0]).stem}", *flags, "--one"]
-    return args, interleaved({name: [*command, name] for name in names}, args.rounds)
-
-
 def print_table(
     title: str, lines: dict[str, dict], columns: dict[str, str], ratio_of: dict[str, str], append=None
 ):
     """Markdown, with the machine named; added to the file `append`, too, such as README.md.
 
     lines: name -> numbers. columns: key -> heading; ratio_of: key -> heading of its ratio to the first line.
+    What no line has gets no column.
     """
     first = next(iter(lines.values()))
+    present = set().union(*lines.values())
+    columns = {key: heading for key, heading in columns.items() if key in present}
+    ratio_of = {key: heading for key, heading in ratio_of.items() if key in present}
     text = [
         f"{title}. {machine()}", "",
         "| | " + " | ".join([*columns.values(), *ratio_of.values()]) + " |",
