@@ -3,7 +3,7 @@
     process = start(folder, "train_clm.py", {"max_train_steps": 6}, log)
     process.pid, process.kill(), process.join(), process.exitcode
     done = run("train_clm.py", {"max_train_steps": 6})         # to the end, as tests.runs.run
-    done = run("utils.display.plan", ["--model_type", "gpt2"])
+    done = run("data.prepare", ["--output_dir", "shards"])
 
 Each is a process of its own, with its own environment, folder and output, that can be killed. The project's
 modules are imported anew from `folder`, which may hold an edited copy. All share one seed of Python's hashes,

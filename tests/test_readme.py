@@ -94,7 +94,6 @@ PIPELINE = "python -c 'from transformers import pipeline; print"
 BENCHMARK = "python -m tests.benchmarks."
 SMALL = {
     PIPELINE + '(pipeline("text-generation", "runs/clm")("import': [],
-    "python -m utils.display.plan": [],
     "python -m docs.harness.documents": [],
     "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
     "python train_clm.py --eval_only": [],

@@ -40,7 +40,6 @@ SAID = {  # what its output holds, by the command's beginning
     "python train_clm.py --preset codeparrot --show": r"the first 2 rows of this run",
     "python train_clm.py --preset codeparrot --push": r"this run is finished",
     "python train_mlm.py --preset wikitext-bert-nsp --show": r"label 0: B, after A and \[SEP\], follows A",
-    "python -m utils.display.plan --config": r"parameters +124.2 M",
     "from datasets import": r"repo_name: python/cpython\npath: .*\ncopies: 1\nsize: \d+\ncontent: ",
     "from transformers": r"\[\[0\.\d+, 0\.\d+\]\]",
 }

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+from tests import forked
 from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, write_corpus
 
 
@@ -42,3 +43,17 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path):
         done = train(cwd, flags | {"prompts": "none"} | more, HOME=str(home))
         assert done.returncode == 0, done.stderr[-2000:]
     assert (home / "further" / "config.json").exists() and not list(cwd.iterdir())
+
+
+def test_a_model_without_its_kernels_is_told_but_for_the_default(tmp_path):
+    flags = TINY | {
+        "dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "output_dir": tmp_path / "run",
+        "cache_dir": tmp_path / "cache", "max_train_steps": 2,
+    }  # fmt: skip
+    done = forked.run("train_clm.py", flags)
+    assert done.returncode == 0 and "falling back" not in done.stderr, done.stderr
+    flags |= {"model_type": "mamba", "output_dir": tmp_path / "mamba",
+              "config_overrides": "hidden_size=32,num_hidden_layers=1,state_size=4"}  # fmt: skip
+    done = forked.run("train_clm.py", flags)
+    assert done.returncode == 0, done.stderr
+    assert "falling back to its reference PyTorch implementation because `mamba_ssm`" in done.stderr

@@ -14,7 +14,7 @@ from utils.display.metrics import by_set, newest, read_metrics
 from utils.display.progress import quiet_libraries
 from utils.flags import parse_args
 
-CLOCK = ("seconds", "tokens_per_second", "mfu", "save_seconds")
+CLOCK = ("seconds", "tokens_per_second", "mfu", "save_seconds", "peak_memory")
 
 
 def settings(script, flags: list[str]):

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import re
 from pathlib import Path
 
 import psutil
@@ -69,19 +68,6 @@ def container_memory() -> tuple[float, int]:
     return math.inf, 0
 
 
-def forget_peak(device: torch.device) -> None:
-    """Start `peak_memory` anew, if the system allows it."""
-    if device.type == "cpu":
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-    elif hasattr(module := module_of(device), "reset_peak_memory_stats"):
-        module.reset_peak_memory_stats()
-
-
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes of the device's memory that this process used at its peak. None: unknown."""
-    if device.type == "cpu":
-        with contextlib.suppress(OSError):
-            return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-        return None
-    return getattr(module_of(device), "max_memory_reserved", lambda: None)()
+    """Bytes that tensors took on the device at their peak; None where torch counts none (CPU, MPS, XLA)."""
+    return getattr(module_of(device), "max_memory_allocated", lambda: None)()

@@ -3,7 +3,6 @@
 All processes make the same calls; only the main process writes and prints. With eval_only nothing is written.
 """
 
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -14,11 +13,11 @@ import sys
 from pathlib import Path
 
 from utils import xla
+from utils.devices import peak_memory
 from utils.display.curves import draw_curves
 from utils.display.facts import environment_of, launch_facts, start_lines
 from utils.display.metrics import Metrics, by_set, finite, newest
 from utils.display.progress import Progress, bar, duration, readable
-from utils.display.slow import FirstSteps, guess
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.secrets import without_secrets
@@ -52,7 +51,6 @@ class Log:
         flops = flops_per_token(lm, args.block_size, getattr(args, "mlm_probability", 1.0))
         self.throughput = Throughput(steps, flops, peak or None, step=step, seconds=self.metrics.seconds)
         self.progress = Progress(steps.last, step, accelerator.is_main_process and not args.eval_only)
-        self.watch = FirstSteps(accelerator.device, self.progress.write)
         self.facts = dict(
             step=step, last=steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
             repo_id=hub.repo_id, tried=self.metrics.known.get("tried", ""), sample="",
@@ -76,10 +74,6 @@ class Log:
         if accelerator.is_main_process:
             lines = start_lines(self.args, accelerator, self.steps, step, optimizer, self.facts)
             self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
-            if not xla.is_xla():
-                tokens = self.steps.tokens_before(self.steps.last) - self.steps.tokens_before(step)
-                flops = self.throughput.flops_per_token * tokens / accelerator.num_processes
-                self.progress.write(guess(flops, accelerator.device, accelerator.mixed_precision))
             rows = getattr(self.steps.rows, "fingerprint", None)
             self.metrics.start(step, settings, rows, launch, environment_of(self.args))
         project = Path(self.facts["script"]).stem
@@ -89,19 +83,14 @@ class Log:
         """The batches of an evaluation behind a bar, which a terminal shows while they last."""
         return bar(batches, "evaluating", is_main_process=self.accelerator.is_main_process)
 
-    @contextlib.contextmanager
     def timed(self, name: str):
         """What runs inside is left out of tokens/s: "evaluation" or "save"."""
-        with self.throughput.apart(name):
-            yield
-        self.watch.begin()
+        return self.throughput.apart(name)
 
     def step(self, step: int) -> None:
         """After each step."""
         self._count(step)
-        self.watch.end(self.steps.last - step)
         self.progress.update(step)
-        self.watch.begin()
 
     def train(self, step: int, means: dict, learning_rate: float, skipped: list[int]) -> None:
         """A record of training. means: losses and grad_norm; skipped: for each update since the last record 1
@@ -116,7 +105,10 @@ class Log:
         record |= {f"epoch/{name}": epoch for name, epoch in steps.epochs(step).items()}
         record |= {"samples": steps.rows_before(step), "tokens": steps.tokens_before(step)}
         record |= means | {"learning_rate": learning_rate, "skipped_updates": self.skipped}
-        self._record(record | self.throughput.measure(step))
+        record |= self.throughput.measure(step)
+        if peak := peak_memory(self.accelerator.device):
+            record["peak_memory"] = peak
+        self._record(record)
 
     def evaluation(self, step: int, record: dict, samples=()) -> None:
         """A record of an evaluation, samples of what the model can do, and new curves."""

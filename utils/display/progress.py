@@ -18,7 +18,7 @@ SHOWN = {  # name in the line -> metric, format
     "accuracy": ("accuracy", ".1%"),
     "tok/s": ("tokens_per_second", ",.0f"),
 }
-BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {desc}"
+BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {elapsed}, left {remaining}, {rate_fmt}"
 
 
 def on_terminal() -> bool:
@@ -58,8 +58,6 @@ class Progress:
         texts["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
         line = "  ".join(f"{name} {text}" for name, text in texts.items() if text)
         self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
-        if eta is not None:
-            self.bar.set_description_str(f"left {duration(eta)}")
 
     def write(self, text: str) -> None:
         """Print above the bar."""
