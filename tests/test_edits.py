@@ -101,19 +101,6 @@ def ema(edited, plain):
     assert 0.001 < line["loss/ema"] - line["loss/eval"] < 1  # behind, as the loss still falls
 
 
-def outlier_updates(edited, plain):
-    """The rule once more, of the norms in the log: skipped above 1.02 times the median of five accepted."""
-    norms, expected = [math.inf] * 5, []
-    for line in records(edited):
-        if line["grad_norm"] > 1.02 * sorted(norms)[2]:
-            expected.append(line["step"])
-        else:
-            norms = [*norms[1:], line["grad_norm"]]
-    lines = metrics(edited.folder / "whole")
-    assert [line["step"] for line in lines if line.get("event") == "skipped_update"] == expected
-    assert 0 < len(expected) < STEPS - 5
-
-
 def early_stopping(edited, plain):
     """At rates that are far too high some loss is worse than the one before: there the run is finished, and
     stays so. With one evaluation set and with two."""
@@ -322,7 +309,6 @@ EDITS = {
     "z-loss": Edit(z_loss),
     "label-smoothing": Edit(label_smoothing, "train_mlm.py"),
     "ema": Edit(ema, settings={"ema_decay": 0.9}, observes=True, fast=True),
-    "outlier-updates": Edit(outlier_updates, settings={"outlier_factor": 1.02, "usual_updates": 5}),
     "early-stopping": Edit(early_stopping, observes=True, fast=True),
     "growing-batch": Edit(growing_batch, settings={"batch_growth_steps": 5}),
     "growing-sequence-length": Edit(growing_sequence_length, settings={"grow_steps": 8}),

@@ -116,21 +116,18 @@ class UpdateGuard:
         self.updates, self.consecutive = 0, 0  # in all, and skipped in a row, at the last read
         self._pending, self._unread = [], []  # since then: flags on the device or host; those of a checkpoint
 
-    def check(self, grad_norm, limit=None):
+    def check(self, grad_norm):
         """Call it once per update, after clipping and before the optimizer's step. grad_norm: 0-d, before
-        clipping. Above `limit` (a number or 0-d, the same on all processes) the update is skipped too.
+        clipping.
 
         Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. `.norm` holds the norm."""
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
         norm = self.norm = norm.detach().float()
-        skip = ~torch.isfinite(norm)
-        if limit is not None:
-            skip = skip | (norm > limit)
-        flag = pending = skip.float()
+        flag = pending = (~torch.isfinite(norm)).float()
         if self.obeyed:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag
-        elif self.scaler is None or limit is not None:
+        elif self.scaler is None:
             sync()  # or XLA would compute the gradient twice, for the host and for the step
             pending = flag.cpu()
             if pending:
