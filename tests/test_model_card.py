@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from utils.learning.model import pipeline_tag
-from utils.publishing.model_card import END, repo_name, write_model_card
+from utils.publishing.model_card import repo_name, write_model_card
 
 FACTS = {
     "parameters": 12_345, "step": 100, "last": 100, "tokens": 2_000_000, "seconds": 90.0,
@@ -118,26 +118,3 @@ def test_any_folder_gives_a_name_that_the_hub_takes(folder):
     name = repo_name(SimpleNamespace(hub_model_id=None, output_dir=folder))
     validate_repo_id(name)
     assert name and repo_name(SimpleNamespace(hub_model_id="ada/x", output_dir=folder)) == "ada/x"
-
-
-def test_what_the_user_wrote_stays(tmp_path, caplog):
-    """A README.md of theirs, whatever it holds, and what they add below the card."""
-    readme, beside = tmp_path / "README.md", tmp_path / "MODEL_CARD.md"
-    write(tmp_path)
-    card = readme.read_bytes()
-    assert card.endswith(END)
-    readme.write_bytes(card + b"\n## Mine\n\xff\n")
-    for step in (101, 102):
-        write(tmp_path, {"step": step})
-    assert b"| optimizer steps | 102 |" in readme.read_bytes()
-    assert readme.read_bytes().endswith(END + b"\n## Mine\n\xff\n") and readme.read_bytes().count(END) == 1
-    assert not beside.exists() and not caplog.text
-
-    readme.write_bytes(b"# Mine alone\n\xff")
-    for _ in range(2):
-        write(tmp_path)
-    assert (readme.read_bytes(), beside.read_bytes()) == (b"# Mine alone\n\xff", card)
-    assert caplog.text.count(f"{readme} is yours and stays as it is: the model card is {beside}") == 1
-    beside.write_bytes(b"Mine, too")
-    write(tmp_path)
-    assert (readme.read_bytes(), beside.read_bytes()) == (b"# Mine alone\n\xff", b"Mine, too")

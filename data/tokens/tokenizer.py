@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -132,24 +131,6 @@ def _inputs(special: dict, model_type: str) -> list[str]:
     return ["input_ids", *["token_type_ids"] * typed, "attention_mask"]
 
 
-def _train(backend: Tokenizer, texts: Iterable[str], trainer) -> None:
-    """In a thread that nothing waits for at the end, or Ctrl-C would have to wait for the training."""
-    failed = []
-
-    def train() -> None:
-        try:
-            backend.train_from_iterator(_words(texts), trainer=trainer)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.2)
-    if failed:
-        raise failed[0]
-
-
 def _words(texts: Iterable[str]) -> Iterator[str]:
     """Pieces of the texts. Long words are cut: the trainers' time grows with the square of their length."""
     for piece in (piece for text in texts for piece in split_text(text)):
@@ -165,7 +146,8 @@ def _bpe(texts: Iterable[str], common: dict) -> Tokenizer:
     backend, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    _train(backend, texts, trainers.BpeTrainer(initial_alphabet=alphabet, **common))
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **common)
+    backend.train_from_iterator(_words(texts), trainer=trainer)
     return backend
 
 
@@ -180,7 +162,8 @@ def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(lines, "isolated"), words])
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     texts = itertools.chain(["\n\n\n"], texts)  # pieces must occur twice, as "\n\n" then does
-    _train(backend, texts, trainers.UnigramTrainer(unk_token=unknown, **common))
+    trainer = trainers.UnigramTrainer(unk_token=unknown, **common)
+    backend.train_from_iterator(_words(texts), trainer=trainer)
     trained, n_special = json.loads(backend.to_str())["model"], len(common["special_tokens"])
     special, pieces = trained["vocab"][:n_special], trained["vocab"][n_special:]
     lowest, scores = min(score for _, score in pieces), {}

@@ -1,7 +1,6 @@
 """The model card: README.md of the saved model, from the template model_card.md beside this file."""
 
 import json
-import logging
 import math
 import os
 import re
@@ -15,15 +14,11 @@ from utils.flags import as_list
 from utils.io.files import replacing
 from utils.learning.model import EXAMPLES
 
-logger = logging.getLogger(__name__)
-
 TEMPLATE = Path(__file__).with_suffix(".md")
-END = b"<!-- The run writes this card anew at every save, down to here. What you write below stays. -->\n"
 
 
 def write_model_card(args, facts: dict, mask_token: str | None) -> None:
-    """Writes output_dir/README.md whole. What follows END in it is the user's and stays. So does a README.md
-    without END: then the card is MODEL_CARD.md.
+    """Writes output_dir/README.md.
 
     facts: step, last (steps), tokens, seconds, parameters, model_type, pipeline_tag, settings (without
     secrets); results: metric, or metric/evaluation set, -> value; launch: device, processes, precision,
@@ -52,15 +47,8 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
         "curves": (folder / "curves.png").exists(),
     }  # fmt: skip
     card = ModelCard.from_template(data, str(TEMPLATE), **facts)
-    readme, beside = folder / "README.md", folder / "MODEL_CARD.md"
-    for path in (readme, beside):
-        old = path.read_bytes() if path.exists() else END
-        if END in old:
-            with replacing(path) as temporary:
-                temporary.write_bytes(f"{card}\n".encode() + END + old.partition(END)[2])
-            return
-        if not beside.exists():
-            logger.warning("%s is yours and stays as it is: the model card is %s", readme, beside)
+    with replacing(folder / "README.md") as temporary:
+        temporary.write_text(f"{card}\n", encoding="utf-8")
 
 
 def repo_name(args) -> str:
