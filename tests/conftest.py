@@ -10,7 +10,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from tests.forked import free_port
 
-LONGEST = """test_readme test_hub test_compiled test_check test_edits test_hub_run test_train_clm test_presets
+LONGEST = """test_readme test_hub test_compiled test_check test_edits test_train_clm test_presets
     test_multi_node test_recipes test_saved_models test_train_mlm test_bad_input test_model_folders
     test_preemption test_losses test_load test_convert test_tokenizer test_pairs test_corpus test_prepare
     test_notebook test_checkpoint test_crash test_fsdp""".split()

@@ -4,20 +4,16 @@
         subprocess.run(command, env=hub.env(home))          # again on it (same port) knows everything
         hub.commits("ada/model")                            # what arrived, oldest first
 
-    python -m tests.hub_server FOLDER --port 8008           # by hand; prints what to put before a command
-
-Serves models and data sets: whoami, create, info, refs, commits, tree, paths-info, preupload, LFS batch
-and PUT, commit, download with ranges, validate-yaml. Xet uploads (the default of installed clients) are
-answered by tests/xet_store.py. A `Fault` makes chosen requests fail, hang, crawl, lose their connection.
-It checks what the real Hub checks and a client can get wrong: tokens, write permission, that every LFS object
-of a commit has arrived whole with the right hash. It has no pull requests, no rate limits of its own (inject
-a 429).
+Serves models and data sets. Xet uploads (the default of installed clients) are answered by
+tests/xet_store.py. A `Fault` makes chosen requests fail, hang, lose their connection. It checks what the
+real Hub checks and a client can get wrong: tokens, write permission, that every LFS object of a commit has
+arrived whole with the right hash. It has no pull requests and no rate limits.
 """
 
-import argparse
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 import socket
@@ -43,8 +39,8 @@ class Fault:
     """What happens to `times` requests whose "METHOD /path" matches `match`, after the first `skip` of them.
 
     kind "status": answered with `status` and `headers`; "drop": the connection is reset after `after` bytes
-    of the body; "hang": never answered; "slow": the body is read at `rate` bytes per second, then served as
-    usual; "lost": done as asked, but the answer never arrives (the connection is reset instead).
+    of the body; "hang": answered after `seconds`, inf: never; "lost": done as asked, but the answer never
+    arrives (the connection is reset instead).
     """
 
     match: str
@@ -54,7 +50,7 @@ class Fault:
     times: float = 1
     skip: int = 0
     after: int = 0
-    rate: float = 1e6
+    seconds: float = float("inf")
 
 
 class Refused(Exception):
@@ -227,10 +223,9 @@ class Handler(BaseHTTPRequestHandler):
             if fault and fault.kind == "drop":
                 self.body(limit=fault.after)
                 return self.reset()
-            if fault and fault.kind == "hang":
-                hub.stopping.wait()
+            self.data = self.body()
+            if fault and fault.kind == "hang" and hub.stopping.wait(min(fault.seconds, 3600)):
                 return self.reset()
-            self.data = self.body(rate=fault.rate if fault and fault.kind == "slow" else None)
             self.drop_answer = bool(fault) and fault.kind == "lost"
             if fault and fault.kind == "status":
                 return self.answer({"error": "injected fault"}, fault.status, fault.headers)
@@ -249,28 +244,22 @@ class Handler(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do
 
-    def body(self, limit=None, rate=None):
-        """The request's body; with `limit` only so many bytes of it, with `rate` at so many bytes per
-        second."""
-        parts, done, step = [], 0, 65536 if rate is None else max(1024, int(rate / 20))
-        chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
+    def body(self, limit=math.inf):
+        """The request's body; with `limit` only so many bytes of it."""
+        body, chunked = b"", self.headers.get("Transfer-Encoding", "").lower() == "chunked"
         left = int(self.headers.get("Content-Length", 0))
-        while limit is None or done < limit:
-            if chunked and left == 0:
+        while len(body) < limit:
+            if chunked:
                 left = int(self.rfile.readline().split(b";")[0] or b"0", 16)
-                if left == 0:
-                    self.rfile.readline()
-            if left == 0:
-                break
-            parts.append(self.rfile.read(min(left, step)))
-            if not parts[-1]:
+            part = self.rfile.read(min(left, limit - len(body)))
+            if len(part) < left and len(body) + len(part) < limit:
                 raise ConnectionError("the client went away in mid body")
-            left, done = left - len(parts[-1]), done + len(parts[-1])
-            if chunked and left == 0:
+            body += part
+            if chunked:
                 self.rfile.readline()
-            if rate:
-                self.hub.stopping.wait(len(parts[-1]) / rate)
-        return b"".join(parts)
+            if not chunked or not left:
+                break
+        return body
 
     def reset(self):
         """Close with RST, as a broken network does."""
@@ -370,16 +359,6 @@ class Handler(BaseHTTPRequestHandler):
         branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in refs]
         self.answer({"branches": branches, "tags": [], "converts": [], "pullRequests": []})
 
-    def commit_list(self, kind, repo_id, rev):
-        repo, found = self.open_repo(kind, repo_id), []
-        oid = self.resolve_revision(repo, rev)[0]
-        while oid:
-            commit = repo["commits"][oid]
-            date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(commit["date"]))
-            found.append({"id": oid, "authors": [], "date": date, "title": commit["title"], "message": ""})
-            oid = commit["parent"]
-        self.answer(found)
-
     def described(self, path, file):
         found = {"type": "file", "path": path, "size": file["size"], "oid": file["oid"]}
         if file["lfs"]:
@@ -416,10 +395,6 @@ class Handler(BaseHTTPRequestHandler):
             elif any(p.startswith(path + "/") for p in files):
                 found.append(self.folder(path))
         self.answer(found)
-
-    def auth_check(self, kind, repo_id, write=None):
-        self.open_repo(kind, repo_id, write=bool(write))
-        self.answer({})
 
     def preupload(self, kind, repo_id, rev):
         _, files = self.resolve_revision(self.open_repo(kind, repo_id, write=True), rev)
@@ -517,10 +492,8 @@ ROUTES = [
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("GET", rf"{API}(/revision/(?P<rev>[^/]+))?", Handler.info),
     ("GET", rf"{API}/refs", Handler.refs),
-    ("GET", rf"{API}/commits/(?P<rev>[^/]+)", Handler.commit_list),
     ("GET", rf"{API}/tree/(?P<rev>[^/]+)(/(?P<path>.+))?", Handler.tree),
     ("POST", rf"{API}/paths-info/(?P<rev>[^/]+)", Handler.paths_info),
-    ("GET", rf"{API}/auth-check(?P<write>/write)?", Handler.auth_check),
     ("POST", rf"{API}/preupload/(?P<rev>[^/]+)", Handler.preupload),
     ("POST", rf"{API}/commit/(?P<rev>[^/]+)", Handler.commit),
     ("GET", rf"{API}/xet-(?P<mode>read|write)-token(/(?P<rev>[^/]+))?", Handler.xet_token),
@@ -530,19 +503,3 @@ ROUTES = [
     ("GET|POST|PUT|HEAD", r"/xet(?P<path>/.*)", Handler.xet_call),
     ("GET|HEAD", rf"(/(?P<kind>datasets))?/{REPO}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", Handler.download),
 ]
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", help="folder that keeps the repositories")
-    parser.add_argument("--port", type=int, default=0)
-    args = parser.parse_args()
-    with HubServer(args.root, port=args.port) as hub:
-        own = (f"{name}={value}" for name, value in hub.env().items() if name.startswith("HF_"))
-        print(*own, "  # the user is ada", flush=True)
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

@@ -108,9 +108,7 @@ def metrics(output_dir) -> list[dict]:
     """metrics.jsonl without what the clock decides."""
     lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
     clock = ("seconds", "tokens_per_second", "mfu", "save_seconds", "peak_memory")
-    return [
-        {k: v for k, v in line.items() if k not in clock} for line in lines if line.get("event") != "push"
-    ]
+    return [{k: v for k, v in line.items() if k not in clock} for line in lines]
 
 
 def tolerance(key: str, rel: float = 1e-5) -> float:

@@ -59,7 +59,7 @@ RUNS = {
     "one point": [train_line(1)],
     "an evaluation alone": [eval_line(1)],
     "nothing but nulls": [train_line(s, None, grad_norm=None, tokens_per_second=None) for s in range(60)],
-    "missing keys": [{"step": 1}, {"loss/train": 3.0}, {"step": 2, "loss/train": 3.0}, {"event": "push"}],
+    "missing keys": [{"step": 1}, {"loss/train": 3.0}, {"step": 2, "loss/train": 3.0}, {"event": "other"}],
     "constant loss": [train_line(s, 3.0) for s in range(100)],
     "huge loss": [train_line(s, 10.0**s) for s in range(1, 60)] + [eval_line(60, 1e4, perplexity=None)],
     "masked LM": [train_line(s, 3.0) for s in range(100)]

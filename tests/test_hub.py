@@ -1,12 +1,15 @@
 """Publishing on the Hub, against a Hub on loopback with the real client, over both of its transports.
 
-Programs run in processes of their own, forked (tests/forked.py). Whatever they print and leave is searched
-for the token.
+Programs and runs are processes of their own, forked (tests/forked.py). Whatever they print and leave is
+searched for the token.
 """
 
+import hashlib
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,20 +19,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests import forked
 from tests.hub_server import ADA, TOKEN, Fault, HubServer
+from tests.runs import PROJECT, TINY, metrics, write_corpus
 
-PROJECT = Path(__file__).resolve().parent.parent
-UPLOAD = "PUT /lfs|POST /xet/v1/xorbs"  # of weights, on either transport
+UPLOAD, COMMIT = "PUT /lfs|POST /xet/v1/xorbs", "POST .*/commit/"  # of weights, on either transport
 ALWAYS = float("inf")
+REPO = "ada/tiny"  # of the runs
 PRELUDE = """
 import json, os, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from accelerate import Accelerator
 from utils.publishing import hub
-from utils.publishing.hub import Hub
 
 out = Path(sys.argv[1])
 out.mkdir(exist_ok=True)
@@ -38,29 +42,25 @@ def open_hub(model_id="ada/model", private=False):
     settings = dict(push_to_hub=True, hub_model_id=model_id, hub_private_repo=private)
     args = SimpleNamespace(output_dir=str(out), eval_only=False, show=0, **settings)
     problems = []
-    made = Hub(args, Accelerator(cpu=True), problems)
+    pushes = hub.Hub(args, Accelerator(cpu=True), problems)
     if problems:
         raise ValueError(*problems)
-    return made
+    return pushes
 
-def save(step, size=20_000):
+def save(step):
     "What a save leaves: weights in a new file, the rest rewritten in place, each naming its step."
-    (out / ".weights").write_bytes(step.to_bytes(4, "big") * (size // 4))
+    (out / ".weights").write_bytes(step.to_bytes(4, "big") * 5000)
     os.replace(out / ".weights", out / "model.safetensors")
     for name in ("config.json", "metrics.jsonl", "curves.png"):
         (out / name).write_text(f"step {step}")
     (out / "README.md").write_text(f"---\\nlicense: mit\\n---\\nstep {step}\\n")
 
+def push(step):
+    save(step)
+    pushes.push(step)
+
 def tell(what):
     print(">", what, flush=True)
-
-def wait(pushes, *states):
-    "Wait for the next event of such a state."
-    while True:
-        for event in pushes.poll():
-            if event["state"] in states:
-                return event
-        time.sleep(0.02)
 """
 
 
@@ -76,12 +76,17 @@ def hub(tmp_path, hub_port, hub_home):
         yield hub
 
 
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
 class Program:
     """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`. fresh: not forked,
     so that it also ends as Python does."""
 
     def __init__(self, hub, folder, code, fresh=False):
-        self.hub, self.folder = hub, folder
+        self.hub, self.folder, self.heard = hub, folder, 0
         place = Path(tempfile.mkdtemp(dir=folder))
         script, stdin, self.log = place / "program.py", place / "stdin", place / "log"
         script.write_text(PRELUDE + textwrap.dedent(code))
@@ -111,13 +116,11 @@ class Program:
 
     def told(self):
         """What it passes to `tell` next."""
-        while len(lines := re.findall(r"^> .*\n", self.output, re.M)) <= self.heard:
+        while len(lines := re.findall(r"^> (.*)\n", self.output, re.M)) <= self.heard:
             assert self.status is None or self.output.count("\n> ") > self.heard, self.output
             time.sleep(0.02)
         self.heard += 1
         return lines[self.heard - 1]
-
-    heard = 0
 
     def until(self, request):
         """Wait until the server has seen a request that matches."""
@@ -133,16 +136,18 @@ class Program:
         ended = self.status
         self.process.kill()
         assert ended == status, self.output
-        assert TOKEN not in self.output
-        left = (path for place in (self.folder, self.hub.home) for path in place.rglob("*"))
-        kept = [path for path in left if path.is_file() and TOKEN.encode() in path.read_bytes()]
-        assert not kept, f"the token is in {kept}"
-        return self.output
+        return without_token(self.output, self.folder, self.hub.home)
+
+
+def without_token(output, *folders):
+    left = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert TOKEN not in output and not [path for path in left if TOKEN.encode() in path.read_bytes()]
+    return output
 
 
 def steps(hub, repo_id="ada/model"):
     """The steps of the revisions on the server, oldest first; all files of a revision must be of one step."""
-    found = []
+    steps = []
     for commit in hub.commits(repo_id):
         of = set()
         for name, entry in commit["files"].items():
@@ -153,23 +158,27 @@ def steps(hub, repo_id="ada/model"):
             elif name != ".gitattributes":
                 of.add(int(re.search(rb"step (\d+)", content)[1]))
         assert len(of) == 1, f"revision {commit['title']} mixes steps {of}"
-        found.append(of.pop())
-    assert found == sorted(found)
-    return found
+        steps.append(of.pop())
+    assert steps == sorted(steps)
+    return steps
 
 
 def upload_by_hand(hub, output):
-    """Run the command that the program printed."""
+    """Run the command that was printed."""
     words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
     words[0] = str(Path(sys.executable).parent / "hf")
     done = subprocess.run(words, env=hub.env(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# ---- The thread and its pushes
+
+
 def test_each_revision_is_the_model_of_its_step(both, tmp_path):
     """from_pretrained(revision) gives the very weights of the local save; card and curves belong to them."""
     Program(both, tmp_path, """
     import torch
+    from huggingface_hub import HfApi
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
     pushes = open_hub("model", private=True)
     assert pushes.url == f"{os.environ['HF_ENDPOINT']}/ada/model"
@@ -185,9 +194,8 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
                    "perplexity": None, "note": f"step {step}"}, {"loss/train": 4.0}]
         (out / "metrics.jsonl").write_text("".join(json.dumps(record) + "\\n" for record in records))
         pushes.push(step)
-        event = wait(pushes, "done")
-        saved[event["revision"]] = model.state_dict()
-    assert pushes.finish()
+        assert pushes.finish() and pushes.published == pushes.url
+        saved[HfApi().model_info("ada/model").sha] = model.state_dict()
     assert pushes.status == "step 3 pushed" and not (out / ".hub").exists()
     rewritten = os.path.samefile(out / ".kept-1", out / ".kept-2")
     assert not rewritten, "save_pretrained rewrites weights in place: a hard link does not freeze them"
@@ -205,80 +213,188 @@ def test_each_revision_is_the_model_of_its_step(both, tmp_path):
     assert both.uses_xet == any("/xet/v1/xorbs" in entry["line"] for entry in both.log)
 
 
-def test_newer_snapshots_replace_those_that_wait(both, tmp_path):
-    """On a slow network, with files rewritten all the time: whole revisions in order, the last among them."""
-    both.faults.append(Fault(UPLOAD, "slow", rate=40_000, times=ALWAYS))
-    states = Program(both, tmp_path, """
-    pushes = open_hub()
-    for step in range(1, 13):
-        save(step)
-        pushes.push(step)
-        time.sleep(0.1)
-    assert pushes.finish()
-    print([event["state"] for event in pushes.poll()])
-    """).end()
-    published = steps(both)
-    assert published[-1] == 12 and 1 < len(published) < 12
-    assert (len(published), 12 - len(published)) == (states.count("done"), states.count("replaced"))
-
-
 PASSING = {
-    "server error": Fault("POST .*/commit/", status=500),
-    "rate limit": Fault("POST .*/commit/", status=429, headers={"Retry-After": "3"}),
-    "a commit has happened since": Fault("POST .*/commit/", status=412),
-    "another commit is in progress": Fault("POST .*/commit/", status=409),
+    "server error": Fault(COMMIT, status=500),
+    "rate limit": Fault(COMMIT, status=429, headers={"Retry-After": "1"}),
+    "rate limit of a server gone mad": Fault(COMMIT, status=429, headers={"Retry-After": "1e999"}),
+    "a commit has happened since": Fault(COMMIT, status=412),
+    "another commit is in progress": Fault(COMMIT, status=409),
     "connection lost in mid upload": Fault(UPLOAD, "drop", after=4096),
-    "connection lost in mid commit": Fault("POST .*/commit/", "drop", after=100),
-    "answer to the commit lost": Fault("POST .*/commit/", "lost"),
+    "connection lost in mid commit": Fault(COMMIT, "drop", after=100),
+    "answer to the commit lost": Fault(COMMIT, "lost"),
     "storage away": Fault(UPLOAD, status=503),
     "gateway": Fault("GET .*/tree/", status=502),
 }
 
 
-def test_passing_troubles_lose_nothing(both, tmp_path):
-    """One trouble per push: each revision stays whole and arrives, after the wait that is asked for."""
+def test_the_last_save_arrives_after_each_fault_that_passes(both, tmp_path):
     program = Program(both, tmp_path, f"""
     pushes = open_hub()
     for step in range(1, 1 + {len(PASSING)}):
         input()
-        save(step)
-        pushes.push(step)
-        tell(wait(pushes, "done", "failed"))
-    sys.exit(int(not pushes.finish()))
+        push(step)
+        tell(pushes.finish())
     """)
     for step, (what, fault) in enumerate(PASSING.items(), 1):
-        both.faults, began = [replace(fault)], len(both.log)
+        both.faults = [replace(fault)]
         program.go()
-        assert "'done'" in program.told(), program.output
+        assert program.told() == "True", (what, program.output)
         assert both.faults[0].times == 0, f"{what} has not happened"
         assert steps(both)[-1] == step, what
-        if what == "rate limit":
-            refused, again = [e["time"] for e in both.log[began:] if "/commit/" in e["line"]]
-            assert again - refused >= 3
     program.end()
 
 
-NO_WAIT = ["inf", "nan", "-1", "1e300", "1e999", "soon", "Wed, 21 Oct 2026 07:28:00 GMT", ""]
+HANGS = {"late": (UPLOAD, 1.0, [1, 3]), "silent": (UPLOAD, ALWAYS, [3]), "commit": (COMMIT, ALWAYS, [3])}
 
 
-def test_a_wait_that_cannot_be_asked_for_is_not_waited(hub, tmp_path):
-    """`Retry-After` of a server gone mad, before training and at a commit: our own backoff does."""
-    program = Program(hub, tmp_path, f"""
-    for step in range(1, 1 + {len(NO_WAIT)}):
-        input()
-        pushes = open_hub()
-        save(step)
-        pushes.push(step)
-        pushes.finish()
-        tell(pushes.poll()[-1]["state"])
+@pytest.mark.parametrize("match, seconds, arrive", HANGS.values(), ids=HANGS)
+def test_two_saves_come_while_a_push_hangs_and_the_last_one_arrives(both, tmp_path, match, seconds, arrive):
+    both.faults.append(Fault(match, "hang", seconds=seconds))
+    program = Program(both, tmp_path, """
+    hub.SILENCE = 1
+    pushes = open_hub()
+    push(1)
+    input()
+    push(2)
+    push(3)
+    sys.exit(int(not pushes.finish()))
     """)
-    for step, asked in enumerate(NO_WAIT, 1):
-        mad = {"status": 429, "headers": {"Retry-After": asked}, "times": 1}
-        hub.faults = [Fault("whoami", **mad), Fault("POST .*/commit/", **mad)]
-        program.go()
-        assert program.told() == "> done\n", (asked, program.output)
-        assert [fault.times for fault in hub.faults] == [0, 0] and steps(hub)[-1] == step
+    program.until(match)
+    program.go()
     program.end()
+    assert steps(both)[-len(arrive):] == arrive and 2 not in steps(both)
+
+
+LOST = {"revoked": 401, "gone": None, "silent": None}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_a_last_save_that_does_not_arrive_is_uploaded_by_the_printed_command(both, tmp_path, how):
+    """Each failure is said once, the wait is bounded, the exit not held up; the files stay."""
+    program = Program(both, tmp_path, """
+    hub.FINISH_SECONDS = 3
+    pushes = open_hub()
+    push(1)
+    assert pushes.finish()
+    tell("pushed")
+    input()
+    for step in (2, 3):
+        push(step)
+        pushes.thread.join(1)
+    sys.exit(int(not pushes.finish()))
+    """, fresh=how == "silent")
+    assert program.told() == "pushed"
+    tokens = both.tokens
+    if how == "revoked":
+        both.tokens = {}
+    elif how == "gone":
+        both.stop()
+    both.faults.append(Fault(UPLOAD, "hang", times=ALWAYS))
+    program.go()
+    output = program.end(status=1)
+    assert output.count("was not published") == (how == "revoked")  # else the client itself tries on
+    assert "'Step 3' did not reach ada/model" in output and not (tmp_path / "run/.hub").exists()
+    both.stop()
+    with HubServer(tmp_path / "server", both.port, both.uses_xet, both.home) as again:
+        again.tokens = tokens
+        assert steps(again) == [1]
+        upload_by_hand(again, output)
+        assert steps(again) == [1, 3]
+
+
+@pytest.mark.parametrize("match", [UPLOAD, COMMIT], ids=["upload", "commit"])
+def test_killed_during_a_push(both, tmp_path, match):
+    """The same program again ends with whole revisions and the last model, and clears what was frozen."""
+    code = """
+    pushes = open_hub()
+    for step in (1, 2):
+        push(step)
+        assert pushes.finish()
+    """
+    both.faults.append(Fault(match, "hang", times=ALWAYS))
+    program = Program(both, tmp_path, code)
+    program.until(match)
+    program.process.kill()
+    program.end(status=-9)
+    assert (tmp_path / "run/.hub").exists() and steps(both) == []
+    both.faults.clear()
+    Program(both, tmp_path, code).end()
+    assert steps(both) == [1, 2] and not (tmp_path / "run/.hub").exists()
+
+
+def test_a_full_disk_does_not_end_training(hub, tmp_path):
+    output = Program(hub, tmp_path, """
+    import resource
+    hub.FINISH_SECONDS = 3
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    pushes = open_hub()
+    for step in (1, 2, 3):
+        (out / "large.json").write_bytes(b"x" * (10 if step == 2 else 100_000))
+        (out / "large.json").write_text((out / "large.json").read_text() + f"step {step}")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as on a full disk: half a copy
+        push(step)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        while pushes.thread.is_alive():
+            time.sleep(0.02)
+        tell(pushes.status)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    sys.exit(int(not pushes.finish()))
+    """).end(status=1)
+    assert re.findall("^> (.*)", output, re.M) == ["step 1 not pushed", "step 2 pushed", "step 3 not pushed"]
+    assert "'Step 3' did not reach ada/model" in output and steps(hub) == [2]
+
+
+def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
+    """One file where there were shards: no revision holds both."""
+    Program(hub, tmp_path, """
+    pushes = open_hub()
+    for i in (1, 2):
+        (out / f"model-0000{i}-of-00002.safetensors").write_bytes(b"half")
+    (out / "model.safetensors.index.json").write_text("{}")
+    (out / "adapter.safetensors").write_bytes(b"not ours")
+    pushes.push(1)
+    assert pushes.finish()
+    for path in out.glob("*s*"):
+        path.unlink()
+    push(2)
+    sys.exit(int(not pushes.finish()))
+    """).end()
+    names = {name for name in hub.commits("ada/model")[-1]["files"] if "safetensors" in name}
+    assert names == {"model.safetensors", "adapter.safetensors"}
+
+
+def test_a_model_that_could_not_be_saved_is_not_pushed(hub, tmp_path):
+    """An export that fails leaves a mark; the files of the step before would be published as this one's."""
+    Program(hub, tmp_path, """
+    pushes = open_hub()
+    push(1)
+    assert pushes.finish()
+    (out / ".export").mkdir()
+    pushes.push(2)
+    assert pushes.finish()
+    (out / ".export").rmdir()
+    push(3)
+    assert pushes.finish()
+    """).end()
+    assert [commit["title"] for commit in hub.commits("ada/model")] == ["Step 1", "Step 3"]
+
+
+def test_the_printed_command_uploads_what_a_push_does(hub, tmp_path):
+    published = ["README.md", "metrics.jsonl", "model.safetensors", "picture.jpg"]
+    others = [".lock", ".export-notes/a", "best/model.safetensors", "checkpoints/step-00000001/state.json",
+              "nohup.out", "replaced-metrics.jsonl", "run.log", "train_clm/events", "train_clm.py"]
+    output = Program(hub, tmp_path, f"""
+    for name in {[*published, *others]}:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("---\\nlicense: mit\\n---\\n" + name)
+    pushes = open_hub()
+    pushes.push(1)
+    assert pushes.finish()
+    print(pushes.command().replace("ada/model", "ada/by-hand"))
+    """).end()
+    upload_by_hand(hub, output)
+    for repository in ("ada/model", "ada/by-hand"):
+        assert sorted({*hub.commits(repository)[-1]["files"]} - {".gitattributes"}) == published
 
 
 def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
@@ -299,7 +415,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
     for what in [told("model", ""), told("model", "hf_revoked"), told("model", "hf_reader")]:
         assert "hf auth login" in what and "HF_TOKEN" in what, what
     for what in [told("babbage/model"), told("royal-society/minutes"), told("royal-society/new")]:
-        assert "may not write" in what, what
+        assert "don't have the rights" in what, what
     assert "hub_model_id" in told("a b") and "hub_model_id" in told("ada/model/x")
     """).end()
     created = sorted(str(p.relative_to(tmp_path / "server/repos/models")) for p in tmp_path.rglob("*.json"))
@@ -308,7 +424,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
-    hub.faults.append(Fault("whoami", "hang", times=ALWAYS))
+    hub.faults.append(Fault("repos/create", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
     hub.CHECK_SECONDS = 1
     input()
@@ -323,157 +439,138 @@ def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     assert "train without push_to_hub" in program.end()
 
 
-def test_token_revoked_during_training(both, tmp_path):
-    """Said once; training goes on; nothing is lost: the printed command works with a good token."""
-    program = Program(both, tmp_path, """
-    pushes = open_hub()
-    for step in (1, 2, 3):
-        save(step)
-        pushes.push(step)
-        tell(wait(pushes, "done", "failed"))
-        input()
-    save(4)
-    pushes.push(4)
-    sys.exit(int(not pushes.finish()))
-    """)
-    assert "'done'" in program.told()
-    tokens, both.tokens = both.tokens, {}
-    program.go(), program.go(), program.go()
-    output = program.end(status=1)
-    assert output.count("was not published") == 1 and "hf auth login" in output
-    both.tokens = tokens
-    upload_by_hand(both, output)
-    assert steps(both) == [1, 4]
+# ---- Runs of train_clm.py
 
 
-@pytest.mark.parametrize("how", ["gone", "silent"])
-def test_server_lost_before_the_last_push(both, tmp_path, how):
-    """The wait is bounded, the exit not held up; files are kept, and the printed command works later."""
-    program = Program(both, tmp_path, """
-    hub.FINISH_SECONDS = 3
-    pushes = open_hub()
-    save(1)
-    pushes.push(1)
-    tell(wait(pushes, "done"))
-    input()
-    save(2)
-    pushes.push(2)
-    sys.exit(int(not pushes.finish()))
-    """, fresh=how == "silent" and both.uses_xet)
-    assert "'done'" in program.told()
-    if how == "gone":
-        both.stop()
-    both.faults.append(Fault(UPLOAD, "hang", times=ALWAYS))
-    program.go()
-    output = program.end(status=1)
-    assert "'Step 2' did not reach ada/model" in output
-    assert not (tmp_path / "run/.hub").exists()
-    both.stop()
-    with HubServer(tmp_path / "server", both.port, both.uses_xet, both.home) as again:
-        assert steps(again) == [1]
-        upload_by_hand(again, output)
-        assert steps(again) == [1, 2]
+def start(hub, corpus, folder, token=TOKEN, processes=1, picture=False, **changes):
+    """The processes of the script on the output folder folder/tiny, and where they write."""
+    folder.mkdir(exist_ok=True)
+    log = Path(tempfile.mkstemp(dir=folder, prefix="log-")[1])
+    flags = {**TINY, "dataset_name": corpus, "cache_dir": corpus.parent / "cache", "push_to_hub": True,
+             "output_dir": folder / "tiny", **changes}  # fmt: skip
+    env = hub.env(token=token) | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return forked.start_all(PROJECT, "train_clm.py", flags, log, processes, env=env, picture=picture), log
 
 
-@pytest.mark.parametrize("when", ["upload", "commit"])
-def test_killed_during_a_push(both, tmp_path, when):
-    """The same program again ends with whole revisions and the last model, and clears what was frozen."""
-    code = """
-    pushes = open_hub()
-    for step in (1, 2):
-        save(step)
-        pushes.push(step)
-        wait(pushes, "done")
-    assert not [*(out / ".hub").iterdir()]
-    sys.exit(int(not pushes.finish()))
-    """
-    match = UPLOAD if when == "upload" else "POST .*/commit/"
-    both.faults.append(Fault(match, "hang", times=ALWAYS))
-    program = Program(both, tmp_path, code)
-    program.until(match)
-    program.process.kill()
-    program.end(status=-9)
-    assert (tmp_path / "run/.hub").exists() and steps(both) == []
+def end(started, status, *folders):
+    """What it printed; neither that nor what it left may hold the token."""
+    processes, log = started
+    for process in processes:
+        process.join(200)
+    output, statuses = log.read_text(), [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert statuses == [status] * len(processes), output
+    return without_token(output, *folders)
+
+
+def published(hub, folder):
+    """The steps of the revisions; each must load, and its card, log and curves be of its step. The last one
+    has the weights in folder/tiny."""
+    steps = []
+    for commit in hub.commits(REPO):
+        here = folder / "revisions" / commit["oid"]
+        here.mkdir(parents=True)
+        for name, entry in commit["files"].items():
+            (here / name).write_bytes(hub.read(entry))
+        AutoModelForCausalLM.from_pretrained(here)
+        steps.append(int(re.match(r"Step (\d+), loss/eval [\d.]+, perplexity [\d.]+$", commit["title"])[1]))
+        assert f"| optimizer steps | {steps[-1]:,} |" in (here / "README.md").read_text()
+        assert metrics(here)[-1]["step"] == steps[-1] and (here / "curves.png").stat().st_size > 1000
+        assert json.loads((here / "args.json").read_text())
+    weights = hashlib.sha256((folder / "tiny/model.safetensors").read_bytes()).hexdigest()
+    assert hub.commits(REPO)[-1]["files"]["model.safetensors"]["sha256"] == weights
+    assert steps == sorted(steps)
+    return steps
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_first_and_the_last_save_are_revisions(both, corpus, tmp_path, processes):
+    rows = {"per_device_train_batch_size": 8 // processes}
+    end(start(both, corpus, tmp_path, processes=processes, picture=True, **rows), 0, tmp_path)
+    arrived = published(both, tmp_path)
+    assert (arrived[0], arrived[-1]) == (0, 6)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_without_a_token_nothing_begins(hub, corpus, tmp_path, processes):
+    """Exit status 2 and one message, on all processes, before data are prepared or a folder is made."""
+    output = end(start(hub, corpus, tmp_path, None, processes, cache_dir=tmp_path / "cache"), 2)
+    assert "hf auth login" in output and "Traceback" not in output
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "tiny").exists()
+
+
+OVER = r"hub +waits"  # printed when the run is over
+STOPPED = {"max_train_steps": 100_000, "eval_steps": 1000, "save_steps": 20}
+FAULTS = {  # of commits; (commits tried or text printed, then this signal); exit status; what then helps
+    "revoked": ({"status": 401, "skip": 1}, None, 1, "command"),
+    "gone": ({"kind": "drop", "skip": 1}, (OVER, signal.SIGTERM), 1, "command"),
+    "refused": ({"status": 403}, None, 1, "again"),
+    "killed": ({"kind": "hang", "skip": 1}, (2, signal.SIGKILL), -signal.SIGKILL, "again"),
+    "stopped, late": ({"kind": "hang", "seconds": 1}, (1, signal.SIGTERM), 128 + signal.SIGTERM, ""),
+    "stopped, silent": ({"kind": "hang"}, (1, signal.SIGTERM), 128 + signal.SIGTERM, "command"),
+}
+
+
+@pytest.mark.parametrize("fault, when, status, remedy", FAULTS.values(), ids=FAULTS)
+def test_a_run_ends_and_its_last_save_arrives_or_a_command_is_printed(
+    both, corpus, tmp_path, fault, when, status, remedy
+):  # fmt: skip
+    both.faults.append(Fault(f"{COMMIT}main", times=ALWAYS, **fault))
+    stops = status == 128 + signal.SIGTERM
+    started = start(both, corpus, tmp_path, picture=True, **(STOPPED if stops else {}))
+    [process], log = started
+    while when and (sum("/commit/main" in entry["line"] for entry in both.log) < when[0] if when[0] != OVER
+                    else not re.search(OVER, log.read_text())):  # fmt: skip
+        assert process.is_alive(), log.read_text()
+        time.sleep(0.02)
+    if when:
+        os.kill(process.pid, when[1])
+    output = end(started, status, tmp_path / "tiny")
+    last = int(re.search(r"Stopped at step (\d+)", output)[1]) if stops else 6
+    assert ("did not reach" in output) == (remedy == "command" or status == 1)
+    assert ("Published: http" in output) == (remedy == "")
     both.faults.clear()
-    Program(both, tmp_path, code).end()
-    assert steps(both) == [1, 2]
+    if remedy == "command":
+        upload_by_hand(both, output)
+    elif remedy == "again":
+        output = end(start(both, corpus, tmp_path, picture=True), 0, tmp_path / "tiny")
+        assert "Published: http" in output.splitlines()[-1]
+    assert published(both, tmp_path)[-1] == last
 
 
-def test_the_hubs_own_quota(hub, tmp_path):
-    """While the Hub takes no more, the push waits as long as it asks; those that wait are replaced."""
-    hub.faults = [Fault("POST .*/commit/", status=429, headers={"Retry-After": "2"}, skip=2)]
-    output = Program(hub, tmp_path, """
-    pushes = open_hub()
-    for step in (1, 2, 3, 4, 5):
-        save(step)
-        pushes.push(step)
-        wait(pushes, "done") if step < 3 else time.sleep(0.2)
-    sys.exit(int(not pushes.finish()))
-    """).end()
-    assert "next try in 2 s" in output and steps(hub) == [1, 2, 3, 5]
+def test_evaluation_and_a_look_at_rows_ask_no_hub(hub, corpus, tmp_path):
+    end(start(hub, corpus, tmp_path, push_to_hub=False), 0)
+    for what in ({"eval_only": True}, {"show": 1}):
+        end(start(hub, corpus, tmp_path, hub_model_id="ada/other", **what), 0)
+    assert not hub.log
 
 
-def test_a_full_disk_does_not_end_training(hub, tmp_path):
-    hub.faults = [Fault("POST .*/commit/", status=503)]
-    output = Program(hub, tmp_path, """
-    import resource
-    pushes = open_hub()
-    save(1)
-    (out / "large.json").write_bytes(b"x" * 100_000)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))  # as on a full disk, a copy is cut short
-    pushes.push(1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert wait(pushes, "failed")["push_step"] == 1
-    (out / "large.json").unlink()
-    save(2)
-    pushes.push(2)
-    while not pushes.uploading:
-        time.sleep(0.02)  # it waits for its second try, and stays when the next one finds no room
-    (out / "large.json").write_bytes(b"x" * 100_000)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    pushes.push(3)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    sys.exit(int(not pushes.finish()))
-    """).end(status=1)
-    assert "'Step 3' did not reach ada/model" in output and steps(hub) == [2]
+# ---- Data on the Hub
 
 
-def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
-    """One file where there were shards: no revision holds both."""
-    Program(hub, tmp_path, """
-    pushes = open_hub()
-    for i in (1, 2):
-        (out / f"model-0000{i}-of-00002.safetensors").write_bytes(b"half")
-    (out / "model.safetensors.index.json").write_text("{}")
-    (out / "adapter.safetensors").write_bytes(b"not ours")
-    pushes.push(1)
-    wait(pushes, "done")
-    for path in out.glob("*s*"):
-        path.unlink()
-    save(2)
-    pushes.push(2)
-    sys.exit(int(not pushes.finish()))
-    """).end()
-    names = {name for name in hub.commits("ada/model")[-1]["files"] if "safetensors" in name}
-    assert names == {"model.safetensors", "adapter.safetensors"}
+def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tmp_path):
+    """The repository is made, private; a passing fault is waited out; the finished one is left alone."""
 
+    def tool(module, *flags):
+        env = hub.env() | {"OMP_NUM_THREADS": "1"}
+        done = forked.run(f"data.{module}", ["--dataset_name", corpus, *flags], env=env)
+        assert done.returncode == 0 and TOKEN not in done.stdout + done.stderr, done.stderr
+        return done.stdout
 
-def test_a_model_that_could_not_be_saved_is_not_pushed(hub, tmp_path):
-    """An export that fails leaves a mark; the files of the step before would be published as this one's."""
-    Program(hub, tmp_path, """
-    pushes = open_hub()
-    save(1)
-    pushes.push(1)
-    (out / ".export").mkdir()
-    pushes.push(2)
-    (out / ".export").rmdir()
-    save(3)
-    pushes.push(3)
-    assert pushes.finish()
-    assert {event["push_step"] for event in pushes.poll()} == {1, 3}
-    """).end()
-    assert steps(hub)[-1] == 3
+    tool("tokens.tokenizer", "--vocab_size", "400", "--output_dir", tmp_path / "words")
+    hub.faults.append(Fault("POST .*/datasets/ada/rows/commit/main", status=500, times=1))
+    prepare = ["--tokenizer_name", tmp_path / "words", "--validation_fraction", "0.1",
+               "--output_dir", "hf://datasets/ada/rows"]  # fmt: skip
+    tool("prepare", *prepare)
+    commits = hub.commits("ada/rows", kind="datasets")
+    files = set(commits[-1]["files"])
+    assert "manifest.json" in files and not any(name.startswith("progress/") for name in files)
+    assert "is finished" in tool("prepare", *prepare)
+    assert len(hub.commits("ada/rows", kind="datasets")) == len(commits)
+    shards = {"dataset_name": "hf://datasets/ada/rows", "push_to_hub": False, "cache_dir": tmp_path / "cache"}
+    end(start(hub, corpus, tmp_path, **shards), 0, tmp_path)
+    assert metrics(tmp_path / "tiny")[-1]["step"] == 6
 
 
 def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
@@ -531,21 +628,3 @@ def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
                 assert end.code == 2, (end.code, told.getvalue())
         assert "Traceback" not in told.getvalue() and name.split(":")[0] in told.getvalue(), told.getvalue()
     """).end()
-
-
-def test_the_printed_command_uploads_what_a_push_does(hub, tmp_path):
-    published = ["README.md", "metrics.jsonl", "model.safetensors", "picture.jpg"]
-    others = [".lock", ".export-notes/a", "best/model.safetensors", "checkpoints/step-00000001/state.json",
-              "nohup.out", "replaced-metrics.jsonl", "run.log", "train_clm/events"]
-    output = Program(hub, tmp_path, f"""
-    for name in {[*published, *others]}:
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text("---\\nlicense: mit\\n---\\n" + name)
-    pushes = open_hub()
-    pushes.push(1)
-    assert pushes.finish()
-    print(hub.upload_command("ada/by-hand", out))
-    """).end()
-    upload_by_hand(hub, output)
-    for repository in ("ada/model", "ada/by-hand"):
-        assert sorted({*hub.commits(repository)[-1]["files"]} - {".gitattributes"}) == published

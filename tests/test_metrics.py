@@ -361,7 +361,7 @@ def test_trackers_get_the_numbers_of_a_record_at_its_step(tmp_path):
     accelerator = Accelerator(cpu=True, log_with=tracker)
     settings = {"seed": 1, "prompts": ["a"], "name": None}
     start_trackers(accelerator, "project", tmp_path, "id", settings, 0)  # tests/trackers: real ones
-    log_to_trackers(accelerator, {"step": 7, "loss/train": 2.5, "mfu": None, "event": "push"})
+    log_to_trackers(accelerator, {"step": 7, "loss/train": 2.5, "mfu": None, "event": "text"})
     assert tracker.settings == {"seed": 1, "prompts": "['a']", "name": "None"}
     assert tracker.logged == [(7, {"loss/train": 2.5})]
 

@@ -108,7 +108,7 @@ def test_two_machines_train_like_one_process(machines, workspace):
     flags = settings(workspace, "two")
     for rank, process in enumerate(start(machines, flags)):
         assert process.wait(PATIENCE) == 0, log_of(flags, rank)[-3000:]
-    assert "2 processes on 2 machines" in log_of(flags, 0)
+    assert "2 processes (MULTI_CPU)" in log_of(flags, 0)
     one = settings(workspace, "one", per_device_train_batch_size=8)
     assert forked.run("train_clm.py", one).returncode == 0
     for a, b in zip(metrics(one["output_dir"]), metrics(flags["output_dir"]), strict=True):

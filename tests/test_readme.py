@@ -103,7 +103,6 @@ SMALL = {
     BENCHMARK + "throughput --model_type roberta": [*TINY_SHAPE, "--block_size", "64"],
     BENCHMARK + "throughput --model_type modernbert": [*TINY_SHAPE, "--block_size", "64"],
     BENCHMARK + "preparation": "--tokenizer_name runs/clm --megabytes 1 --rounds 1".split(),
-    "OMP_NUM_THREADS=1 " + BENCHMARK + "push_cost": "--steps 20 --save_steps 10 --rounds 1".split(),
     BENCHMARK + "scaling": TINY_SHAPE,
     BENCHMARK + "scaling --optimizer_type muon": [*TINY_SHAPE, "--processes", "1", "2"],
     BENCHMARK + "accelerator": [
@@ -216,7 +215,7 @@ def test_every_command_is_run_here_or_has_its_reason():
 
 
 # What needs long; two processes are launched in test_accelerate_configs.py, too.
-SWEEP = ("preparation", "model_types", "scaling", "push_cost", "throughput", "accelerator")
+SWEEP = ("preparation", "model_types", "scaling", "throughput", "accelerator")
 
 
 def marks(start):

@@ -105,9 +105,8 @@ def loss_by_transformers(script, args) -> float:
 
 
 def _lines(run: Path) -> list[dict]:
-    """metrics.jsonl without what the clock or a Hub decides."""
-    lines = [line for line in read_metrics(run) if line.get("event") != "push"]
-    return [{key: value for key, value in line.items() if key not in CLOCK} for line in lines]
+    """metrics.jsonl without what the clock decides."""
+    return [{key: value for key, value in line.items() if key not in CLOCK} for line in read_metrics(run)]
 
 
 def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -1,24 +1,16 @@
 """A few lines on what a run will do, before its first step, with warnings of what the user may not expect."""
 
-import contextlib
-import hashlib
 import importlib.metadata
-import inspect
 import math
 import platform
-import subprocess
-from pathlib import Path
 
 import torch
-from accelerate.utils import DistributedType, parse_flag_from_env
 
 from utils.devices import has_bf16, local_processes
 from utils.display.throughput import device_name
-from utils.launch import PRECISIONS, counted, hiding
+from utils.launch import PRECISIONS, counted
 from utils.learning.optim import describe_groups, further_rates
 from utils.xla import is_xla, xla_precision
-
-DRIVERS = {"/proc/driver/nvidia/version": "NVIDIA", "/dev/kfd": "AMD"}  # files of a loaded driver
 
 
 def launch_facts(accelerator, attention: str) -> dict:
@@ -33,39 +25,23 @@ def launch_facts(accelerator, attention: str) -> dict:
     }
 
 
-def environment_of(args) -> dict:
-    """For args.json: versions, platform, and {"script": its SHA-256, "git": git describe --dirty, or None}"""
+def environment_of() -> dict:
+    """For args.json: versions and platform."""
     packages = ("torch", "accelerate", "transformers", "datasets", "huggingface_hub", "tokenizers", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
-    script = Path(inspect.getsourcefile(type(args)))
-    git = _git(script, "describe", "--always", "--dirty")
-    code = {"script": hashlib.sha256(script.read_bytes()).hexdigest(), "git": git or None}
-    return {"versions": versions, "python": platform.python_version(), "platform": platform.platform(),
-            "code": code}  # fmt: skip
-
-
-def _git(file: Path, *words: str) -> str:
-    """What git says of a file's folder, "" without git or a repository."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = ["git", "-C", str(file.parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    return ""
-
-
-def edited(script: Path) -> bool:
-    """Whether the script differs from the last commit."""
-    return bool(_git(script, "diff", "--name-only", "HEAD", "--", script.name))
+    return {"versions": versions, "python": platform.python_version(), "platform": platform.platform()}
 
 
 def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> list[str]:
     """The lines printed before the first step, the last ones warnings. step: steps already done; facts: as in
     utils/display/log.py."""
-    processes, local, launch = accelerator.num_processes, local_processes(), facts["launch"]
+    processes, launch = accelerator.num_processes, facts["launch"]
     micro, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
     total, passes = steps.tokens_before(steps.last), steps.epoch(steps.last)
     again = "; the same command resumes it" if args.resume_from_checkpoint == "auto" else ""
     begins = f"continues at step {step:,}" if step else "begins"
-    target = launched(accelerator.distributed_type, processes, local)
+    kind = accelerator.distributed_type.name  # NO: one process
+    target = counted(processes, "process") + f" ({kind})" * (kind != "NO")
     target += f", {launch['device']}, {launch['precision']}"
     if launch["compiler"] != "no":
         target += f", compiled with {launch['compiler']}"
@@ -85,8 +61,6 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     lines = [f"run        {begins}, in {args.output_dir}; stop it any time{again}", f"target     {target}",
              f"batch      {batch}", f"steps      {length}", f"model      {model}"]
     lines += describe_groups(optimizer)
-    if edited(script := Path(facts["script"]).resolve()):
-        lines.append(f"script     {script.name} is edited: `git diff {script.name}` shows how")
     if "tensorboard" in args.report_to:
         lines.append(f"tracker    tensorboard --logdir {args.output_dir}")
     if args.prompts == ["rows"]:
@@ -98,30 +72,12 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     if weights and not step and getattr(args, "learning_rate", 0) >= usual:
         lines.append("advice     these rates are for new models and ruin trained weights: try a twentieth, "
                      f"{further_rates(args)}")
-    return lines + [f"warning    {text}" for text in device_warnings(accelerator)]
-
-
-def device_warnings(accelerator) -> list[str]:
-    """A line for each device that is not used, or slower than it may seem."""
-    kind, local, devices = accelerator.device.type, local_processes(), torch.accelerator.device_count()
-    drivers = [maker for file, maker in DRIVERS.items() if Path(file).exists()]
-    if kind == "cpu" and drivers and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return [f"device: an accelerator's {drivers[0]} driver is loaded, but none is visible{hiding()} to "
-                f"torch {torch.__version__}: on the CPU."]
-    lines = []
-    if kind != "cpu" and local < devices:
-        lines.append(f"num_processes: {local} of {devices} devices are used.")
+    local, devices = local_processes(), torch.accelerator.device_count()
+    if accelerator.device.type != "cpu" and local < devices:
+        lines.append(f"warning    num_processes: {local} of {devices} devices are used.")
     if accelerator.mixed_precision == "bf16" and not has_bf16(accelerator.device):
-        lines.append("mixed_precision: bf16 is emulated here and slow; use --mixed_precision fp16.")
+        lines.append("warning    mixed_precision: bf16 is emulated and slow here; use fp16.")
     return lines
-
-
-def launched(kind: DistributedType, processes: int, local: int) -> str:
-    names = {"NO": "one process", "XLA": "XLA", "FSDP": "FSDP", "MULTI_CPU": "CPU"}
-    name = names.get(kind.name, "DDP")
-    if processes > 1 or kind != DistributedType.NO:
-        name += f", {counted(processes, 'process')}"
-    return name + (f" on {processes // local} machines" if processes > local and kind.name != "XLA" else "")
 
 
 def _millions(number: int) -> str:

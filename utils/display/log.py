@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from utils.display.metrics import Metrics, by_set, finite, newest
 from utils.display.progress import Progress, bar, duration, readable
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
+from utils.io.files import replacing
 from utils.io.secrets import without_secrets
 from utils.io.terminal import visible
 from utils.learning.model import EXAMPLES, pipeline_tag
@@ -75,7 +77,10 @@ class Log:
             lines = start_lines(self.args, accelerator, self.steps, step, optimizer, self.facts)
             self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
             rows = getattr(self.steps.rows, "fingerprint", None)
-            self.metrics.start(step, settings, rows, launch, environment_of(self.args))
+            self.metrics.start(step, settings, rows, launch, environment_of())
+            script = Path(self.facts["script"])
+            with replacing(Path(self.args.output_dir, script.name)) as copy:
+                shutil.copyfile(script, copy)
         project = Path(self.facts["script"]).stem
         start_trackers(accelerator, project, self.args.output_dir, self.metrics.run_id, settings, step)
 
@@ -138,7 +143,6 @@ class Log:
     def finish(self, step: int) -> None:
         """Results and commands to try next; after a stop signal how to resume."""
         self.progress.close()
-        self._events(step)
         self.accelerator.end_training()
         if step < self.steps.last or self.evaluated != step:
             where = f"at step {step} of {self.steps.last}"
@@ -155,16 +159,11 @@ class Log:
 
     def _record(self, record: dict) -> None:
         """Of training or evaluation, with its step; 0-d tensors become numbers."""
-        self._events(record["step"])
         scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
         record = record | scalars
         self.metrics.write(record)
         log_to_trackers(self.accelerator, record)
         self.progress.update(record["step"], record, self.throughput.eta, self.hub.status)
-
-    def _events(self, step: int) -> None:
-        for event in self.hub.poll():
-            self.metrics.write({"step": step, **event})
 
     def _summary(self, step: int) -> str:
         facts, folder = self.facts, self.args.output_dir
@@ -182,7 +181,7 @@ class Log:
         evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
         commands = {label: shlex.join(["python", "-c", code])}
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
-        commands["publish"] = self.hub.command
+        commands["publish"] = self.hub.command()
         names = ", ".join(facts["settings"]["dataset_name"])
         lines = [f"{facts['model_type']} on {names}", *_table(results)]
         lines += ["Next:", *_table(without_secrets(commands))]

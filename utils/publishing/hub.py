@@ -11,49 +11,35 @@ import shutil
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token, set_client_factory
 from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
+from huggingface_hub.utils._http import default_client_factory
 from tqdm import tqdm
 
 from utils.display.metrics import newest, read_metrics
 from utils.display.progress import readable
 from utils.io.mistakes import on_main_process
-from utils.io.retry import FIRST_CONTACT, SILENCE, bound_waiting, diagnose, with_retries
+from utils.io.secrets import without_secrets
 from utils.publishing.export import ASIDE
 from utils.publishing.model_card import repo_name
 from utils.state.stop_signals import requested
 
-CHECK_SECONDS = 5  # without an answer of the Hub before training; later it is SILENCE
+CHECK_SECONDS, SILENCE = 5, 60  # without an answer until a request fails: before training, and later
 FINISH_SECONDS, STOPPED_SECONDS = 600, 20  # for the last push: at the end of a run, after a stop signal
+LONGEST_PAUSE = 60  # seconds between pushes of the last save
+MAY_PASS = (408, 409, 412, 423, 425, 429)  # HTTP statuses below 500
 SHOWN = ("loss/eval", "perplexity", "accuracy")  # metrics of a commit message
 WEIGHTS = r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"  # a commit deletes those that it lacks
+# Folders, hidden files, earlier metrics, logs, the script (somebody's may hold a password).
+UNPUBLISHED = ["*/*", ".*", "replaced-*", "*.out", "*.log", "*.py"]
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (https://hf.co/settings/tokens)"
-REMEDIES = {  # by HTTP status
-    401: f"; the token is missing, revoked or expired: {LOGIN}",
-    403: f"; this token may not write there: choose another hub_model_id, or {LOGIN}",
-    404: "; there is no such repository: create it, or choose another hub_model_id",
-    413: "; too large for the Hub, see https://huggingface.co/docs/hub/storage-limits",
-}
-
-
-@dataclass
-class Snapshot:
-    """The files of one save, which no longer change. They become one commit."""
-
-    step: int
-    folder: Path
-    message: str
-    state: str = ""  # the last event: replaced, failed, done
-    error: str = ""
 
 
 class Hub:
     """The repository of a run. All processes make it; the main process pushes, if push_to_hub is set and the
-    run trains. At most one save waits, the newest.
+    run trains. A save that comes while another one is pushed is not pushed, unless it is the last.
 
     repo_id: user/name, or "" without pushes; url: of the model's page; status: a few words on the last push.
     problems: what is wrong so far. Without any the repository is made now; a line is added, on all processes,
@@ -64,9 +50,8 @@ class Hub:
         self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
         self.api, self.repo_id, self.url, self.status = HfApi(), "", "", ""
         self.named = repo_name(args)
-        self.last_error = ""  # that the user has been told
-        self.changed, self.finished, self.events = threading.Condition(), False, []  # it guards what follows
-        self.newest = self.waiting = self.uploading = None  # snapshots
+        self.thread, self.error = threading.Thread(), ""  # of the last push
+        self.newest = self.arrived = self.refused = None  # steps of saves
         if not args.push_to_hub or args.eval_only or args.show or problems:
             return
         try:
@@ -76,154 +61,145 @@ class Hub:
             return problems.append(str(error))
         self.repo_id = repo_id if accelerator.is_main_process else ""
         self.url = self.repo_id and f"{self.api.endpoint}/{self.repo_id}"
+        os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{SILENCE}s")  # default: 300 s for each try
+        disable_progress_bars()  # they would overwrite ours
 
     @property
     def published(self) -> str:
         """The page of the model, if the newest save has arrived there, else ""."""
-        return self.url if self.newest and self.newest.state == "done" else ""
+        return self.url if self.newest is not None and self.newest == self.arrived else ""
 
-    @property
-    def command(self) -> str:
-        """A shell command that uploads what push does of the folders and files that are there now."""
+    def command(self, *options: str) -> str:
+        """A shell command that uploads the same files as `push`."""
+        words = [word for pattern in UNPUBLISHED for word in ("--exclude", pattern)]
+        where = self.repo_id or self.named, str(self.output_dir), "."
         login = "" if get_token() else "hf auth login && "
-        return login + upload_command(self.repo_id or self.named, self.output_dir)
+        return login + shlex.join(["hf", "upload", *where, *words, *options])
 
     def push(self, step: int) -> None:
         """Push the files of output_dir, whose save is of this step, unless the model could not be saved."""
-        if not self.repo_id or (self.output_dir / ASIDE).exists():
-            return
-        if not self.newest:  # not earlier: now output_dir is locked
-            shutil.rmtree(self.frozen, ignore_errors=True)  # left by a killed run
-            os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{SILENCE}s")  # default: 300 s for each try
-            disable_progress_bars()  # they would overwrite ours
-            threading.Thread(target=self._work, name="uploads", daemon=True).start()
-        folder, message = self.frozen / f"{step}-{time.monotonic_ns()}", commit_message(self.output_dir, step)
-        snapshot = Snapshot(step, folder, message)
-        try:
-            self._freeze(folder)
-        except OSError as error:  # most likely a full disk; an older snapshot keeps waiting
-            self.newest = snapshot
-            return self._record(snapshot, "failed", error=f"{type(error).__name__}: {error}")
-        with self.changed:
-            if self.waiting:
-                self._record(self.waiting, "replaced")
-            self.newest = self.waiting = snapshot
-            self.changed.notify_all()
-
-    def poll(self) -> list[dict]:
-        """The events since the last call, for metrics.jsonl. Tells the user each new failure."""
-        with self.changed:
-            events, self.events = self.events, []
-        for event in events:
-            if event.get("error", self.last_error) != self.last_error and not self.finished:
-                self.last_error = event["error"]
-                tqdm.write(f"{self.repo_id}: step {event['push_step']} was not published: {self.last_error}. "
-                           "Training goes on and tries again.", file=sys.stdout)  # fmt: skip
-        return events
+        if self.repo_id and not (self.output_dir / ASIDE).exists():
+            self.newest = step
+            if not self.thread.is_alive():
+                self._start()
 
     def finish(self) -> bool:
-        """Wait for the newest save to arrive: ten minutes, or 20 s after a stop signal. If it does not, print
-        how to upload it and return False."""
-        deadline = time.monotonic() + FINISH_SECONDS
-        with self.changed:
-            if self.waiting or self.uploading:
-                tqdm.write(f"hub        waits up to {FINISH_SECONDS // 60} minutes until {self.repo_id} has "
-                           f"step {self.newest.step}; Ctrl-C ends that", file=sys.stdout)
-            while (self.waiting or self.uploading) and time.monotonic() < deadline:
-                if requested():
-                    deadline = min(deadline, time.monotonic() + STOPPED_SECONDS)
-                self.changed.wait(0.1)
-            self.finished, last = True, self.newest
-            self.changed.notify_all()
-        if last:
-            shutil.rmtree(self.frozen, ignore_errors=True)  # an upload in progress fails before its commit
-        if not last or last.state == "done":
+        """Push the newest save until it arrives, for at most ten minutes, or 20 s after a stop signal. If it
+        does not arrive, print how to upload it and return False."""
+        began, pause, again = time.monotonic(), 1, 0.0
+        deadline = began + FINISH_SECONDS
+        if self.newest != self.arrived:
+            tqdm.write(f"hub        waits up to {FINISH_SECONDS // 60} minutes until {self.repo_id} has "
+                       f"step {self.newest}; Ctrl-C ends that", file=sys.stdout)  # fmt: skip
+        while self.newest not in (self.arrived, self.refused) and time.monotonic() < deadline:
+            if requested():
+                deadline = min(deadline, time.monotonic() + STOPPED_SECONDS)
+            if not self.thread.is_alive() and time.monotonic() > again:
+                self._start()
+                again, pause = time.monotonic() + pause, min(2 * pause, LONGEST_PAUSE)
+            time.sleep(0.05)
+        if self.newest == self.arrived:
             return True
-        command = upload_command(self.repo_id, self.output_dir, "--commit-message", last.message)
-        print(f"{last.message!r} did not reach {self.repo_id}: {last.error or self.status}.\n"
-              f"Everything is in {self.output_dir}; this uploads it:\n    {command}", flush=True)  # fmt: skip
+        shutil.rmtree(self.frozen, ignore_errors=True)  # an upload in progress fails before its commit
+        message = commit_message(self.output_dir, self.newest)
+        print(f"{message!r} did not reach {self.repo_id}: {self.error or self.status}.\nEverything is in "
+              f"{self.output_dir}; this uploads it:\n    {self.command('--commit-message', message)}",
+              flush=True)  # fmt: skip
         return False
 
-    def _freeze(self, folder: Path) -> None:
+    def _start(self) -> None:
+        """Start a push of the newest save, whose files are in output_dir."""
+        step, message = self.newest, commit_message(self.output_dir, self.newest)
+        self.status = f"pushing step {step}"
+        try:
+            self._freeze()
+        except OSError as error:  # most likely a full disk
+            return self._end(step, error)
+        self.thread = threading.Thread(target=self._upload, args=(step, message), name="upload", daemon=True)
+        self.thread.start()
+
+    def _freeze(self) -> None:
         """Hard links of weights, which are replaced and never rewritten, and copies of the other files."""
-        folder.mkdir(parents=True)
+        shutil.rmtree(self.frozen, ignore_errors=True)  # left by a killed run
+        self.frozen.mkdir(parents=True)
         names = [path.name for path in self.output_dir.iterdir() if path.is_file()]
-        for name in filter_repo_objects(names, ignore_patterns=unpublished(self.output_dir)):
+        for name in filter_repo_objects(names, ignore_patterns=UNPUBLISHED):
             if name.endswith(".safetensors"):
                 with contextlib.suppress(OSError):  # this file system has no hard links
-                    os.link(self.output_dir / name, folder / name)
+                    os.link(self.output_dir / name, self.frozen / name)
                     continue
-            shutil.copyfile(self.output_dir / name, folder / name)
+            shutil.copyfile(self.output_dir / name, self.frozen / name)
 
-    def _record(self, snapshot: Snapshot, state: str, **details) -> None:
-        shutil.rmtree(snapshot.folder, ignore_errors=True)
-        with self.changed:
-            snapshot.state, snapshot.error = state, details.get("error", "")
-            self.events.append({"event": "push", "push_step": snapshot.step, "state": state} | details)
-
-    def _work(self) -> None:
+    def _upload(self, step: int, message: str) -> None:
         """The thread."""
-        while snapshot := self._next():
-            started, self.status = time.monotonic(), f"pushing step {snapshot.step}"
-            upload = partial(commit, self.api, self.repo_id, snapshot.folder, snapshot.message)
-            try:
-                revision = with_retries(upload, self.status)
-            except Exception as error:
-                trouble, self.status = diagnose(error), f"step {snapshot.step} not pushed"
-                self._record(snapshot, "failed", error=f"{trouble.text}{REMEDIES.get(trouble.status, '')}")
-                continue
-            self.status = f"step {snapshot.step} pushed"
-            seconds = round(time.monotonic() - started, 2)
-            self._record(snapshot, "done", revision=revision, seconds=seconds)
+        try:
+            commit(self.api, self.repo_id, self.frozen, message)
+        except Exception as error:
+            return self._end(step, error)
+        self._end(step)
 
-    def _next(self) -> Snapshot | None:
-        """Waits for a snapshot to upload. None after `finish`."""
-        with self.changed:
-            self.uploading = None
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.waiting or self.finished)
-            if not self.finished:
-                self.uploading, self.waiting = self.waiting, None
-            return self.uploading
+    def _end(self, step: int, error: Exception | None = None) -> None:
+        """Note how a push ended, and tell the user each new failure."""
+        shutil.rmtree(self.frozen, ignore_errors=True)
+        if error is None:
+            self.error, self.status, self.arrived = "", f"step {step} pushed", step
+            return
+        before, self.error = self.error, reason(error)
+        self.status = f"step {step} not pushed"
+        if self.error != before:
+            tqdm.write(f"{self.repo_id}: step {step} was not published: {self.error}. Training goes on; the "
+                       "next save, or the end of the run, tries again.", file=sys.stdout)  # fmt: skip
+        status = getattr(getattr(error, "response", None), "status_code", 500)
+        if 400 <= status < 500 and status not in MAY_PASS:
+            self.refused = step
 
 
 def open_repository(api: HfApi, name: str, private: bool) -> str:
     """The id user/name of the repository, which is created if it is missing. ValueError, within seconds, if
     we may not write there or the Hub does not answer."""
-
-    def ask(call, *args, **settings):
-        try:
-            return with_retries(lambda: call(*args, **settings), subject, FIRST_CONTACT)
-        except Exception as error:
-            trouble = diagnose(error)
-            away = f"; can {api.endpoint} be reached from here? If not, train without push_to_hub"
-            remedy = REMEDIES.get(trouble.status, away if trouble.transient else "")
-            raise ValueError(f"{subject}: {trouble.text}{remedy}.") from None
-
-    bound_waiting(CHECK_SECONDS)
-    subject = "push_to_hub"
     if not get_token():
-        raise ValueError(f"{subject}: found no Hub token; {LOGIN}.")
-    user = ask(api.whoami)["name"]
-    repo_id = name if "/" in name else f"{user}/{name}"
-    subject = f"hub_model_id {repo_id}"
-    ask(api.create_repo, repo_id, private=private, exist_ok=True)
-    # create_repo accepts a repository that we may only read; this is the first request of every push.
-    ask(api.preupload_lfs_files, repo_id, [CommitOperationAdd("README.md", b"-")])
-    bound_waiting()
+        raise ValueError(f"push_to_hub: found no Hub token; {LOGIN}.")
+    bound_waiting(CHECK_SECONDS)
+    try:
+        repo_id = api.create_repo(name, private=private, exist_ok=True).repo_id
+        # create_repo accepts a repository that we may only read; this is the first request of every push.
+        api.preupload_lfs_files(repo_id, [CommitOperationAdd("README.md", b"-")])
+    except Exception as error:
+        raise ValueError(f"hub_model_id {name}: {reason(error)}. Is it a name that you may write to, and can "
+                         f"{api.endpoint} be reached from here? If the token is missing, revoked or may only "
+                         f"read: {LOGIN}. Or train without push_to_hub.") from None  # fmt: skip
+    bound_waiting(SILENCE)
     return repo_id
 
 
-def commit(api: HfApi, repo_id: str, folder: Path, message: str) -> str:
-    """One commit of all files in `folder`; returns its hash. upload_folder may divide files over several
-    commits, the first of which have weights and configurations of different steps."""
+def bound_waiting(seconds: float) -> None:
+    """Sets a timeout for each connect, read and write of the Hub's client, which has none."""
+
+    def factory():
+        client = default_client_factory()
+        client.timeout = seconds
+        return client
+
+    set_client_factory(factory)
+
+
+def commit(api: HfApi, repo_id: str, folder: Path, message: str) -> None:
+    """One commit of all files in `folder`. upload_folder may divide files over several commits, the first of
+    which have weights and configurations of different steps."""
     names, there = sorted(os.listdir(folder)), api.list_repo_files(repo_id)
     stale = [name for name in there if re.fullmatch(WEIGHTS, name) and name not in names]
     additions = [CommitOperationAdd(name, str(folder / name)) for name in names]
     for addition in additions:  # several at once would start threads that delay the exit of the process
         api.preupload_lfs_files(repo_id, [addition], free_memory=False)
-    changes = [*additions, *map(CommitOperationDelete, stale)]
-    return api.create_commit(repo_id, changes, commit_message=message).oid
+    api.create_commit(repo_id, [*additions, *map(CommitOperationDelete, stale)], commit_message=message)
+
+
+def reason(error: Exception) -> str:
+    """An exception as a line without secrets."""
+    if getattr(error, "response", None) is None:  # of LFS the cause says more
+        error = error.__cause__ or error
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return without_secrets(text)[:400].rstrip(".")
 
 
 def commit_message(output_dir: Path, step: int) -> str:
@@ -233,14 +209,3 @@ def commit_message(output_dir: Path, step: int) -> str:
              if key.startswith(SHOWN) and value is not None and "_stderr" not in key)  # fmt: skip
     return ", ".join([f"Step {step}", *known])
 
-
-def unpublished(output_dir) -> list[str]:
-    """Patterns of what is not published: folders, hidden files, earlier metrics, logs."""
-    folders = sorted(path.name for path in Path(output_dir).glob("[!.]*") if path.is_dir())
-    return [*(f"{name}/*" for name in folders), ".*", "replaced-*", "*.out", "*.log"]
-
-
-def upload_command(repo_id: str, output_dir, *options: str) -> str:
-    """A shell command that uploads the same files as `push`."""
-    words = [word for pattern in unpublished(output_dir) for word in ("--exclude", pattern)]
-    return shlex.join(["hf", "upload", repo_id, str(output_dir), ".", *words, *options])
