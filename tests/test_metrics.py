@@ -29,8 +29,7 @@ from transformers import (
 
 from tests.runs import PATIENCE, PROJECT
 from utils.display import throughput
-from utils.display.log import Log
-from utils.display.metrics import Metrics, by_set, newest, read_args, read_metrics
+from utils.display.metrics import Metrics, newest, read_args, read_metrics
 from utils.display.progress import duration, readable
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers, tracker_problems
@@ -106,35 +105,31 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path, end):
     assert starts(tmp_path / "killed") == [0, 3] and len(strict_lines(tmp_path / "killed")) == 3
 
 
-@pytest.mark.parametrize(("step", "resume"), [(0, "auto"), (0, "none")])
-def test_a_new_run_begins_an_empty_log_and_keeps_the_old_one_aside(tmp_path, step, resume, capsys):
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_new_run_begins_an_empty_log_and_keeps_the_old_one_aside(tmp_path, resume, capsys):
     first = started(tmp_path, 0)
     first.write({"step": 1})
     first.finish(1, "")
     assert started(tmp_path, 1).finished == 1  # args.json says so until the run goes on
     assert read_args(tmp_path)["finished"] is None
-    new = started(tmp_path, step, resume)
+    new = started(tmp_path, 0, resume)
     assert new.run_id != first.run_id and new.finished is None and strict_lines(tmp_path) == []
     assert (tmp_path / "replaced-metrics.jsonl").read_text() == '{"step": 1}\n'
     assert "begins anew" in capsys.readouterr().out
 
 
-def test_args_json_holds_settings_versions_and_the_code(tmp_path):
+def test_args_json_holds_settings_and_versions_and_shows_a_change_of_devices(tmp_path):
     started(tmp_path, 0)
     known = json.loads((tmp_path / "args.json").read_text())
     assert known["settings"] == {"seed": 1} and known["rows"] == "rows" and known["python"] == "3"
     assert known["starts"] == [{"step": 0, **LAUNCH}]
+    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint="auto")
+    changes = Metrics(args, 3, True).changes({"device": "cpu", "processes": 4, "new": 1})
+    assert changes == ["launch     processes: 1 so far, 4 now"]
     for damaged in ("[1]", '{"run_id": 3}', "{", '{"run_id": "x", "settings": {}, "starts": [3]}'):
         (tmp_path / "args.json").write_text(damaged)
         assert read_args(tmp_path) == {}
     assert started(tmp_path, 2).known["settings"] == {"seed": 1}  # and the run goes on
-
-
-def test_a_start_on_other_devices_says_what_has_changed(tmp_path):
-    started(tmp_path, 0)
-    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint="auto")
-    lines = Metrics(args, 3, True).changes({"device": "cpu", "processes": 4, "new": 1})
-    assert lines == ["launch     processes: 1 so far, 4 now"]
 
 
 def test_only_the_main_process_writes(tmp_path):
@@ -161,38 +156,10 @@ for step in range(9):
     assert [line["step"] for line in strict_lines(tmp_path)] == [0, 1]
 
 
-def test_values_of_several_evaluation_sets_are_found_by_name():
-    record = {"step": 1, "loss/eval/a": 2.0, "loss/eval/b": 3.0, "perplexity/a": 7.4, "loss/mlm/a": 1.0}
-    assert by_set(record, "loss/eval") == {"a": 2.0, "b": 3.0} and by_set(record, "perplexity") == {"a": 7.4}
-    assert by_set({"loss/eval": 2.0, "loss/nsp": 1.0}, "loss/eval") == {"": 2.0}
-    assert by_set({"loss/train": 2.0}, "loss/eval") == {}
-
-
 def test_read_metrics_skips_what_is_not_a_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n[1]\n\xff\xfe\n{"step": 2}\n{"ste')
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
     assert read_metrics(tmp_path / "missing") == []
-
-
-@pytest.mark.parametrize(("skipped", "last", "rows", "expected"), [
-    ([0, 1, 0, 1], 40, lambda step: 8 * step, [(38, [296, 304]), (40, [312, 320])]),
-    ([1], 1, [0, 16, 48].__getitem__, [(1, [0, 16])]),  # steps of unequal size
-])  # fmt: skip
-def test_skipped_updates_are_told_with_their_step_and_rows(skipped, last, rows, expected):
-    written = []
-    steps = SimpleNamespace(rows_before=rows, tokens_before=rows, epoch=lambda step: 0)
-    steps.epochs = lambda step: {}
-    log = SimpleNamespace(
-        steps=steps, metrics=SimpleNamespace(write=written.append), _record=written.append, skipped=0,
-        throughput=SimpleNamespace(measure=lambda step: {}), accelerator=Accelerator(cpu=True),
-    )  # fmt: skip
-    Log.train(log, last, {}, 1e-3, skipped)
-    *events, line = written
-    assert events == [
-        {"step": last, "event": "skipped_update", "update": update, "positions": positions}
-        for update, positions in expected
-    ]
-    assert line["skipped_updates"] == log.skipped == len(expected)
 
 
 @pytest.fixture
@@ -215,21 +182,17 @@ class Constant:
 
 def test_tokens_per_second_leave_evaluation_out_and_mfu_is_flops_over_peak(clock):
     meter = Throughput(Constant(100, 1000), flops_per_token=6e6, peak=1e10, seconds=50)
+    unknown = Throughput(Constant(100, 1000), flops_per_token=6e6, peak=peak_flops("cpu"))
     clock[0] += 4.0  # ten steps
+    assert unknown.measure(10)["mfu"] is None
     with meter.apart("evaluation"):
         clock[0] += 16.0
     assert meter.measure(10) == {"seconds": 70.0, "tokens_per_second": 2500.0, "mfu": 1.5}
     clock[0] += 2.0
     with meter.apart("save"):  # how long training stood still for it is logged
         clock[0] += 3.0
-    found = meter.measure(20)
-    assert found["tokens_per_second"] == 5000.0 and found["save_seconds"] == 3.0
-
-
-def test_mfu_is_null_for_a_device_of_unknown_peak(clock):
-    meter = Throughput(Constant(100, 1000), flops_per_token=6e6, peak=peak_flops("cpu"))
-    clock[0] += 1
-    assert meter.measure(1)["mfu"] is None
+    record = meter.measure(20)
+    assert record["tokens_per_second"] == 5000.0 and record["save_seconds"] == 3.0
 
 
 def test_time_left_is_what_the_rest_of_the_run_takes(clock):
@@ -255,16 +218,11 @@ def test_time_left_is_what_the_rest_of_the_run_takes(clock):
         assert eta == pytest.approx(clock[0] - at, abs=10), step
 
 
-def test_a_growing_batch_is_measured_and_foretold_by_its_tokens(clock):
+def test_the_time_left_of_a_growing_batch_follows_its_tokens(clock):
     """Step s takes s + 1 seconds for as many thousand tokens: the rate stays, the time left is exact."""
 
-    class Growing:
-        last = 20
-
-        def tokens_before(self, step):
-            return 1000 * step * (step + 1) // 2
-
-    meter = Throughput(Growing(), step=4)
+    steps = SimpleNamespace(last=20, tokens_before=lambda step: 1000 * step * (step + 1) // 2)
+    meter = Throughput(steps, step=4)
     for step in range(5, 21):
         clock[0] += step
         if step % 4 == 0:
@@ -276,57 +234,42 @@ def test_a_growing_batch_is_measured_and_foretold_by_its_tokens(clock):
     ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
     ("NVIDIA H200", 989), ("NVIDIA L4", 121), ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125),
     ("NVIDIA GeForce RTX 4090", 165), ("AMD Instinct MI250X", 191.5), ("AMD Instinct MI300X", 1307),
-    ("TPU v4-8", 275), ("TPU v5litepod-4", 197), ("TPU v5p-8", 459), ("TPU v6e-8", 918),
+    ("TPU v4-8", 275), ("TPU v5litepod-4", 197), ("TPU v5p-8", 459), ("TPU v6e-8", 918), ("cpu", None),
+    ("mps", None), ("TPU ?", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce GTX 1080", None),
 ])  # fmt: skip
-def test_peaks_are_found_by_the_names_devices_give_themselves(name, tflops):
-    assert peak_flops(name) == tflops * 1e12
+def test_peak_flops_are_those_of_the_device_by_its_name_or_none(name, tflops):
+    assert peak_flops(name) == (tflops and tflops * 1e12)
 
 
-@pytest.mark.parametrize("name", [
-    "cpu", "mps", "TPU ?", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-    "NVIDIA GeForce GTX 1080",
-])  # fmt: skip
-def test_a_device_that_is_not_in_the_table_has_no_peak(name):
-    assert peak_flops(name) is None
-
-
-SHAPES = {
-    "tied": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=3, n_embd=64, n_head=4, vocab_size=500, n_positions=64, attn_implementation="eager"
-        )
-    ),
-    "untied, grouped queries": lambda: LlamaForCausalLM(LlamaConfig(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, vocab_size=500, tie_word_embeddings=False,
-        attn_implementation="eager",
-    )),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_flops_per_token_agree_with_torchs_count_of_a_training_step(shape):
-    """Counted by torch from the matrix products that run; 6 N also has biases and norms: within 2 %."""
-    model, tokens = SHAPES[shape](), torch.randint(500, (2, 64))
+def counted_flops(model, T):
+    """Of a training step, by torch's counter of the matrix products that run, per token."""
+    tokens = torch.randint(500, (2, T))
     with FlopCounterMode(display=False) as counter:
         model(tokens, labels=tokens).loss.backward()
-    assert flops_per_token(model, 64) * 128 == pytest.approx(counter.get_total_flops(), rel=0.02)
+    return counter.get_total_flops() / tokens.numel()
+
+
+EAGER = {"vocab_size": 500, "attn_implementation": "eager"}
+BLOCKS = EAGER | {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
+BLOCKS |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("model", [
+    GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=64, n_head=4, n_positions=64, **EAGER)),
+    LlamaForCausalLM(LlamaConfig(head_dim=32, tie_word_embeddings=False, **BLOCKS)),
+], ids=["tied", "untied, grouped queries"])  # fmt: skip
+def test_flops_per_token_agree_with_torchs_count_of_a_training_step(model):
+    """6 N also has biases and norms: within 2 %."""
+    assert flops_per_token(model, 64) == pytest.approx(counted_flops(model, 64), rel=0.02)
 
 
 def test_where_one_layer_of_three_attends_longer_rows_cost_one_layer_more():
     """Torch's counter says more of convolutions than they do, but the same of each token."""
-    model = Lfm2ForCausalLM(Lfm2Config(
-        hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, full_attn_idxs=[1], vocab_size=500, attn_implementation="eager",
-    ))  # fmt: skip
-    counted = []
-    for length in (64, 256):
-        tokens = torch.randint(500, (2, length))
-        with FlopCounterMode(display=False) as counter:
-            model(tokens, labels=tokens).loss.backward()
-        counted.append(counter.get_total_flops() / tokens.numel())
+    model = Lfm2ForCausalLM(Lfm2Config(full_attn_idxs=[1], **BLOCKS))
     ours = flops_per_token(model, 256) - flops_per_token(model, 64)
-    assert ours == 12 * 64 * 192 == pytest.approx(counted[1] - counted[0], rel=0.02)
+    counted = counted_flops(model, 256) - counted_flops(model, 64)
+    assert ours == 12 * 64 * 192 == pytest.approx(counted, rel=0.02)
 
 
 def test_flops_per_token_of_gpt2_are_the_published_855_million():
@@ -339,15 +282,10 @@ class ListTracker(GeneralTracker):
     """accelerate's interface for trackers of one's own, kept in a list."""
 
     name, requires_logging_directory = "list", False
-
-    def __init__(self):
-        super().__init__()
-        self.settings, self.logged = None, []
-
     tracker = property(lambda self: self.logged)
 
     def start(self):
-        pass
+        self.settings, self.logged = None, []
 
     def store_init_configuration(self, values):
         self.settings = values
@@ -445,17 +383,13 @@ def test_libraries_are_silent_unless_asked(level):
         assert (noise in result.stderr) == (level == "info"), noise
 
 
-@pytest.mark.parametrize("value, text", [
-    (0.33333, "0.3333"), (12.18, "12.18"), (999.96, "1,000"), (65023.6, "65,024"), (4000, "4,000"),
-    (1e9, "1,000,000,000"), (True, "True"), ("runs/clm", "runs/clm"),
+@pytest.mark.parametrize("write, value, text", [
+    *((readable, *pair) for pair in (
+        (0.33333, "0.3333"), (12.18, "12.18"), (999.96, "1,000"), (65023.6, "65,024"), (4000, "4,000"),
+        (1e9, "1,000,000,000"), (True, "True"), ("runs/clm", "runs/clm"))),
+    *((duration, *pair) for pair in (
+        (0.4, "0 s"), (42, "42 s"), (60, "1 min 0 s"), (200.4, "3 min 20 s"), (3599.7, "1 h 0 min"),
+        (18720, "5 h 12 min"), (273600, "3 d 4 h"))),
 ])  # fmt: skip
-def test_numbers_are_written_as_people_write_them(value, text):
-    assert readable(value) == text
-
-
-@pytest.mark.parametrize("seconds, text", [
-    (0.4, "0 s"), (42, "42 s"), (60, "1 min 0 s"), (200.4, "3 min 20 s"), (3599.7, "1 h 0 min"),
-    (18720, "5 h 12 min"), (273600, "3 d 4 h"),
-])  # fmt: skip
-def test_durations_read_well(seconds, text):
-    assert duration(seconds) == text
+def test_numbers_and_durations_read_well(write, value, text):
+    assert write(value) == text

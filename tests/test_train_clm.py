@@ -10,6 +10,7 @@ import json
 import math
 import re
 import shlex
+import shutil
 import time
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.batches.order import evaluation_rows
@@ -221,6 +222,22 @@ def test_what_a_run_leaves(one_process):
     assert [line["tokens"] for line in evaluations] == [0, 3 * 8 * 32, 6 * 8 * 32]
     losses = [line["loss/eval"] for line in evaluations]
     assert losses[-1] < losses[0] == pytest.approx(math.log(512), rel=0.02)
+
+
+def test_a_skipped_update_has_a_line_with_its_rows(workspace, one_process):
+    """Weights whose products are not finite: nothing learns, and metrics.jsonl says when."""
+    broken = shutil.copytree(one_process, workspace / "broken", ignore=lambda *_: ["checkpoints"])
+    weights = load_file(broken / "model.safetensors")
+    for name in ("w1", "w2", "w3"):
+        weights[f"model.layers.0.feed_forward.{name}.weight"].fill_(1e15)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    folder = trained(workspace, "skips", model_name_or_path=broken, config_overrides="", max_train_steps=3)
+    lines = metrics(folder)
+    assert [line for line in lines if line.get("event") == "skipped_update"] == [
+        {"step": step, "event": "skipped_update", "update": step, "positions": [8 * step - 8, 8 * step]}
+        for step in (1, 2, 3)
+    ]
+    assert [line["skipped_updates"] for line in lines if "loss/train" in line] == [1, 2, 3]
 
 
 def test_the_command_that_evaluates_a_run_begun_with_other_weights_evaluates_its_own(workspace, one_process):
