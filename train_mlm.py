@@ -101,9 +101,9 @@ class TrainArgs:
     muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
-    lr_scheduler_type: str = "linear"  # cosine, constant_with_warmup, warmup_stable_decay, ...
+    lr_scheduler_type: str = "linear"  # of transformers: cosine, constant_with_warmup, ...
+    lr_scheduler_kwargs: str | None = None  # its options: cosine_with_min_lr takes min_lr_rate=0.1
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
-    min_lr_ratio: float = 0.0  # final learning rate / peak
     num_train_epochs: float = 1.0  # passes over the rows, where max_train_steps is 0; the flag sets it to 0
     max_train_steps: int = 7000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping

@@ -42,10 +42,13 @@ MLM | --block_size 2                                    | block_size: must be mo
 MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
 CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
 CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
-CLM | --lr_scheduler_type cosin                         | lr_scheduler_type: 'cosin' is unknown, give one of: linear, cosine
-CLM | --lr_scheduler_type x                             | give one of: linear, cosine,
-CLM | --max_train_steps 12 --num_warmup_steps 1000      | add --num_warmup_steps 0.05, a share of them
-CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | add --num_warmup_steps 0.05
+CLM | --lr_scheduler_type cosin                         | lr_scheduler_type, 'cosin': cosin is not a valid SchedulerType, please select one of ['linear', 'cosine'
+CLM | --lr_scheduler_type reduce_lr_on_plateau          | lr_scheduler_type, 'reduce_lr_on_plateau': AttributeError: 'ReduceLROnPlateau' object has no
+CLM | --lr_scheduler_type warmup_stable_decay           | missing 1 required positional argument: 'num_decay_steps'
+CLM | --lr_scheduler_type cosine --lr_scheduler_kwargs min_lr_rate=0.1 | unexpected keyword argument 'min_lr_rate'
+CLM | --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=0.995 | num_warmup_steps: 18 must be 0 to 9, as the run has 1800 steps
+CLM | --max_train_steps 12 --num_warmup_steps 1000      | 1000 must be 0 to 12, as the run has 12 steps; below 1 it is a share
+CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | below 1 it is a share of them
 CLM | --num_warmup_steps nan                            | num_warmup_steps: must be a finite number
 CLM | --prompts 'import os' ' '                         | prompts: holds a blank text
 MLM | --prompts ''                                      | prompts: holds a blank text
@@ -86,7 +89,7 @@ MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none |
 # model
 CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers (near: gpt2
 CLM | --optimizer_type sgd                             | 'sgd' is unknown, give adamw or muon
-CLM | --lr_scheduler_type constant --min_lr_ratio 0.1  | min_lr_ratio: only linear, cosine
+CLM | --lr_scheduler_type constant --lr_scheduler_kwargs power=2 | lr_scheduler_kwargs: constant takes none
 CLM | --model_type gpt2 --config_overrides n_layers=2 | gpt2 has no n_layers (near: n_layer
 CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with model_name_or_path; leave it out
 CLM | --model_type gpt2 --config_overrides n_layer | Field 'n_layer' expected int

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from tests import forked
 from tests.launches import launches
 from utils.learning.optim import (
-    SCHEDULES,
     Means,
     UpdateGuard,
     build_optimizer,
@@ -57,7 +56,8 @@ def test_no_bias_and_no_norm_decays_and_every_parameter_is_there_once(model_type
 def settings(**changes):
     """Of a script, those of the optimizer and its schedule."""
     usual = dict(optimizer_type="adamw", learning_rate=1e-3, muon_learning_rate=0.0, weight_decay=0.1)
-    usual |= dict(adam_beta2=0.95, lr_scheduler_type="linear", num_warmup_steps=4, min_lr_ratio=0.0)
+    usual |= dict(adam_beta2=0.95, lr_scheduler_type="linear", num_warmup_steps=4)
+    usual |= dict(lr_scheduler_kwargs=None)
     return SimpleNamespace(**usual | changes)
 
 
@@ -103,22 +103,28 @@ def test_schedules_count_optimizer_steps_warm_up_and_end_at_zero(kind, warmup):
     assert schedule.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine", "warmup_stable_decay"])
-def test_schedules_may_end_above_zero(kind):
-    rates = rates_of(schedule_of(30, lr_scheduler_type=kind, min_lr_ratio=0.1), 31)
-    assert max(rates) == rates[4] == 3 and rates[30] == pytest.approx(0.3)
-    if kind == "warmup_stable_decay":  # in the last fifth, 1 - sqrt of the part that is done
-        assert rates[4:25] == [3.0] * 21
-        assert rates[25:30] == pytest.approx([3 * (0.1 + 0.9 * (1 - math.sqrt(i / 6))) for i in range(1, 6)])
+@pytest.mark.parametrize(("kind", "options", "expected"), [
+    ("cosine_with_min_lr", "min_lr_rate=0.1", {30: 0.3}),
+    ("polynomial", "power=2,lr_end=0.3", {30: 0.3}),
+    ("warmup_stable_decay", '{"num_decay_steps": 6, "min_lr_ratio": 0.1}', {24: 3, 27: 1.65, 30: 0.3}),
+    ("warmup_stable_decay", "num_decay_steps=0.2,decay_type=1-sqrt",  # Haegele et al., 2024, 2405.18392
+     {24: 3} | {24 + i: 3 * (1 - math.sqrt(i / 6)) for i in range(1, 7)}),
+])  # fmt: skip
+def test_schedules_take_the_options_of_transformers(kind, options, expected):
+    rates = rates_of(schedule_of(30, lr_scheduler_type=kind, lr_scheduler_kwargs=options), 31)
+    assert max(rates) == rates[4] == 3
+    assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.parametrize("end", [0.0, 0.1])
-def test_every_schedule_begins_at_zero_and_reaches_the_last_step(kind, end):
+@pytest.mark.parametrize(("kind", "options"), [
+    *[(kind, None) for kind in "linear cosine polynomial inverse_sqrt constant constant_with_warmup".split()],
+    ("warmup_stable_decay", "num_decay_steps=0.2"), ("cosine_with_min_lr", "min_lr_rate=0.1"),
+])  # fmt: skip
+def test_every_schedule_begins_at_zero_and_reaches_the_last_step(kind, options):
     """Whatever warm-up is of the run, also when the run is resumed at its last step."""
     for last in (1, 2, 20):
         for warmup in sorted({0, 1, last - 1, last} - ({last - 1, last} if "decay" in kind else set())):
-            changes = dict(lr_scheduler_type=kind, num_warmup_steps=warmup, min_lr_ratio=end)
+            changes = dict(lr_scheduler_type=kind, lr_scheduler_kwargs=options, num_warmup_steps=warmup)
             first, second = (schedule_of(last, **changes) for _ in range(2))
             rates = rates_of(first, last)
             assert all(0 <= rate <= 3 for rate in rates), (kind, last, warmup)
@@ -129,7 +135,9 @@ def test_every_schedule_begins_at_zero_and_reaches_the_last_step(kind, end):
 
 
 @pytest.mark.parametrize("changes", [
-    {"num_warmup_steps": 11}, {"num_warmup_steps": 9, "lr_scheduler_type": "warmup_stable_decay"},
+    {"num_warmup_steps": 11}, {"num_warmup_steps": -1},
+    {"num_warmup_steps": 9, "lr_scheduler_type": "warmup_stable_decay",
+     "lr_scheduler_kwargs": "num_decay_steps=0.2"},
 ])  # fmt: skip
 def test_a_schedule_that_cannot_be_is_refused_by_name(changes):
     with pytest.raises(ValueError, match="num_warmup_steps: .* as the run has 10 steps"):

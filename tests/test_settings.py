@@ -239,6 +239,7 @@ def test_a_run_may_grow_where_the_rate_of_its_step_stays_the_same(schedule, warm
     found = []
     for last in (was, now):
         args = train_clm.TrainArgs(lr_scheduler_type=schedule, max_train_steps=last, num_warmup_steps=warmup)
+        args.lr_scheduler_kwargs = "num_decay_steps=0.2" if schedule == "warmup_stable_decay" else None
         optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
         found.append((args, Steps(args, Accelerator(cpu=True), range(10**6)), optimizer))
     (args, steps, optimizer), (now_args, now_steps, another) = found

@@ -5,18 +5,21 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from utils.display.metrics import read_args
 from utils.display.progress import quiet_libraries
 from utils.display.trackers import tracker_problems
 from utils.flags import expand_home
 from utils.launch import launch_problems
+from utils.learning.configuration import one_line
 from utils.learning.model import check_model
-from utils.learning.optim import DECAYS, SCHEDULES
+from utils.learning.optim import build_schedule
 from utils.state.experiment import resume_problems
 
 POSITIVE = """block_size vocab_size per_device_train_batch_size per_device_eval_batch_size learning_rate
     gradient_accumulation_steps save_total_limit validation_fraction mlm_probability""".split()
-SHARES = "validation_fraction mlm_probability adam_beta2 min_lr_ratio".split()  # below 1
+SHARES = "validation_fraction mlm_probability adam_beta2".split()  # below 1
 
 
 def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
@@ -65,17 +68,15 @@ def use_saved_model(args: Any) -> None:
 def _schedule_problems(args: Any) -> list[str]:
     """Of optimizer, learning rate and length. An edit with its own may lack these settings."""
     optimizer = getattr(args, "optimizer_type", "adamw")
-    schedule, warmup = getattr(args, "lr_scheduler_type", "linear"), getattr(args, "num_warmup_steps", 0)
     steps, problems = args.max_train_steps, []
     if optimizer not in ("adamw", "muon"):
         problems.append(f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.")
-    if schedule not in SCHEDULES:
-        problems.append(f"lr_scheduler_type: {schedule!r} is unknown, give one of: {', '.join(SCHEDULES)}.")
-    if steps and warmup > steps:
-        problems.append(f"num_warmup_steps: {warmup:g} are more than max_train_steps, {steps}: add "
-                        "--num_warmup_steps 0.05, a share of them.")
-    if getattr(args, "min_lr_ratio", 0) and schedule not in DECAYS:
-        problems.append(f"min_lr_ratio: only {', '.join(DECAYS)} support it.")
+    if hasattr(args, "lr_scheduler_type"):
+        trial = torch.optim.SGD([torch.zeros(1)], abs(args.learning_rate) or 1)
+        try:
+            build_schedule(trial, args, steps or 2**62).lr_lambdas[0](steps)
+        except Exception as error:  # of many kinds: transformers does not check options
+            problems.append(f"lr_scheduler_type, {args.lr_scheduler_type!r}: {one_line(error)}")
     if not steps and not args.num_train_epochs:
         problems.append("max_train_steps and num_train_epochs: both are 0, set one of them.")
     if args.model_name_or_path and not args.tokenizer_name:

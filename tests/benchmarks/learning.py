@@ -34,11 +34,11 @@ from utils.display.metrics import read_metrics
 # The defaults until Muon was one, every setting that matters written out.
 BEFORE = {
     "clm": "--model_type gpt2 --optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.036 "
-    "--lr_scheduler_type cosine --min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 2800 "
+    "--lr_scheduler_type cosine --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 2800 "
     "--block_size 128 --per_device_train_batch_size 8 --vocab_size 4096 "
     "--config_overrides n_layer=4,n_embd=192,n_head=6,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
     "mlm": "--optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.0334 --lr_scheduler_type cosine "
-    "--min_lr_ratio 0 --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 6000 --mlm_probability 0.15",
+    "--weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 6000 --mlm_probability 0.15",
 }
 MUON = "--optimizer_type muon --muon_learning_rate 5e-3 --learning_rate 1e-2"  # after a small sweep
 GPT2 = (  # the default until its shape was chosen by what it learns, too

@@ -17,7 +17,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 T = 128  # tokens per row
 ADAMW = SimpleNamespace(  # settings of the loops that are measured
     optimizer_type="adamw", learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.999,
-    lr_scheduler_type="linear", num_warmup_steps=2, min_lr_ratio=0.0, muon_learning_rate=1e-2,
+    lr_scheduler_type="linear", lr_scheduler_kwargs=None, num_warmup_steps=2, muon_learning_rate=1e-2,
 )  # fmt: skip
 
 

@@ -185,7 +185,8 @@ def contenders(size: Size, small: bool) -> dict[str, list[str]]:
     shape += ",resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
     model = ["--model_type", "gpt2", "--config_overrides", shape]
     adamw = f"--optimizer_type adamw --learning_rate {size.rate} --adam_beta2 0.95 --weight_decay 0.1 "
-    adamw += f"--lr_scheduler_type cosine --min_lr_ratio {LAST_RATE} --num_warmup_steps {WARMUP}"
+    adamw += "--lr_scheduler_type cosine_with_min_lr "
+    adamw += f"--lr_scheduler_kwargs min_lr_rate={LAST_RATE} --num_warmup_steps {WARMUP}"
     muon = f"--learning_rate 1e-2 --muon_learning_rate 5e-3 --num_warmup_steps {WARMUP}"  # --preset gpt2's
     flags = {
         "ours, the same model and AdamW": [*model, *adamw.split()],

@@ -174,13 +174,9 @@ def setting(config, name):
 
 
 def parse_overrides(config, overrides) -> dict:
-    """'n_layer=4,n_embd=256', or a JSON object for parts of it -> {"n_layer": 4, "n_embd": 256}.
-    ValueError for names that the configuration lacks; transformers checks the values' types."""
-    if overrides.startswith("{"):
-        chosen = json.loads(overrides)
-    else:
-        items = (item.partition("=") for item in re.split(r",(?![^[]*\])", overrides) if item.strip())
-        chosen = {name.strip(): _value(text.strip()) for name, _, text in items}
+    """`named_values` under the names of the configuration. ValueError for names that it lacks; transformers
+    checks the values' types."""
+    chosen = named_values(overrides)
     defaults, other_names = config.to_dict(), config.attribute_map
     known = {*defaults, *other_names}
     if unknown := [f"{name}{_near(name, known)}" for name in chosen if name not in known]:
@@ -191,6 +187,14 @@ def parse_overrides(config, overrides) -> dict:
     chosen = {other_names.get(name, name): value for name, value in chosen.items()}
     real = (name for name, value in chosen.items() if isinstance(defaults.get(name), float))
     return chosen | {name: float(chosen[name]) for name in real}
+
+
+def named_values(text) -> dict:
+    """'n_layer=4,n_embd=256', or a JSON object for parts of it -> {"n_layer": 4, "n_embd": 256}."""
+    if text.startswith("{"):
+        return json.loads(text)
+    items = (item.partition("=") for item in re.split(r",(?![^[]*\])", text) if item.strip())
+    return {name.strip(): _value(value.strip()) for name, _, value in items}
 
 
 def _value(text):

@@ -1,24 +1,14 @@
 """Optimizer, schedule, the guard that skips updates that are not finite, and mean losses for the log."""
 
-import math
-
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
+from utils.learning.configuration import named_values
 from utils.learning.muon import MuonAdamW, hidden_matrices
 from utils.xla import sync
 
 GIVE_UP = 20  # updates in a row that are not finite
-
-DECAYS = {  # schedule: share of the learning rate that is left, as a function of the share of the decay done
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
-    "warmup_stable_decay": lambda done: 1 - math.sqrt(done),  # Haegele et al., 2024, 2405.18392
-}
-WSD_DECAY = 0.2  # share of all steps
-SCHEDULES = [*DECAYS, "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"]
 
 
 def parameter_groups(model, weight_decay):
@@ -73,27 +63,22 @@ def further_rates(args) -> str:
 
 
 def build_schedule(optimizer, args, last):
-    """A learning-rate schedule over `last` optimizer steps. Those of DECAYS end at min_lr_ratio of the peak;
-    warmup_stable_decay decays in the last fifth of the steps, the others from the warm-up on.
+    """transformers' schedule lr_scheduler_type over `last` optimizer steps, with lr_scheduler_kwargs.
+    num_warmup_steps, and num_decay_steps among the kwargs, are steps, or below 1 a share of all steps.
 
     Step it once per update, and leave it out of accelerator.prepare, which would step it once per process.
-    ValueError if the warm-up is longer than the run, or leaves no room for the decay."""
-    name, warmup = args.lr_scheduler_type, args.num_warmup_steps
-    warmup = int(warmup * (last if warmup < 1 else 1))
-    decay = int(WSD_DECAY * last) if name == "warmup_stable_decay" else last - warmup
-    if not 0 <= warmup <= last or warmup + decay > last:
-        most = last - decay if name == "warmup_stable_decay" else last
-        raise ValueError(f"num_warmup_steps: {warmup} must be 0 to {most}, as the run has {last} steps")
-    if name not in DECAYS:  # transformers' polynomial divides by 0 if no step follows the warm-up
-        return get_scheduler(name, optimizer, warmup, max(last, warmup + 1))
-
-    def factor(step):
-        if step < warmup:
-            return step / warmup
-        done = min(max(step - (last - decay), 0) / decay, 1) if decay else float(step >= last)
-        return args.min_lr_ratio + (1 - args.min_lr_ratio) * DECAYS[name](done)
-
-    return LambdaLR(optimizer, factor)
+    ValueError for a warm-up or options that do not fit."""
+    name, options = args.lr_scheduler_type, named_values(args.lr_scheduler_kwargs or "")
+    counts = args.num_warmup_steps, options.get("num_decay_steps", 0)
+    warmup, decay = (int(count * (last if count < 1 else 1)) for count in counts)
+    if not 0 <= warmup <= last - decay:
+        raise ValueError(f"num_warmup_steps: {warmup} must be 0 to {last - decay}, as the run has {last} "
+                         "steps; below 1 it is a share of them")
+    if options and name.startswith("constant"):  # transformers would ignore them
+        raise ValueError(f"lr_scheduler_kwargs: {name} takes none")
+    options |= {"num_decay_steps": decay} if decay else {}
+    total = max(last, warmup + 1)  # polynomial divides by the steps after the warm-up
+    return get_scheduler(name, optimizer, warmup, total, options)
 
 
 class UpdateGuard:
