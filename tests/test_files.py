@@ -47,11 +47,10 @@ CASES = {
             ["one", "two", "three", "four"], 0),
     "CRLF": ({"a.jsonl": LINES.replace(b"\n", b"\r\n"), "b.csv": b"id,text\r\n1,three\r\n"},
              ["one", "two", "three"], 0),
-    **{encoding: ({"a.jsonl": LINES.decode().encode(encoding), "b.csv": "text\nthree\n".encode(encoding),
-                   "c.txt": "é four".encode(encoding)}, ["one", "two", "three", "é four"], 0)
-       for encoding in ("utf-16", "utf-32")},
-    "UTF-16, big end first": ({"a.jsonl": b"\xfe\xff" + "{\"text\": \"日本\"}".encode("utf-16-be")},
-                              ["日本"], 0),
+    **{f"{encoding} {name}": ({name: "text\n".encode(encoding)},
+                              f"{name} cannot be read .*not UTF-8; convert it, as by .iconv -f utf-16", 0)
+       for encoding in ("utf-16", "utf-32") for name in ("a.jsonl", "b.csv")},
+    "utf-16, text": ({"a.txt": b"one", "b.txt": "é".encode("utf-16")}, ["one"], 1),
     "Latin-1": ({"a.jsonl": LINES + "{\"text\": \"é\"}".encode("latin-1")},
                 "a.jsonl cannot be read .line 3: it is not UTF-8; convert it", 0),
     "Latin-1, csv": ({"a.csv": "text\né\n".encode("latin-1")}, "a.csv cannot be read .it is not UTF-8", 0),
@@ -78,15 +77,13 @@ CASES = {
     "no last line end": ({"a.jsonl": LINES[:-1]}, ["one", "two"], 0),
     "a text that is binary": ({"a.jsonl": LINES, "b.txt": noise(1000)}, ["one", "two"], 1),
     "nested": ({"a/b/c/x.jsonl": LINES, "a/y.jsonl": b'{"text": "three"}'}, ["one", "two", "three"], 0),
-    **{f"{ending} without saying so": ({"a.jsonl": packed(ending, LINES)}, ["one", "two"], 0)
-       for ending in (".gz", ".bz2", ".xz", ".zst")},
+    **{f"{ending} without the ending": ({"a.jsonl": packed(ending, LINES)}, "cannot be read .*not UTF-8", 0)
+       for ending in (".gz", ".xz", ".zst")},
     "zst": ({"a.jsonl.zst": packed(".zst", LINES), "b.txt.zst": packed(".zst", b"three"),
              "c.csv.zst": packed(".zst", b"text\nfour\n")}, ["one", "two", "three", "four"], 0),
     "zst of two parts": ({"a.jsonl.zst": packed(".zst", LINES[:16]) + packed(".zst", LINES[16:])},
                          ["one", "two"], 0),
-    **{f"bzip2 -{level}": ({"a.jsonl.bz2": bz2.compress(LINES, level),
-                            "b.txt.bz2": bz2.compress(b"", level)},
-                           ["one", "two"], 0) for level in range(1, 10)},
+    "bzip2": ({"a.jsonl.bz2": bz2.compress(LINES), "b.txt.bz2": bz2.compress(b"")}, ["one", "two"], 0),
     "zst as pzstd writes it": ({"a.txt.zst": PZSTD + packed(".zst", b"one")}, ["one"], 0),
     **{f"cut {ending}": ({f"a.jsonl{ending}": packed(ending, LINES + noise(9999))[:5000]},
                          rf"a.jsonl\{ending} cannot be read .*; repair it or", 0)
@@ -97,7 +94,7 @@ CASES = {
     "parquet, a piece gone": ({"a.parquet": parquet()[:9000] + parquet()[9100:]}, "a.parquet cannot be", 0),
     "a line end that csv does not quote": ({"a.csv": b"id,text,label\n1,one\nhalf,x\n"},
                                            "a.csv cannot be read .record 1 has fewer fields", 0),
-    "a pointer of Git LFS": ({"a.txt": b"one", "b.txt": POINTER}, "b.txt cannot be read .*git lfs pull", 0),
+    "a pointer of Git LFS": ({"a.txt": b"one", "b.txt.gz": POINTER}, "b.txt.gz cannot be .*git lfs pull", 0),
     "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet cannot be read", 0),
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ def random_corpus(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     documents = [f"{rng.randrange(10**6)} {text}" if text.strip() else text for text in documents]
     documents += rng.choices(documents, k=5)
     rng.shuffle(documents)
-    kind = rng.choice(["jsonl", "jsonl", "csv", "tsv", "parquet", "utf-16", "folder"])
+    kind = rng.choice(["jsonl", "jsonl", "csv", "tsv", "parquet", "folder"])
     if kind in ("csv", "tsv"):
         with open(folder / f"a.{kind}", "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, delimiter="," if kind == "csv" else "\t")
@@ -62,7 +62,7 @@ def random_corpus(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
     else:
         lines = [json.dumps({"text": text}, ensure_ascii=rng.random() < 0.5) for text in documents]
         lines.insert(rng.randrange(len(lines)), json.dumps({"text": "lone \ud800"}))
-        (folder / "a.jsonl").write_text("\n".join(lines), "utf-16" if kind == "utf-16" else "utf-8")
+        (folder / "a.jsonl").write_text("\n".join(lines), "utf-8")
     return str(folder), [text for text in dict.fromkeys(documents) if text.strip()]
 
 

@@ -10,35 +10,30 @@ and in a glob:
 A text above LONG_FILE is cut into documents of about CUT_AFTER, at blank lines, or after LONGEST where there
 are none. One below LONGEST that is all there is becomes about DOCUMENTS, so that some can be held out.
 
-All may be compressed (.gz, .bz2, .xz, .zst). Text is UTF-8, or has a byte order mark of UTF-16 or UTF-32
-(and is held in memory whole).
-A line or record that cannot be read ends the reading, and is named. (The datasets library, which reads
+All may be compressed, as the ending says: .gz, .bz2, .xz, .zst. Text is UTF-8, with or without a byte order
+mark. A line or record that cannot be read ends the reading, and is named. (The datasets library, which reads
 other sources here, turns text that looks like a date or a number into one, takes "NA" for no text, and does
 not tell the line.)
 """
 
-import bz2
 import codecs
 import csv
-import gzip
 import io
 import itertools
 import json
-import lzma
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import fsspec
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
 
 from data.documents.names import JSON_LINES, digest, split_files, states, suffix
 from utils.io.retry import diagnose
 from utils.io.secrets import without_secrets
 from utils.io.urls import explained
 
-# By the first bytes of text in other encodings, 32 first: its mark begins as that of 16.
-ENCODINGS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
-             codecs.BOM_UTF16_BE: "utf-16"}
 LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of what a clone has without Git LFS
 LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes
 PIECE = 1 << 17  # characters of a line that are read at a time
@@ -86,41 +81,24 @@ def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
 
 def _cause(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
-        return "it is not UTF-8; convert it, as by `iconv -f latin1 -t utf-8`"
+        return "it is not UTF-8; convert it, as by `iconv -f utf-16 -t utf-8` or `iconv -f latin1 -t utf-8`"
     return str(error)
 
 
 def _unpacked(url: str, file) -> io.BufferedIOBase:
-    """The file decompressed, and as UTF-8 without a mark. Its first bytes say what it is."""
-    file = io.BufferedReader(file)
+    """The file decompressed, as its ending says, and without a byte order mark of UTF-8."""
+    file, name = io.BufferedReader(file), re.sub(r"^(https?://[^?]*)\?.*", r"\1", url)
     if file.peek(len(LFS)).startswith(LFS):
         raise ValueError("a pointer of Git LFS, not the file: run `git lfs pull`")
-    for first, unpack in UNPACK.items():
-        if file.peek(8).startswith(first):
-            file = io.BufferedReader(unpack(file))
-            break
-    start = file.peek(4) if suffix(url) != ".parquet" else b""
-    for mark, encoding in ENCODINGS.items():
-        if start.startswith(mark):
-            content = file.read().decode(encoding).encode("utf-8", "surrogatepass")
-            return io.BufferedReader(io.BytesIO(content))
-    if start.startswith(codecs.BOM_UTF8):
+    if name.lower().endswith(".zst"):  # fsspec needs another package for it
+        import pyarrow as pa  # not at the top: 30 MB
+
+        file = io.BufferedReader(pa.input_stream(file, compression="zstd"))
+    elif compression := infer_compression(name):
+        file = io.BufferedReader(compr[compression](file, mode="rb"))
+    if file.peek(3).startswith(codecs.BOM_UTF8):
         file.read(3)
     return file
-
-
-def _zstd(file):
-    import pyarrow as pa  # not at the top: 30 MB
-
-    return pa.input_stream(file, compression="zstd")
-
-
-# By the first bytes of compressed files: bzip2 -1 to -9, a block or the end; zstd, data or, of pzstd, a frame
-# that is skipped.
-BZ2 = tuple(b"BZh%d%b" % (level, next_) for level in range(1, 10) for next_ in (b"1AY", b"\x17rE"))
-ZSTD = (b"\x28\xb5\x2f\xfd", *(bytes([kind]) + b"\x2a\x4d\x18" for kind in range(0x50, 0x60)))
-UNPACK = {b"\x1f\x8b\x08": gzip.open, **dict.fromkeys(BZ2, bz2.open), b"\xfd7zXZ": lzma.open,
-          **dict.fromkeys(ZSTD, _zstd)}
 
 
 # ---- Readers of one file: binary file -> rows

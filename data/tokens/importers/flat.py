@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import fsspec
 import numpy as np
 
-from data.documents.files import UNPACK
 from data.documents.names import split_files, suffix
 from data.tokens.importers import Imported
 
@@ -58,7 +57,8 @@ def _bin(url: str, named: str | None) -> Iterator[np.ndarray]:
 def _check_headerless(start: bytes, head: np.ndarray, named: str | None) -> None:
     """ValueError where the first bytes are not token ids of the named type. head: the same as int32."""
     text = len(start) > 64 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
-    if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *UNPACK)):
+    packed = b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"  # gzip, bzip2, xz, zstd
+    if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *packed)):
         raise ValueError("text, an array or a compressed file under this name, not token ids")
     if len(head) == 256 and not head[4:].any():  # no tokens begin with so many zeros
         raise ValueError(f"a header with magic {head[0]}; supported are {', '.join(map(str, HEADERS))}")
