@@ -40,6 +40,9 @@ CLM | --block_size 0                                    | block_size: must be gr
 CLM | --block_size 1                                    | block_size: must be more than 1, is 1.
 MLM | --block_size 2                                    | block_size: must be more than 2, is 2.
 MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
+MLM | --mlm_probability 0                               | mlm_probability: must be greater than 0
+MLM | --next_sentence true --model_type bert --block_size 3 | block_size
+MLM | --next_sentence true --model_type bert --max_train_samples 5 | max_train_samples && sentence pairs
 CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
 CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
 CLM | --lr_scheduler_type cosin                         | lr_scheduler_type, 'cosin': cosin is not a valid SchedulerType, please select one of ['linear', 'cosine'
@@ -73,6 +76,8 @@ CLM | --dataset_name ../image.png                       | holds no file of the t
 CLM | --dataset_name ../folder.py                       | holds no file of the types && by a glob, such as
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
 CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one that holds text
+CLM | --keywords nosuchword --tokenizer_name ../words --cache_dir ../home/cache | keywords
+CLM | --dataset_name ../a.jsonl --tokenizer_name ../words --cache_dir ../home/cache | whole row
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
 CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-data-set' cannot be loaded
 CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened
@@ -83,6 +88,7 @@ CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for
 CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: the shares sum to 1.1 && '../no.jsonl': no such file
 # tokenizer
 CLM | --tokenizer_name ../no-words                      | no-words
+CLM | --tokenizer_name no/such-tokenizer                | no/such-tokenizer
 CLM | --tokenizer_name ../words/tokenizer.json          | is a file: name the folder that it is in
 CLM | --vocab_size 0                                    | vocab_size: must be greater than 0
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
@@ -113,6 +119,7 @@ CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_t
 CLM | --dataset_name ../corpus.jsonl --keywords none --output_dir ../old --learning_rate 1 | ../old/checkpoints/step-00000003 holds a run with other settings && learning_rate: 0.002 in the run, 1.0 now
 CLM | --resume_from_checkpoint ../no                    | resume_from_checkpoint: ../no is no checkpoint
 CLM | --resume_from_checkpoint ../empty                 | resume_from_checkpoint: ../empty is no checkpoint
+CLM | --resume_from_checkpoint ../old/checkpoints/step-00000003 --learning_rate 1 | learning_rate: 0.002 in the run, 1.0 now
 # disk
 CLM | --output_dir ../corpus.jsonl                      | output_dir: ../corpus.jsonl cannot be written && is a file
 CLM | --output_dir ../corpus.jsonl/run                  | corpus.jsonl is a file, not a folder. Name another folder
@@ -130,7 +137,9 @@ PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../w
 PREPARE | --output_dir shards --tokenizer_name x --dataset_nam x | unrecognized arguments: --dataset_nam
 PREPARE | --tokenizer_name ../words                      | the following arguments are required: --output_dir
 PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --tokenizer_name ../words | is not empty and holds no shards
+PREPARE | --output_dir shards --dataset_name ../corpus.jsonl --tokenizer_name ../words --keywords absent | gives nothing to train on
 TOKENIZER | --output_dir words --dataset_name ../no.jsonl | '../no.jsonl': no such file
+TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --text_column words | no column 'words'
 TOKENIZER | --output_dir ../corpus.jsonl --dataset_name ../corpus.jsonl | ../corpus.jsonl cannot be written: && Not a directory
 TOKENIZER | --output_dir LONG --dataset_name ../corpus.jsonl | cannot be written: && File name too long
 TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --max_bytes 0 --vocab_size -1 | max_bytes: must be 1 or greater && vocab_size: must be 1
@@ -145,6 +154,7 @@ def around(tmp_path_factory):
     """The folder around those of the rows, with what some of them name."""
     folder = tmp_path_factory.mktemp("around")
     (folder / "corpus.jsonl").write_text('{"content": "import os"}\n' * 3)
+    (folder / "a.jsonl").write_text('{"content": "a"}\n')
     (folder / "empty.jsonl").write_text("")
     (folder / "image.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1")
     (folder / "folder.py").mkdir()
@@ -200,6 +210,7 @@ def test_it_is_told(around, number):
         ("MIXED_PRECISION", "fp8", "mixed_precision: 'fp8' is unknown, give no, bf16 or fp16."),
         ("MIXED_PRECISION", "fp16", "mixed_precision: fp16 needs an accelerator"),
         ("DYNAMO_BACKEND", "inducto", "dynamo_backend: 'inducto' is unknown, give no or inductor."),
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "unset it, and give --gradient_accumulation_steps 4"),
     ],
 )
 def test_what_the_launcher_asks_for_in_vain_is_told(around, name, value, said):

@@ -270,15 +270,6 @@ def test_mistakes_are_named_with_their_remedy(tmp_path):
     assert texts(load(write_lines(tmp_path / "content.jsonl", [b'{"content": "z"}']))) == ["z"]
     rows = [b"{\"content\": null}", b"{\"content\": \"z\"}"]
     assert texts(load(write_lines(tmp_path / "null.jsonl", rows))) == [None, "z"]
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match="holds no readable documents"):
-        load(tmp_path / "empty.jsonl")
-    with pytest.raises(ValueError, match="no such file"):
-        load(tmp_path / "missing.jsonl")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "image.png").touch()
-    with pytest.raises(ValueError, match="no file of the types .jsonl"):
-        load(tmp_path / "other")
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(ValueError, match="damaged.parquet cannot be read"):
         load(tmp_path / "damaged.parquet")

@@ -89,14 +89,6 @@ def test_processes_that_form_no_group_are_refused(config, tmp_path):
     assert re.search(r"2 processes were started, but each sees 1.*multi_cpu.yaml", done.stderr)
 
 
-def test_an_environment_that_would_divide_losses_twice_is_refused():
-    env = environment() | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    done = forked.run("train_clm.py", ["--output_dir", "none"], env=env)
-    assert done.returncode == 2
-    assert done.stderr == ("error: ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 4 in the environment: unset it, "
-                           "and give --gradient_accumulation_steps 4 to the script.\n")  # fmt: skip
-
-
 def test_fp16_on_xla_is_refused_with_the_settings(monkeypatch):
     monkeypatch.setattr("utils.launch.is_xla", lambda: True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")

@@ -189,22 +189,6 @@ def test_remote_shards_are_copied_once_and_checked(tmp_path, tokenizer):
     memory.rm("/bucket", recursive=True)
 
 
-def test_mistakes_are_one_message_and_status_2(tmp_path, tokenizer, capsys):
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(9))
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.md").write_text("mine")
-    for settings, message in (
-        ({"shard_mb": 0}, "shard_mb"),
-        ({"output_dir": tmp_path / "full"}, "is not empty"),
-        ({"dataset_name": tmp_path / "gone.txt"}, "no such file"),
-        ({"keywords": ["absent"]}, "gives nothing to train on"),
-    ):
-        assert run(source, tmp_path / "out", tokenizer, **settings) == 2
-        error = capsys.readouterr().err
-        assert message in error and "Traceback" not in error
-    assert (tmp_path / "full" / "notes.md").read_text() == "mine"
-
-
 # ---- Tokenizers
 
 

@@ -17,7 +17,7 @@ from tests.runs import PROJECT
 from utils.flags import ELSEWHERE, parse_args
 from utils.io.mistakes import user_mistakes
 from utils.learning.optim import build_schedule
-from utils.settings import folder_problems, number_problems, use_saved_model
+from utils.settings import number_problems, use_saved_model
 from utils.state.experiment import changed_settings, check_experiment, experiment
 from utils.steps import Steps
 
@@ -99,24 +99,6 @@ def test_evaluating_the_other_scripts_run_is_told(tmp_path):
 def test_none_switches_off():
     args = parse_args(Args, PRESETS, argv=["--keywords", "none", "--name", "none"])
     assert args.keywords == [] and args.name is None
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--preset", "huge"], ["huge", "small, large"]),
-        (
-            ["--learning_rat", "1", "--pusch"],
-            ["--learning_rat: no such setting. Did you mean --learning_rate?", "--push"],
-        ),
-        (["--learning_rate", "fast"], ["learning_rate", "fast"]),
-    ],
-)
-def test_mistakes_are_named(argv, words):
-    with pytest.raises(ValueError) as error:
-        parse_args(Args, PRESETS, argv=argv)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_names_of_other_scripts_say_what_does_it_here():
@@ -259,14 +241,6 @@ def test_a_run_may_grow_where_the_rate_of_its_step_stays_the_same(schedule, warm
         check()
     with pytest.raises(ValueError, match="the run had other content" if goes_on else "learning rate of step"):
         check("other rows")
-
-
-def test_an_output_folder_that_cannot_be_written_is_a_problem(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "is a file" in folder_problems("output_dir", str(tmp_path / "file"))[0]
-    assert "is a file" in folder_problems("output_dir", str(tmp_path / "file" / "below"))[0]
-    assert folder_problems("output_dir", str(tmp_path / "new" / "deep")) == []
-    assert not (tmp_path / "new").exists()
 
 
 def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):

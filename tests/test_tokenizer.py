@@ -184,7 +184,7 @@ def command_line(*arguments):
     return forked.run("data.tokens.tokenizer", list(arguments))
 
 
-def test_the_command_trains_on_a_bounded_sample_and_names_mistakes(english, tmp_path):
+def test_the_command_trains_on_a_bounded_sample(english, tmp_path):
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english) + '{"text": null}\n')
     done = command_line("--algorithm", "unigram", "--vocab_size", 600, "--dataset_name", source,
@@ -194,10 +194,6 @@ def test_the_command_trains_on_a_bounded_sample_and_names_mistakes(english, tmp_
     assert done.stdout.endswith(f"hf upload user/name {tmp_path / 'out'}\n")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(tokenizer) == 600 and tokenizer.mask_token_id == 4 and tokenizer.pad_token_id == 1
-    wrong = command_line("--dataset_name", source, "--text_column", "words",
-                         "--output_dir", tmp_path / "other")
-    assert wrong.returncode == 2 and "no column 'words'" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert not (tmp_path / "other").exists()
 
 
 def test_a_full_disk_is_one_message(english, tmp_path):

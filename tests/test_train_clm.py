@@ -252,44 +252,6 @@ def test_the_command_that_evaluates_a_run_begun_with_other_weights_evaluates_its
     assert found == pytest.approx(last, rel=1e-6)
 
 
-def mistakes(workspace):
-    empty, one = str(workspace / "empty.jsonl"), str(workspace / "one")
-    (workspace / "empty.jsonl").write_text('{"content": "x = 1"}\n')
-    (workspace / "file").write_text("")
-    return [
-        ({"dataset_name": str(workspace / "missing.jsonl")}, ["missing.jsonl"]),
-        ({"text_column": "body"}, ["body", "content"]),
-        ({"keywords": ["no such word anywhere"]}, ["keywords"]),
-        ({"dataset_name": empty, "tokenizer_name": one}, ["whole row"]),
-        ({"preset": "huge"}, ["huge", "laptop"]),
-        ({"block_sise": 3}, ["--block_sise", "--block_size"]),
-        ({"block_size": 2048, "config_overrides": "max_position_embeddings=64"}, ["block_size", "64"]),
-        ({"learning_rate": -1, "block_size": 0, "validation_fraction": 2},
-         ["learning_rate", "block_size", "validation_fraction"]),
-        ({"config_overrides": "num_layers=2"}, ["num_layers", "num_hidden_layers"]),
-        ({"tokenizer_name": "no/such-tokenizer"}, ["no/such-tokenizer"]),
-        ({"model_name_or_path": "no/where", "tokenizer_name": one, "config_overrides": ""}, ["no/where"]),
-        ({"output_dir": str(workspace / "file" / "below")}, ["output_dir"]),
-        # another experiment in the folder of a run, seen before anything is prepared for it
-        ({"output_dir": one, "seed": 7, "vocab_size": 300, "cache_dir": str(workspace / "unused")},
-         ["holds a run with other settings", "seed: 42 in the run, 7 now", "vocab_size: 512"]),
-        ({"output_dir": str(workspace / "new"), "seed": 7,
-          "resume_from_checkpoint": f"{one}/checkpoints/step-00000003"}, ["seed: 42 in the run, 7 now"]),
-    ]  # fmt: skip
-
-
-def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, one_process):
-    """Without the launcher, which makes 1 of every failing status and adds a traceback of its own."""
-    for changes, words in mistakes(workspace):
-        result = forked.run("train_clm.py", {**flags(workspace, "mistake"), **changes})
-        message = result.stderr
-        assert result.returncode == 2, (changes, message)
-        assert "Traceback" not in message and message.count("error:") == 1, (changes, message)
-        for word in words:
-            assert word in message, (changes, message)
-        assert not (workspace / "mistake").exists() and not (workspace / "unused").exists(), changes
-
-
 @pytest.mark.parametrize("start", [forked.run, pytest.param(launched, marks=pytest.mark.slow)])
 def test_processes_that_do_not_see_each_other_are_stopped(start, workspace):
     """A GPU configuration on a machine without GPUs starts N runs that would overwrite each other. The first

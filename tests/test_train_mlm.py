@@ -8,7 +8,6 @@ import random
 import shutil
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -273,34 +272,3 @@ def test_next_sentence_is_learned(workspace):
     assert status == 0, err
     line = [line for line in metrics(workspace / "subjects") if "loss/eval" in line][-1]
     assert line["nsp_accuracy"] > 0.7, line
-
-
-def mistakes(workspace, tokenizer_folder):
-    no_breaks = workspace / "no-breaks.jsonl"
-    no_breaks.write_text("".join(json.dumps({"text": f"never ends {i} " * 20}) + "\n" for i in range(30)))
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.mask_token = tokenizer.cls_token = tokenizer.sep_token = None
-    tokenizer.save_pretrained(workspace / "no-mask")
-    datasets.Dataset.from_dict({"input_ids": [[2, 5, 3, 6, 3]] * 20}).save_to_disk(workspace / "no-text")
-    name = {"tokenizer_name": str(tokenizer_folder)}
-    return [
-        ("mlm", {"tokenizer_name": str(workspace / "no-mask")}, ["mask"]),
-        ("mlm", {"mlm_probability": 1.5, "block_size": 2}, ["mlm_probability", "block_size"]),
-        ("mlm", {"mlm_probability": 0}, ["mlm_probability", "greater than 0"]),
-        ("nsp", {"block_size": 3}, ["block_size"]),
-        ("nsp", {"model_type": "roberta"}, ["next-sentence"]),
-        ("nsp", {"max_train_samples": 5}, ["max_train_samples", "sentence pairs"]),
-        ("nsp", {"dataset_name": str(no_breaks), **name}, ["two sentences"]),
-        ("nsp", {"dataset_name": str(workspace / "no-text"), **name}, ["data.convert"]),
-    ]  # fmt: skip
-
-
-def test_mistakes_end_with_status_2_one_message_and_no_output_folder(workspace, runs):
-    cases = mistakes(workspace, runs["nsp-1"])
-    settings = [flags(workspace, "mistake", kind, **changes) for kind, changes, _ in cases]
-    for (_, changes, words), (status, _, err) in zip(cases, run_all(settings), strict=True):
-        assert status == 2, (changes, err)
-        assert "Traceback" not in err and err.count("error:") == 1, (changes, err)
-        for word in words:
-            assert word in err, (changes, err)
-    assert not (workspace / "mistake").exists()
