@@ -101,7 +101,6 @@ CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with 
 CLM | --model_type gpt2 --config_overrides n_layer | Field 'n_layer' expected int
 CLM | --model_type longcat_flash                        | longcat_flash has no
 CLM | --model_type qwen3 --config_overrides num_attention_heads=2,num_key_value_heads=4 | config_overrides, 'num_attention_heads=2,num_key_value_heads=4':
-CLM | --model_type gpt2 --config_overrides hidden_size=1048576,n_head=16 | model: && billion parameters take && GiB, and there are
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | Field 'n_positions' expected int, got list
 CLM | --config_overrides hidden_size=64,num_hidden_layers=2,num_attention_heads=2 | num_key_value_heads is 8, give it, too
 MLM | --prompts 'no mask here' 'a [MASK]'                | prompts: 'no mask here' has no [MASK]

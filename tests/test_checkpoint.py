@@ -22,7 +22,7 @@ from tests.runs import PATIENCE, PROJECT
 from tests.small_run import SmallRun
 from utils.io.files import verify_checksums
 from utils.io.mistakes import RunFailed
-from utils.state.folders import check_space, list_checkpoints, lock_output_dir
+from utils.state.folders import list_checkpoints, lock_output_dir
 
 
 def same(a: dict, b: dict) -> bool:
@@ -167,9 +167,6 @@ def test_a_full_disk_costs_one_checkpoint_and_nothing_older(tmp_path, caplog):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path]).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        need = "output_dir: 3 checkpoints of 0.3 MB and the model need 1.. MB .*lower save_total_limit"
-        with pytest.raises(ValueError, match=need):
-            SmallRun(tmp_path)
         run = SmallRun(tmp_path, save_total_limit=1)  # 0.34 MB of state
         run.train(1).save()
         (tmp_path / "other").write_bytes(bytes(400_000))
@@ -486,17 +483,6 @@ def test_any_number_of_processes_continues_what_any_other_saved(several, tmp_pat
     for name, outcome in outcomes.items():
         for key, value in expected[name.split("-")[0]].items():
             torch.testing.assert_close(outcome[key], value, rtol=1e-3, atol=2e-4, msg=lambda m, n=name: n + m)
-
-
-def test_room_counts_what_a_run_replaces(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=130))
-    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=2)
-    with pytest.raises(ValueError, match="3 checkpoints of 0.0 MB"):
-        check_space(args, 50, 10)  # 3 x 50 + 2 x 10 = 170
-    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
-    check_space(args, 50, 10)
 
 
 HOLD = """

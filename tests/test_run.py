@@ -4,8 +4,9 @@ import ast
 
 import pytest
 
+from tests import forked
 from tests.forked import run_code
-from tests.runs import PROJECT
+from tests.runs import PROJECT, TINY, write_corpus
 
 
 def test_nothing_behind_the_scripts_trains():
@@ -64,3 +65,18 @@ main()
         assert (done.returncode, "told" in done.stderr) == (status, word == "told")
     assert "no space is left; make room and run the same command again" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_without_room_in_memory_is_one_message(tmp_path):
+    flags = TINY | {
+        "model_type": "gpt2", "config_overrides": "n_embd=16777216,n_head=2,n_layer=1",
+        "dataset_name": write_corpus(tmp_path / "corpus.jsonl", 30), "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "run",
+    }  # fmt: skip
+    done = forked.run("train_clm.py", flags)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: out of memory with 8 rows of 32 tokens: --per_device_train_batch_size 4 "
+        "--gradient_accumulation_steps 2 takes the same rows per step, also to resume; or choose a smaller "
+        "model\n"
+    )

@@ -1,11 +1,9 @@
 """What this launch runs on: the type of its devices, their memory, this machine's processes."""
 
 import contextlib
-import math
 import os
 from pathlib import Path
 
-import psutil
 import torch
 from accelerate.utils import parse_flag_from_env
 
@@ -44,28 +42,6 @@ def module_of(device: torch.device | None):
     """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, which is not a part of torch. No device: that of
     the machine's accelerator."""
     return None if device and device.type == "xla" else torch.get_device_module(device)
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Bytes of the device; on the CPU a process's share of the machine or container. None: unknown."""
-    if device.type == "cpu":
-        return min(psutil.virtual_memory().total, container_memory()[0]) // local_processes()
-    if hasattr(module := module_of(device), "get_device_properties"):
-        return module.get_device_properties(device).total_memory
-    return module.recommended_max_memory() if hasattr(module, "recommended_max_memory") else None
-
-
-def free_memory() -> int:
-    """Bytes of memory that are free: of the machine, or of this container."""
-    limit, used = container_memory()
-    return int(min(psutil.virtual_memory().available, limit - used))
-
-
-def container_memory() -> tuple[float, int]:
-    """(limit, bytes in use) of this container (cgroup v2); an infinite limit if there is none."""
-    with contextlib.suppress(OSError, ValueError):  # the files are missing, or the limit is "max"
-        return int((CONTAINER / "memory.max").read_text()), int((CONTAINER / "memory.current").read_text())
-    return math.inf, 0
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -90,7 +90,8 @@ def out_of_memory(error: RuntimeError) -> str | None:
     rows, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
     half = f"--per_device_train_batch_size {rows // 2} --gradient_accumulation_steps {2 * parts}"
     remedy = f"{half} takes the same rows per step" if rows > 1 else "try --gradient_checkpointing true"
-    return f"out of memory with {rows} rows of {args.block_size} tokens: {remedy}, also to resume"
+    sizes = f"{rows} rows of {args.block_size} tokens"
+    return f"out of memory with {sizes}: {remedy}, also to resume; or choose a smaller model"
 
 
 def lost_peer(error: RuntimeError) -> str | None:

@@ -7,7 +7,7 @@ import re
 import torch
 from transformers import AutoTokenizer
 
-from utils.devices import device_type, memory_of
+from utils.devices import device_type
 from utils.io.files import is_missing_folder
 from utils.learning.compiled import compile_blocks
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line
@@ -19,8 +19,8 @@ EXAMPLES = {"text-generation": "import numpy as np", "fill-mask": "It is [MASK].
 
 
 def check_model(args, kind) -> list[str]:
-    """What is wrong with model_type, config_overrides, model_name_or_path, gradient_checkpointing and the
-    model's size, a line each, before any weights are made. kind: "causal", "masked" or "pretraining"."""
+    """What is wrong with model_type, config_overrides, model_name_or_path and gradient_checkpointing, a line
+    each, before any weights are made. kind: "causal", "masked" or "pretraining"."""
     tokenizer = None  # if one will be trained
     name = args.tokenizer_name or args.model_name_or_path
     if name and not is_missing_folder(name):
@@ -31,8 +31,6 @@ def check_model(args, kind) -> list[str]:
         return problems
     if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
         problems.append(f"gradient_checkpointing: transformers' {config.model_type} cannot; leave it out")
-    if reason := _too_large(model.num_parameters(), args.eval_only):
-        problems.append(f"model: {reason}")
     if args.model_name_or_path and not problems:
         try:
             load_weights(kind, args.model_name_or_path, config, device_map="meta")
@@ -159,18 +157,6 @@ def window_pays(kind, config, device=None) -> bool:
     able = made._supports_sdpa and made._supports_flash_attn and "chunked_attention" not in layers
     half = os.environ.get("ACCELERATE_MIXED_PRECISION") in ("bf16", "fp16")
     return slides and able and half and (device or device_type()) == "cuda"
-
-
-def _too_large(parameters, eval_only):
-    """Why so many parameters cannot be trained, or only evaluated, here; "" if they may be."""
-    device, sharded = torch.device(device_type()), os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if sharded else 1
-    least = parameters * (4 if eval_only else 12) // processes  # weights, gradients, one state or two
-    for takes, room in (least, memory_of(device)), (parameters * 4, memory_of(torch.device("cpu"))):
-        if room and takes > room:
-            memory = f"{takes / 2**30:.0f} GiB, and there are {room / 2**30:.0f}"
-            return f"{parameters / 1e9:.1f} billion parameters take {memory}; give smaller config_overrides"
-    return ""
 
 
 def pipeline_tag(lm) -> str:

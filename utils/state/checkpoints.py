@@ -173,16 +173,14 @@ class Checkpoints:
         """Restore everything from the checkpoint that resume_from_checkpoint means. Returns its step, 0
         without one. With eval_only it restores modules only.
 
-        ValueError on all processes if no checkpoint is valid, it is another experiment's, it does not fit the
-        things, or the disk has too little space for this run's checkpoints."""
+        ValueError on all processes if no checkpoint is valid, it is another experiment's, or it does not fit
+        the things."""
         step, evaluates, weights = 0, self.args.eval_only, self.args.model_name_or_path
         own = weights == self.args.output_dir and folders.list_checkpoints(self.folder)
         if evaluates and weights and not own:
             return 0
         if chosen := on_main_process(self.accelerator, folders.choose, self.folder, self.args):
             step, self._exported = self._restore(Path(chosen)), Path(chosen).parent == self.folder
-        if not evaluates and step < self.steps.last:
-            on_main_process(self.accelerator, folders.check_space, self.args, *self._sizes())
         return step
 
     def _restore(self, folder) -> int:
@@ -217,8 +215,3 @@ class Checkpoints:
             for name in sorted(saved.keys() - self.things.keys()):
                 logger.warning("%s: in %s, but not given to Checkpoints now", name, folder)
         return {name: thing for name, thing in wanted.items() if name in saved}
-
-    def _sizes(self):
-        """Bytes of a checkpoint, and of the model in it."""
-        sizes = {name: things.state_bytes(name, thing, self.model) for name, thing in self.things.items()}
-        return sum(sizes.values()), sizes["model"]

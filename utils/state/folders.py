@@ -81,25 +81,6 @@ def delete_old(folder: Path, save_total_limit: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def check_space(args, each: int, weights: int) -> None:
-    """ValueError if the disk has too little space for the run's checkpoints of `each` bytes and its model.
-
-    While a checkpoint is written, save_total_limit complete ones exist too; and the exported model exists
-    twice. The space of files that the run replaces counts as free."""
-    count, folder = args.save_total_limit + 1, Path(args.output_dir)
-    needed = each * count + 2 * weights
-    free = shutil.disk_usage(folder).free + each * len(list_checkpoints(folder / "checkpoints"))
-    free += weights * any(folder.glob("model*.safetensors"))
-    if needed > free:
-        raise ValueError(f"output_dir: {count} checkpoints of {size_text(each)} and the model need "
-                         f"{size_text(needed)} in {folder}, but {size_text(free)} are free: choose another "
-                         "output_dir or lower save_total_limit")
-
-
-def size_text(count) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
-
-
 def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
     """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
 

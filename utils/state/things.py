@@ -112,11 +112,3 @@ def restore_state(thing, record: dict, targets: dict) -> None:
             group.update({key: value for key, value in saved.items() if key not in OF_THE_DEVICE})
         state = {"state": state["state"], "param_groups": groups}
     thing.load_state_dict(state)
-
-
-def state_bytes(name: str, thing, model) -> int:
-    """Bytes of its tensors. An optimizer before its first step counts AdamW's two moments."""
-    tensors = [*collect_state(name, thing, model)[1].values()]
-    if not tensors and isinstance(bare(thing), Optimizer):
-        tensors = 2 * [weight for group in thing.param_groups for weight in group["params"]]
-    return sum(tensor.nbytes for tensor in tensors)
