@@ -125,7 +125,7 @@ class TrainArgs:
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: start anew; or a path
     eval_only: bool = False  # of model_name_or_path, or of output_dir's run, with its settings
     show: int = 0  # print so many rows as the model is fed them, and end; 0: train
-    report_to: str = "none"  # tensorboard, wandb, trackio
+    report_to: list[str] = field(default_factory=list)  # tensorboard, wandb, trackio; none: off
     push_to_hub: bool = False  # publish each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
     hub_private_repo: bool = False  # seen by its owner alone
@@ -183,7 +183,7 @@ def main(args: TrainArgs | None = None) -> None:
     problems = check_settings(args, "causal", MAY_CHANGE)  # load_rows raises them, with its own
     accelerator = Accelerator(
         **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher
-        log_with=None if args.report_to == "none" else args.report_to.split(","),
+        log_with=args.report_to,
         project_dir=args.output_dir,
         kwargs_handlers=[DistributedDataParallelKwargs(
             gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],

@@ -54,7 +54,7 @@ def test_the_block_says_when_the_batch_changes():
 
 
 def test_a_dashboard_has_its_line():
-    assert "tracker    tensorboard --logdir runs/clm" in block(report_to="tensorboard,wandb")
+    assert "tracker    tensorboard --logdir runs/clm" in block(report_to=["tensorboard", "wandb"])
     assert "tracker " not in block()
 
 

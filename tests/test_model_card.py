@@ -113,7 +113,7 @@ def test_unfinished_run_on_local_files(tmp_path):
         assert expected in card.content
 
 
-@pytest.mark.parametrize("folder", ["runs/my run (2)", "a b..c", "-x-", "läuft"])
+@pytest.mark.parametrize("folder", ["runs/my run (2)", "a b..c", "a -b", "-x-", "日本", "x.git", "y" * 200])
 def test_any_folder_gives_a_name_that_the_hub_takes(folder):
     name = repo_name(SimpleNamespace(hub_model_id=None, output_dir=folder))
     validate_repo_id(name)

@@ -4,12 +4,15 @@ import json
 import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from data.tokens.tokenizer import train_tokenizer
 from tests import forked
-from tests.runs import PROJECT, TINY, environment, write_corpus
+from tests.runs import PROJECT, SIZES, TINY, environment, metrics, write_corpus
 from tests.test_model import GPT2, build, settings, tokenizer
 from utils.learning.model import check_model
 
@@ -97,6 +100,35 @@ def test_a_script_evaluates_weights_or_says_that_they_do_not_fit(tmp_path):
         online = environment(HF_HUB_OFFLINE="0")
         done = forked.run(str(PROJECT / "train_clm.py"), wrong, folder=tmp_path, env=online)
         assert done.returncode == 2 and "there is no such folder" in done.stderr and "http" not in done.stderr
+
+
+def test_a_head_that_only_the_configuration_ties_is_trained_as_transformers_loads_it(tmp_path):
+    """And generation_config.json, which neither samples nor saves may depend on, ends no run."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    torch.manual_seed(0)
+    data = write_corpus(tmp_path / "c.jsonl", 9)
+    tokenizer = train_tokenizer([data.read_text()], "bpe", 300, "gpt2")
+    build("causal", "llama", SIZES, T, words=tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "generation_config.json").read_text())
+    config |= {"stop_strings": ["x"], "num_beam_groups": 2, "dola_layers": "high", "pad_token_id": -1}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    flags = {"dataset_name": data, "cache_dir": tmp_path / "cache",
+             "max_eval_samples": 0, "model_name_or_path": model, "block_size": T, "prompts": ["import os"],
+             "max_train_steps": 2, "num_warmup_steps": 0, "eval_steps": 2, "output_dir": run}  # fmt: skip
+    done = forked.run("train_clm.py", flags)
+    assert done.returncode == 0 and "> import os" in done.stdout, done.stderr[-3000:]
+    rows = np.concatenate([np.load(file) for file in sorted(tmp_path.glob("cache/rows-*/validation-*.npy"))])
+    rows = torch.from_numpy(rows[: len(rows) // T * T].astype("int64")).view(-1, T)
+    records = [line for line in metrics(run) if "loss/eval" in line]
+    for folder, record in zip((model, run), records, strict=True):
+        lm = AutoModelForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            loss = lm(input_ids=rows, labels=rows).loss.item()
+        assert lm.config.tie_word_embeddings and record["loss/eval"] == pytest.approx(loss, rel=1e-4)
 
 
 SCRIPT = str(PROJECT / "train_clm.py")

@@ -1,11 +1,12 @@
 """What a run prints, whatever the data holds and whatever the terminal can show; ~ in every path."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 from tests import forked
-from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, write_corpus
+from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 
 def train(cwd, flags, **env):
@@ -27,6 +28,23 @@ def test_escape_codes_and_foreign_letters_of_the_data_reach_no_ascii_terminal(tm
     (tmp_path / "b.jsonl").write_text(json.dumps({"\x1b[8mbody": "a"}))
     done = train(tmp_path, {"dataset_name": "b.jsonl", "output_dir": "other"})
     assert done.returncode == 2 and b"\\x1b[8mbody" in done.stderr and b"\x1b" not in done.stderr
+
+
+def test_a_reader_that_ends_and_a_folder_that_is_deleted_end_no_run(tmp_path):
+    """As `python train_clm.py | head` and `rm -r`, after the first save."""
+    run, last = tmp_path / "run", 200
+    flags = TINY | {"dataset_name": write_corpus(tmp_path / "a.jsonl"), "cache_dir": tmp_path / "cache",
+                    "output_dir": run, "max_train_steps": last, "save_steps": last, "eval_steps": last}
+    words = [sys.executable, str(PROJECT / "train_clm.py"), *arguments(flags)]
+    with open(tmp_path / "errors", "w") as errors:
+        process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
+        next(line for line in process.stdout if f"step   2/{last}" in line)
+        process.stdout.close()
+        shutil.rmtree(run)
+    assert process.wait(PATIENCE) == 0, (tmp_path / "errors").read_text()
+    assert (tmp_path / "errors").read_text().count("\n") == 1
+    steps = [line["step"] for line in metrics(run) if "loss/train" in line]
+    assert steps == [*range(1, last + 1)] and (run / "model.safetensors").exists()
 
 
 def test_a_tilde_is_the_home_folder_in_every_path(tmp_path):

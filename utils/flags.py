@@ -43,15 +43,20 @@ ELSEWHERE = {
     "evaluation_strategy eval_strategy save_strategy logging_strategy eval_interval checkpointing_steps":
         "--eval_steps, --save_steps, --logging_steps; 0: once per epoch",
     "logging_first_step": "none, --logging_steps 1 logs every step",
-    "with_tracking wandb_log wandb_project": "--report_to tensorboard,trackio,wandb",
+    "with_tracking wandb_log wandb_project": "--report_to tensorboard trackio wandb",
 }
 PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # settings that may name a place on this machine
+NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)", re.I)
 LENGTH = {"num_train_epochs", "max_train_steps"}
 OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
 
 
 class _Parser(HfArgumentParser):
+    def __init__(self, *classes, **options):
+        super().__init__(*classes, **options)
+        self._negative_number_matcher = NEGATIVE  # argparse takes -1e-3 for a flag before Python 3.14
+
     def error(self, message):
         raise ValueError(f"{message}\n`--help` lists every setting.")
 
@@ -93,6 +98,10 @@ def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
         parser.error(f"{', '.join(dashes)}: no value.")
     asked.set_defaults(**dict.fromkeys(get_type_hints(args_class)))  # None: not given
     given = vars(asked.parse_known_args(argv)[0])
+    flags = [word.split("=")[0] for word in argv]
+    if twice := [f"--{name}" for name, values in given.items()  # argparse would drop the first list
+                 if isinstance(values, list) and values != ["none"] and flags.count(f"--{name}") > 1]:
+        parser.error(f"{', '.join(twice)}: given twice; one flag takes all values, separated by spaces.")
     preset = given.get("preset") or parser.get_default("preset")
     if preset not in presets:
         raise ValueError(f"--preset {preset}: unknown. Known presets: {', '.join(presets)}.")

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     (folder / "wandb").mkdir()
     flags = {**TINY, "dataset_name": write_corpus(folder / "corpus.jsonl"), "max_train_steps": STEPS,
              "save_steps": 10, "eval_steps": 10, "cache_dir": folder / "cache", "output_dir": folder / "run",
-             "report_to": ",".join(PACKAGES), "prompts": ["none"]}  # fmt: skip
+             "report_to": [*PACKAGES], "prompts": ["none"]}  # fmt: skip
     line = [sys.executable, "train_clm.py", *arguments(flags)]
     places = {"WANDB_DIR": str(folder / "wandb"), "TRACKIO_DIR": str(folder / "trackio")}
     env, log = environment(WANDB_MODE="offline", **places), folder / "log"
@@ -70,7 +70,7 @@ def test_trackio(folder, monkeypatch):
     on = {line["step"]: line["tokens"] for line in logged if "loss/eval" in line}  # another axis
     assert on == {step: step * 8 * 32 for step in on}
     config = SQLiteStorage.get_run_config("train_clm", run)
-    assert config["max_train_steps"] == STEPS and config["report_to"] == ",".join(PACKAGES)
+    assert config["max_train_steps"] == STEPS and config["report_to"] == str([*PACKAGES])
 
 
 def test_wandb(folder):

@@ -58,11 +58,18 @@ class Metrics:
         return [f"launch     {name}: {before[name]} so far, {launch[name]} now" for name in changed]
 
     def write(self, record: dict) -> None:
-        """Append a line; NaN and infinity become null. On a full disk the line is lost, with a warning."""
+        """Append a line; NaN and infinity become null. On a full disk the line is lost, with a warning. If
+        somebody deletes the file, it is written again with all its lines, which the open file still has."""
         if self.file is None:
             return
         line, end = (json.dumps(finite(record), allow_nan=False) + "\n").encode(), self.file.seek(0, 2)
         try:
+            if not self.path.exists():
+                self.file.seek(0)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.path.write_bytes(self.file.read())
+                self.file = open(self.path, "r+b", buffering=0)
+                self.file.seek(0, 2)
             if self.file.write(line) < len(line):
                 raise OSError("no space left")
         except OSError as error:

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import torch
 from accelerate.utils import DistributedType
+from transformers import GenerationConfig
 
 from utils.io.terminal import in_one_line
 from utils.learning.configuration import setting
@@ -37,11 +38,17 @@ def chosen_prompts(prompts: list[str], eval_rows: dict, tokenizer, masked: bool)
 
 @contextlib.contextmanager
 def _for_samples(accelerator, model):
-    """The transformers model, uncompiled: each length of a text would compile another graph."""
+    """The transformers model, uncompiled: each length of a text would compile another graph. Of its
+    generation_config only the tokens that end a text count: other entries, such as stop_strings, need more
+    than a model and may be of a decoding that transformers no longer has."""
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-    eager = torch.compiler.set_stance("force_eager")
-    with eval_mode(lm), torch.no_grad(), eager, accelerator.autocast():
-        yield lm
+    eager, saved = torch.compiler.set_stance("force_eager"), getattr(lm, "generation_config", None)
+    lm.generation_config = GenerationConfig(eos_token_id=getattr(saved, "eos_token_id", None))
+    try:
+        with eval_mode(lm), torch.no_grad(), eager, accelerator.autocast():
+            yield lm
+    finally:
+        lm.generation_config = saved
 
 
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:

@@ -1,17 +1,26 @@
 """Accelerate's trackers: the numbers of metrics.jsonl on a dashboard."""
 
+import os
 from pathlib import Path
 
 
-def tracker_problems(report_to: str) -> list[str]:
-    """A line if the package of a tracker is missing: accelerate would leave it out silently."""
+def tracker_problems(report_to: list[str]) -> list[str]:
+    """A line for each tracker that is not installed, which accelerate would leave out silently, and if wandb
+    cannot log in."""
     from accelerate.tracking import get_available_trackers
 
-    wanted = {name.strip() for name in report_to.split(",")} - {"", "none", "all"}
-    if not (missing := sorted(wanted - {str(name) for name in get_available_trackers()})):
-        return []
-    cause = f"report_to is {report_to!r}, but {', '.join(missing)} cannot be imported here"
-    return [f"{cause}: `pip install {' '.join(missing)}`, or --report_to none"]
+    installed = [*map(str, get_available_trackers())]
+    problems = [f"report_to: {name!r} is no tracker that is installed here; `pip install` it, or give some "
+                f"of {' '.join([*installed, 'none'])}, separated by spaces."
+                for name in report_to if name not in [*installed, "all"]]  # fmt: skip
+    if "wandb" in installed and {"wandb", "all"} & {*report_to} and os.environ.get("RANK", "0") == "0":
+        import wandb
+
+        try:
+            wandb.login()  # on a terminal it asks for the key
+        except Exception as error:  # of wandb's own kinds
+            problems.append(f"report_to: {error}; run `wandb login`, or set WANDB_MODE=offline.")
+    return problems
 
 
 def start_trackers(accelerator, project: str, output_dir, run_id: str, settings: dict, step: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from utils.io.secrets import without_secrets
-from utils.io.terminal import tolerate_any_text, visible
+from utils.io.terminal import tolerate_any_reader, visible
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
@@ -46,7 +46,7 @@ def user_mistakes() -> Iterator[None]:
     A library's keeps its traceback. A full disk, a source that does not answer and a lost process are a line
     and exit status 1; so is RunFailed. All processes but the first wait a moment, so that the launcher ends
     them first."""
-    tolerate_any_text()
+    tolerate_any_reader()
     try:
         yield
     except ValueError as error:

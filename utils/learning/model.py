@@ -5,7 +5,7 @@ import os
 import re
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 from utils.devices import device_type
 from utils.io.files import is_missing_folder
@@ -58,10 +58,15 @@ def build_model(args, kind, tokenizer):
     if kind == "causal":
         # pipeline() would ask for 256 new tokens, more than there are positions.
         model.generation_config.max_length = model.generation_config.max_length or args.block_size
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:  # a temperature without do_sample can be read, and not be saved
-            model.generation_config.do_sample = True
+        # transformers reads what it refuses to save: a temperature without do_sample, pad_token_id=-1.
+        for fix in {}, {"do_sample": True}:
+            model.generation_config.update(**fix)
+            with contextlib.suppress(ValueError):
+                model.generation_config.validate(strict=True)
+                break
+        else:
+            model.generation_config = GenerationConfig.from_model_config(model.config)
+            model.generation_config.max_length = args.block_size
     use_fast_products(args.block_size)
     try_model(model, kind, args.block_size)
     use_one_kernel_gelu(model)
@@ -75,7 +80,9 @@ def to_device(model, accelerator) -> None:
     """Moves a loss module to the device, before its optimizer is built; compiles its blocks where
     accelerate_configs/*.yaml says so; and on XLA makes it compute in bfloat16."""
     model.to(accelerator.device)
-    model.lm.tie_weights()  # moving to XLA makes new parameters, and ties come apart
+    # Moving to XLA makes new parameters, and ties come apart. recompute_mapping=False: weights that were
+    # loaded as different ones stay different, whatever the configuration says.
+    model.lm.tie_weights(recompute_mapping=False)
     compile_blocks(accelerator, model)
     autocast_forward(model)
 

@@ -53,8 +53,8 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
 
 def repo_name(args) -> str:
     """The repository of a run: hub_model_id, or the name of output_dir, as far as the Hub allows it."""
-    name = re.sub(r"[^\w.-]+|[-.]{2,}", "-", Path(args.output_dir).resolve().name, flags=re.ASCII)
-    return args.hub_model_id or name.strip("-.")
+    name = re.sub(r"\W{2,}|[^\w.-]", "-", Path(args.output_dir).resolve().name, flags=re.ASCII)[:96]
+    return args.hub_model_id or re.sub(r"^[-.]+|(\.git|[-.])+$", "", name) or "model"
 
 
 def _table(results: dict, sets: list[str]) -> dict[str, dict[str, str]]:
