@@ -60,11 +60,6 @@ MODERNBERT = SMALL + ",local_attention=16"
 OTHERS = {"dataset_name": {"prompts": ["rows"]}, "model_type": {"config_overrides": SMALL}}
 EVAL_MASKED = 0.15  # share of the tokens that evaluations hide; keep it, so that runs can be compared
 
-# ModernBERT-base with the rotary base of its first phase.
-BASE = """{"vocab_size": 50368, "rope_parameters": {
-    "full_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}}"""
-
 
 @dataclass
 class TrainArgs:
@@ -152,25 +147,6 @@ PRESETS = {
         num_warmup_steps=0, lr_scheduler_type="linear", num_train_epochs=1, max_train_steps=0,
         eval_steps=5000, save_steps=5000, max_eval_samples=0, logging_steps=50, prompts=ENGLISH,
         output_dir="runs/wikitext-bert-nsp",
-    ),
-    "modernbert-base": dict(  # ModernBERT's first phase, 26 B of its 1,719 B tokens; not run (docs/masked.md)
-        dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
-        tokenizer_name="answerdotai/ModernBERT-base", block_size=1024, config_overrides=BASE,
-        max_train_samples=33_000 * 768,  # of the sample: what the steps take
-        per_device_train_batch_size=96, gradient_accumulation_steps=8, optimizer_type="adamw",
-        learning_rate=8e-4, weight_decay=0.0125, adam_beta2=0.98, lr_scheduler_type="warmup_stable_decay",
-        num_warmup_steps=3815, max_train_steps=33_000, eval_steps=1000, save_steps=1000,
-        validation_fraction=0.03, prompts=ENGLISH, output_dir="runs/modernbert-base",
-    ),
-    "bert-24h": dict(  # Cramming's BERT of one GPU and one day, 18 B tokens; not run (docs/masked.md)
-        dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-100BT", streaming=True,
-        tokenizer_name="google-bert/bert-base-uncased", mlm_probability=0.25,
-        max_train_samples=35_000 * 4096,
-        config_overrides="num_hidden_layers=16,intermediate_size=1536,local_attention=256",  # all T
-        per_device_train_batch_size=512, gradient_accumulation_steps=8, optimizer_type="adamw",
-        learning_rate=1e-3, weight_decay=0.01, adam_beta2=0.98, max_grad_norm=0.5, lr_scheduler_type="linear",
-        num_warmup_steps=0.25, max_train_steps=35_000, eval_steps=1000, save_steps=1000, prompts=ENGLISH,
-        validation_fraction=0.03, output_dir="runs/bert-24h",
     ),
 }
 

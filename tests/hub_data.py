@@ -30,8 +30,6 @@ TOKENIZERS = {  # name: model_type of its config.json, algorithm, special tokens
     "huggingface-course/code-search-net-tokenizer": (None, ByteLevelBPETokenizer, GPT2),
     "openai-community/gpt2": ("gpt2", ByteLevelBPETokenizer, GPT2),
     "google-bert/bert-base-cased": ("bert", BertWordPieceTokenizer, BERT),
-    "google-bert/bert-base-uncased": ("bert", BertWordPieceTokenizer, BERT),
-    "answerdotai/ModernBERT-base": ("modernbert", ByteLevelBPETokenizer, BERT),
 }
 
 

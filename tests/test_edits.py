@@ -128,14 +128,6 @@ def growing_batch(edited, plain):
     assert [line["tokens"] for line in records(edited)] == [*itertools.accumulate(T * rows for rows in each)]
 
 
-def growing_sequence_length(edited, plain):
-    """Rows of 32 tokens, in eighths of which two are taken at first, and all after 8 steps."""
-    lengths = [T // 8 * (2 + 6 * step // 8) if step < 8 else T for step in range(STEPS)]
-    assert [line["tokens"] for line in records(edited)] == [*itertools.accumulate(ROWS * n for n in lengths)]
-    assert records(edited)[-1]["samples"] == ROWS * STEPS
-    assert records(edited)[0]["loss/train"] != records(plain)[0]["loss/train"]
-
-
 def second_optimizer(edited, plain):
     """Each weight has one optimizer, Adafactor the embeddings; and neither stands still."""
     adafactor, others = (state(edited, name)["parameters"] for name in ("adafactor", "optimizer"))
@@ -165,16 +157,12 @@ def frozen_embeddings(edited, plain):
     assert not torch.equal(others[0], others[1])
 
 
-def masks_otherwise(edited, plain):
-    """As many predictions in the evaluation as before, of which the two models think differently."""
+def whole_words(edited, plain):
+    """Of text with line ends, tokenized by the saved tokenizer, each word is hidden whole or not at all. As
+    many predictions in the evaluation as before, of which the two models think differently."""
     lines, without = (records(check, "loss/eval") for check in (edited, plain))
     assert [line["eval_tokens"] for line in lines] == [line["eval_tokens"] for line in without]
     assert lines[-1]["loss/eval"] != without[-1]["loss/eval"]
-
-
-def whole_words(edited, plain):
-    """Of text with line ends, tokenized by the saved tokenizer, each word is hidden whole or not at all."""
-    masks_otherwise(edited, plain)
     tokenizer = AutoTokenizer.from_pretrained(edited.folder / "whole")
     text = "The tokenizer reads documents.\nAnother paragraph of words, unfortunately.\n\n(nothing)\n"
     encoded = tokenizer(text * 3, add_special_tokens=False, return_offsets_mapping=True)
@@ -311,12 +299,10 @@ EDITS = {
     "ema": Edit(ema, settings={"ema_decay": 0.9}, observes=True, fast=True),
     "early-stopping": Edit(early_stopping, observes=True, fast=True),
     "growing-batch": Edit(growing_batch, settings={"batch_growth_steps": 5}),
-    "growing-sequence-length": Edit(growing_sequence_length, settings={"grow_steps": 8}),
     "second-optimizer": Edit(second_optimizer, fast=True),
     "layer-wise-learning-rates": Edit(layer_wise_learning_rates, settings={"layer_decay": 0.5}),
     "frozen-embeddings": Edit(frozen_embeddings, settings={"frozen_embedding_steps": 8}),
     "whole-word-masking": Edit(whole_words, "train_mlm.py"),
-    "decaying-mask-rate": Edit(masks_otherwise, "train_mlm.py"),
     "isolated-documents": Edit(
         isolated_documents, short=True, fails=["the saved model"],
         # These rates: a model that has learned more makes more of the documents before.

@@ -138,37 +138,6 @@ def test_pairs_keep_their_form_and_padding_is_never_masked(tokenizer):
         assert torch.equal(out[name], batch[name])
 
 
-def test_the_rate_may_depend_on_the_position(tokenizer):
-    batch = make_batch(list(range(64)))
-    constant = MaskTokens(tokenizer, 0.15, seed=3)(batch)
-    function = MaskTokens(tokenizer, lambda positions: np.full(len(positions), 0.15), seed=3, most=0.15)
-    assert_same(function(batch), constant)
-    assert all(torch.equal(constant[name], batch[name]) for name in ("position", "epoch", "row"))
-    assert batch["input_ids"].shape == (64, 126) and "slots" not in batch, "what was given is left as it was"
-
-    halves = MaskTokens(tokenizer, lambda positions: np.where(positions < 32, 0.4, 0.1), 3, most=0.4)
-    out = halves(batch)
-    assert out["slots"].shape == (64, 51)  # ceil(0.4 * 126), the same for every batch
-    eligible = (~torch.isin(batch["input_ids"], torch.tensor(special_ids(tokenizer)))).sum(1)
-    counts = (out["slot_labels"] != -100).sum(1)
-    rate = torch.tensor([0.4] * 32 + [0.1] * 32)
-    assert ((counts - rate * eligible).abs() < 1).all()
-    # The same rows at other positions: the tokens that are chosen first are the same ones.
-    later = halves(batch | {"position": batch["position"] + 32})
-    for row in range(32):
-        assert predicted_slots(later, row) < predicted_slots(out, row)
-    padding = make_batch([-1, -1])
-    assert (halves(padding | {"position": torch.tensor([-1, -1])})["slot_labels"] == -100).all()
-
-
-def test_a_rate_above_the_largest_one_is_refused(tokenizer):
-    for rate, most in ((0.3, 0.2), (-0.1, 0.2), (float("nan"), 0.2)):
-        with pytest.raises(ValueError, match="must lie between 0 and most"):
-            MaskTokens(tokenizer, lambda positions, rate=rate: rate, most=most)(make_batch([0]))
-    with pytest.raises(ValueError, match="mlm_probability"):
-        MaskTokens(tokenizer, lambda positions: 0.15)
-
-
 class WholeWords(MaskTokens):
     """Words are runs of four tokens: all of a word have the draw of its first one."""
 

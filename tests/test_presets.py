@@ -47,20 +47,6 @@ AMD = {  # "Pre-training BERT using Hugging Face & PyTorch on an AMD GPU": its c
     "lr_scheduler_type": "linear", "num_warmup_steps": 0, "num_train_epochs": 200, "max_train_steps": 0,
     "max_grad_norm": 1.0, "eval_steps": 0, "save_steps": 0, "max_eval_samples": 0,
 }  # fmt: skip
-# AnswerDotAI/ModernBERT, yamls/modernbert/modernbert-base-pretrain.yaml; its decay is independent of the
-# rate: 1e-5 / 8e-4 for AdamW. Left out: StableAdamW, eps 1e-6, dropout of 0.1 behind attention
-MODERNBERT = {
-    "model_type": "modernbert", "tokenizer_name": "answerdotai/ModernBERT-base", "block_size": 1024,
-    "mlm_probability": 0.3, "per_device_train_batch_size": 96,
-    "gradient_accumulation_steps": 8, "learning_rate": 8e-4, "weight_decay": 1e-5 / 8e-4, "adam_beta2": 0.98,
-    "lr_scheduler_type": "warmup_stable_decay", "num_warmup_steps": int(3e9 / (768 * 1024)) + 1,
-    "eval_steps": 4000, "save_steps": 4000, "max_train_steps": 1_719_000_000_000 // (4608 * 1024),
-}  # fmt: skip
-# JonasGeiping/cramming, config/train/bert-o4.yaml and config/arch/crammed-bert.yaml
-CRAMMING = {
-    "block_size": 128, "mlm_probability": 0.25, "learning_rate": 1e-3, "weight_decay": 0.01,
-    "adam_beta2": 0.98, "max_grad_norm": 0.5, "next_sentence": False,
-}  # fmt: skip
 KINDS = {train_clm: "causal", train_mlm: "masked"}
 # preset -> script, source, what differs (its reason stands at the preset), vocabulary, kind, parameters
 TABLE = {
@@ -69,10 +55,6 @@ TABLE = {
     "wikitext-bert-nsp": (
         train_mlm, AMD, {"num_train_epochs", "eval_steps", "save_steps"}, 28_996, "pretraining", 108.9,
     ),
-    "modernbert-base": (
-        train_mlm, MODERNBERT, {"eval_steps", "save_steps", "max_train_steps"}, 50_368, "masked", 149.7,
-    ),
-    "bert-24h": (train_mlm, CRAMMING, set(), 30_522, "masked", 118.5),
 }  # fmt: skip
 
 
@@ -86,7 +68,7 @@ def test_a_preset_says_what_its_source_says(preset):
 @pytest.mark.parametrize("preset", TABLE)
 def test_its_model_has_the_sources_size(preset):
     """Built without memory: positions and vocabulary as in the source; codeparrot is 124.2 M."""
-    script, source, _, vocab_size, kind, millions = TABLE[preset]
+    script, _, _, vocab_size, kind, millions = TABLE[preset]
     args = parse_args(script.TrainArgs, script.PRESETS, argv=["--preset", preset])
     config = AutoConfig.for_model(args.model_type)
     chosen = parse_overrides(config, args.config_overrides)
@@ -96,7 +78,7 @@ def test_its_model_has_the_sources_size(preset):
         given = {"vocab_size": vocab_size, "pad_token_id": 0, **chosen}
         config = AutoConfig.for_model(args.model_type, **given)
         model = MODEL_CLASSES[kind].from_config(config)
-    assert config.max_position_embeddings >= (512 if source is not CRAMMING else 128)
+    assert config.max_position_embeddings >= 512
     assert round(model.num_parameters() / 1e6, 1) == millions
 
 
@@ -181,7 +163,6 @@ SCRIPTS = {name: script for script in (train_clm, train_mlm) for name in script.
 ON_THE_HUB = {  # what each trains on and evaluates; streams only have files
     "codeparrot": {"train": 90, "validation": 30}, "gpt2-124m": "sample/10BT/",
     "wikitext-roberta": {"train": 50, "validation": 10}, "wikitext-bert-nsp": {"train": 50, "validation": 10},
-    "modernbert-base": "sample/100BT/", "bert-24h": "sample/100BT/",
 }  # fmt: skip
 
 

@@ -13,18 +13,15 @@ from accelerate.utils import set_seed
 class Steps:
     """The steps of one run. ValueError if there are too few rows for one step.
 
-    rows: what is trained on. last: the number of steps. Two functions of the step: micro_batches per process,
-    if a batch grows (else gradient_accumulation_steps), and row_tokens, if rows are shortened (else
-    block_size)."""
+    rows: what is trained on. last: the number of steps. micro_batches: per process, a function of the step,
+    if a batch grows (else gradient_accumulation_steps)."""
 
-    def __init__(self, args, accelerator, rows, micro_batches: Callable[[int], int] | None = None,
-                 row_tokens: Callable[[int], int] | None = None):
-        self.rows, self._seed = rows, args.seed
+    def __init__(self, args, accelerator, rows, micro_batches: Callable[[int], int] | None = None):
+        self.rows, self._seed, self._row_tokens = rows, args.seed, args.block_size
         self.micro_batches = micro_batches or (lambda step: args.gradient_accumulation_steps)
-        self._row_tokens = row_tokens or (lambda step: args.block_size)
-        self._constant = micro_batches is None and row_tokens is None
+        self._constant = micro_batches is None
         self._rows_each = args.per_device_train_batch_size * accelerator.num_processes
-        self._sums = [(0, 0)]  # rows and tokens before each step, extended on demand
+        self._sums = [0]  # rows before each step, extended on demand
         first, self.last = self.rows_before(1), args.max_train_steps
         if getattr(args, "eval_only", False):  # it has no training rows
             self.last = self.last or 1
@@ -49,11 +46,16 @@ class Steps:
 
     def rows_before(self, step: int) -> int:
         """Rows that all processes together take before `step`."""
-        return self._before(step)[0]
+        if self._constant:
+            return step * self._rows_each * self.micro_batches(0)
+        while len(self._sums) <= step:
+            newest = len(self._sums) - 1
+            self._sums.append(self._sums[newest] + self._rows_each * self.micro_batches(newest))
+        return self._sums[step]
 
     def tokens_before(self, step: int) -> int:
         """Tokens of these rows, padding included."""
-        return self._before(step)[1]
+        return self.rows_before(step) * self._row_tokens
 
     def epoch(self, step: int) -> float:
         """Passes over the rows before `step`."""
@@ -72,13 +74,3 @@ class Steps:
             return step % every == 0
         before, now = (self.rows_before(s) // len(self.rows) for s in (step - 1, step))
         return now > before
-
-    def _before(self, step):
-        if self._constant:
-            rows = step * self._rows_each * self.micro_batches(0)
-            return rows, rows * self._row_tokens(0)
-        while len(self._sums) <= step:
-            now, (rows, tokens) = len(self._sums) - 1, self._sums[-1]
-            new = self._rows_each * self.micro_batches(now)
-            self._sums.append((rows + new, tokens + new * self._row_tokens(now)))
-        return self._sums[step]

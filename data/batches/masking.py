@@ -8,7 +8,6 @@ B rows, T tokens per row, K prediction slots per row.
 """
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -29,20 +28,17 @@ class MaskTokens:
     PackedRows become `<s> row </s>`, two tokens longer, as a fill-mask pipeline presents a sentence. Rows of
     tokenizer.model_max_length tokens bring their special tokens.
 
-    mlm_probability: the share of tokens to predict, or a function of the rows' positions in training (int64
-    [B] -> float [B]; evaluation counts its own rows from 0). For a function, `most` is its largest value; it
-    decides K. ValueError: the tokenizer has no mask token, or a share is not between 0 and 1."""
+    mlm_probability: the share of tokens to predict. ValueError: it is not between 0 and 1, or the tokenizer
+    has no mask token."""
 
-    def __init__(self, tokenizer, mlm_probability: float | Callable[[np.ndarray], np.ndarray] = 0.15,
-                 seed: int = 0, most: float | None = None):
+    def __init__(self, tokenizer, mlm_probability: float = 0.15, seed: int = 0):
         names = ("mask_token", "cls_token", "sep_token", "pad_token")
         if missing := [name for name in names if getattr(tokenizer, name) is None]:
             raise ValueError(f"tokenizer_name {tokenizer.name_or_path!r} has no {', '.join(missing)}, which "
                              "masked LM needs; choose a BERT or RoBERTa tokenizer, or give none to train one")
         self.mlm_probability, self.seed = mlm_probability, seed % 2**63
-        self.most = most if callable(mlm_probability) else mlm_probability
-        if self.most is None or not 0 < self.most < 1:
-            raise ValueError(f"mlm_probability {self.most}: must lie between 0 and 1, usually 0.15")
+        if not 0 < mlm_probability < 1:
+            raise ValueError(f"mlm_probability {mlm_probability}: must lie between 0 and 1, usually 0.15")
         self.longest, self.mask_id = tokenizer.model_max_length, tokenizer.mask_token_id
         self.ends = tokenizer.cls_token_id, tokenizer.sep_token_id
         special = special_ids(tokenizer)
@@ -56,40 +52,29 @@ class MaskTokens:
         eligible = (rows >= 0)[:, None] & ~self.is_special[ids]  # [B, T]
         if real is not None:
             eligible &= real > 0
-        rates = self.rates(columns["position"])
-        ids, slots, labels = self.mask(ids, eligible, rows, columns["epoch"], rates)
+        ids, slots, labels = self.mask(ids, eligible, rows, columns["epoch"])
         if real is None and ids.shape[1] != self.longest:
             ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), self.ends))
             slots = slots + 1
         masked = {"input_ids": ids, "slots": slots, "slot_labels": labels}
         return batch | {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in masked.items()}
 
-    def rates(self, positions: np.ndarray) -> np.ndarray:
-        """positions [B] -> the share of each row's tokens to predict, float64 [B]."""
-        if not callable(self.mlm_probability):
-            return np.full(len(positions), self.mlm_probability)
-        rates = np.asarray(self.mlm_probability(np.maximum(positions, 0)), np.float64)
-        if not (0 <= rates.min() and rates.max() <= self.most):
-            raise ValueError(f"mlm_probability: {rates.min()} to {rates.max()} from position "
-                             f"{positions.min()} on, must lie between 0 and most, {self.most}")
-        return np.broadcast_to(rates, positions.shape)
-
     def order(self, ids: np.ndarray, draws: np.ndarray) -> np.ndarray:
         """ids [B, T], draws float64 [B, T] in [0, 1) -> the draws by which tokens are chosen, lowest first. A
         subclass may make draws equal: their tokens are then chosen together, first to last."""
         return draws
 
-    def mask(self, ids, eligible, rows, epochs, rates):
-        """ids, eligible [B, T]; rows, epochs, rates [B] -> masked ids [B, T], slots, slot labels [B, K]."""
+    def mask(self, ids, eligible, rows, epochs):
+        """ids, eligible [B, T]; rows, epochs [B] -> masked ids [B, T], slots, slot labels [B, K]."""
         B, T = ids.shape
-        K = math.ceil(self.most * T - 1e-9)
+        K = math.ceil(self.mlm_probability * T - 1e-9)
         draws = np.empty((B, 3 * T + 1))
         for draw, row, epoch in zip(draws, rows.tolist(), epochs.tolist(), strict=True):
             generator = np.random.Philox(key=[self.seed, epoch], counter=[0, 0, 0, max(row, 0)])
             np.random.Generator(generator).random(out=draw)
         which, how, what = draws[:, 1:].reshape(B, 3, T).transpose(1, 0, 2)  # [B, T] each
         # Rounded up or down at random, so that the share is right for short rows, too.
-        counts = np.floor(rates * eligible.sum(1) + draws[:, 0]).astype(int)
+        counts = np.floor(self.mlm_probability * eligible.sum(1) + draws[:, 0]).astype(int)
         first = np.where(eligible, self.order(ids, which), 2.0)  # eligible positions come first
         slots = np.argsort(first, axis=1, kind="stable")[:, :K]
         used = np.arange(K) < counts[:, None]
