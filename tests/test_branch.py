@@ -23,6 +23,8 @@ def test_a_branch_goes_on_as_the_run_it_leaves(tmp_path):
     assert metrics(tmp_path / "b") == expected  # where it begins it is evaluated, too
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+    again = train("b", **origin, max_train_steps=6)  # the same command
+    assert again.returncode == 0 and "this run is finished" in again.stdout, again.stdout + again.stderr
     done = train("a", **origin)
     assert done.returncode == 2 and "is not the newest of its run, step-00000006" in done.stderr
     for change in ("learning_rate: 0.002 in the run, 9.0 now", "max_train_steps: 6 in the run, 9 now"):

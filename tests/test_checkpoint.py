@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -13,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.scheduler import AcceleratedScheduler
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel
 from transformers import AutoModelForCausalLM
 
 from tests import forked
 from tests.runs import PATIENCE, PROJECT
 from tests.small_run import SmallRun
-from utils.io.files import verify_checksums
+from utils.io.files import checksum_file, seal, verify_checksums
 from utils.io.mistakes import RunFailed
 from utils.state.folders import list_checkpoints, lock_output_dir
 
@@ -87,19 +88,101 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path):
     assert manifest.stat().st_mtime_ns == before.st_mtime_ns and names(tmp_path) == ["step-00000002"]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_loaded(tmp_path, caplog, damage, file):
-    run = SmallRun(tmp_path).train(1).save()
+def two_checkpoints(folder):
+    """The outcomes at steps 1 and 2, and the checkpoint of step 2."""
+    run = SmallRun(folder).train(1).save()
     older = run.outcome()
     run.train(2).save()
-    damage(tmp_path / "checkpoints/step-00000002" / file)
+    return older, run.outcome(), run.checkpoints.folder / "step-00000002"
+
+
+def reseal(folder):
+    """A manifest that fits what is there."""
+    files = [path.name for path in folder.iterdir() if path.name != "manifest.json"]
+    seal(folder, {name: checksum_file(folder / name) for name in files})
+
+
+def change_tensors(change, file="model.safetensors"):
+    def damage(folder):
+        tensors = change(load_file(folder / file))
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / file)
+
+    return damage
+
+
+def change_state(**changes):
+    def damage(folder):
+        state = json.loads((folder / "state.json").read_text())
+        (folder / "state.json").write_text(json.dumps(state | changes if changes else [state]))
+
+    return damage
+
+
+FILES = "model.safetensors", "state.safetensors", "state.json", "manifest.json"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+DAMAGES = [*itertools.product([truncate, flip_a_bit, Path.unlink], FILES)]
+DAMAGES.append((lambda folder: seal(folder, {}), ""))  # a manifest that names no file
+
+
+@pytest.mark.parametrize("damage, file", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_loaded(tmp_path, caplog, damage, file):
+    older, _, newest = two_checkpoints(tmp_path)
+    damage(newest / file)
     again = SmallRun(tmp_path)
     assert again.step == 1 and same(again.outcome(), older)
     assert "step-00000002 is damaged" in caplog.text and file in caplog.text
     assert names(tmp_path) == ["bad-step-00000002", "step-00000001"]
     again.train(2).save()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("damage", [
+    change_tensors(lambda tensors: tensors | {UP: tensors[UP][:1]}),  # would be broadcast in silence
+    change_tensors(lambda tensors: {name: value.half() for name, value in tensors.items()}),
+    change_tensors(lambda tensors: {name: tensors[name] for name in list(tensors)[1:]}),
+    change_tensors(lambda tensors: {name: tensors[name] for name in tensors if "exp_avg" not in name},
+                   "state.safetensors"),
+    change_state(), change_state(things=3), change_state(settings=[1]), change_state(step="two"),
+    lambda folder: (folder / "model.safetensors").write_bytes(b"12"),
+], ids="shape dtype missing moments list things settings step empty".split())  # fmt: skip
+def test_wrong_content_with_right_checksums_is_refused(damage, tmp_path):
+    _, _, newest = two_checkpoints(tmp_path)
+    damage(newest)
+    reseal(newest)
+    with pytest.raises(ValueError, match="step-00000002"):
+        SmallRun(tmp_path)
+
+
+def test_whatever_stands_in_a_resealed_state_there_is_one_message_or_the_same_weights(tmp_path):
+    """Hundred values of state.json, each replaced by one of another type."""
+    _, expected, newest = two_checkpoints(tmp_path)
+    text, refused, dice = (newest / "state.json").read_text(), 0, random.Random(0)
+
+    def places(node, path=()):
+        yield path
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node[:3]) if isinstance(
+            node, list
+        ) else ():
+            yield from places(value, (*path, key))
+
+    every = [*places(json.loads(text))][1:]
+    for path in dice.sample(every, 100):
+        state = node = json.loads(text)
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = dice.choice([None, [], {}, "two", -1, [1], {"a": 1}, 1e300])
+        (newest / "state.json").write_text(json.dumps(state))
+        reseal(newest)
+        try:
+            run = SmallRun(tmp_path)
+        except ValueError:
+            refused += 1
+            continue
+        weights = dict(run.model.named_parameters())
+        assert all(expected[name].equal(weight.double()) for name, weight in weights.items()), path
+    assert 20 < refused < 100
 
 
 def test_a_run_never_begins_anew_by_itself(tmp_path):
@@ -114,22 +197,6 @@ def test_a_run_never_begins_anew_by_itself(tmp_path):
         run = SmallRun(tmp_path, resume_from_checkpoint="none")
         assert run.step == 0 and names(tmp_path) == left
         run.train(1).save()
-
-
-def test_a_path_begins_a_branch_which_the_same_command_continues(tmp_path, caplog):
-    origin = tmp_path / "a/checkpoints/step-00000002"
-    unbroken = SmallRun(tmp_path / "a").train(2).save().train(4).save().outcome()
-    before = {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
-    branch = SmallRun(tmp_path / "b", resume_from_checkpoint=str(origin))
-    assert branch.step == 2
-    branch.save()  # there it is not yet
-    branch.train(3).save()
-    assert names(tmp_path / "b") == ["step-00000002", "step-00000003"] and "of its own" not in caplog.text
-    again = SmallRun(tmp_path / "b", resume_from_checkpoint=str(origin))
-    assert again.step == 3 and "has checkpoints of its own" in caplog.text
-    assert same(again.train(4).outcome(), unbroken)
-    assert before.keys() == {path for path in (tmp_path / "a").rglob("*") if path.is_file()}
-    assert all(path.read_bytes() == content for path, content in before.items() if path.name != ".lock")
 
 
 def test_an_older_step_of_its_own_wants_another_output_dir(tmp_path):
@@ -200,7 +267,7 @@ def test_things_come_and_go_with_a_warning(tmp_path, caplog):
         SmallRun(tmp_path, more={"average": AveragedModel(torch.nn.Linear(3, 2))})
 
 
-def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path):
+def test_what_cannot_be_saved_is_refused_at_the_start_or_by_the_first_save(tmp_path):
     run = SmallRun(tmp_path)
     prepared = AcceleratedScheduler(run.schedule, [])
     for thing, message in ((prepared, "was given to accelerator.prepare"), (object(), "no load_state_dict")):
@@ -214,7 +281,7 @@ def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path):
             return {"a": {"b": object()}}
 
     with pytest.raises(ValueError, match="a state_dict holds a object at 'thing/a/b'"):
-        SmallRun(tmp_path, more={"thing": Text()})
+        SmallRun(tmp_path, more={"thing": Text()}).save()
 
 
 def test_evaluation_loads_modules_and_changes_nothing(tmp_path):
@@ -260,34 +327,15 @@ def test_other_settings_rows_and_models_are_refused_by_name(tmp_path):
     assert json.loads(state.read_text())["settings"].keys() >= {"keywords", "learning_rate"}
 
 
-def test_a_setting_that_the_run_lacks_counts_as_its_default(tmp_path):
-    from tests.test_resealed import change_state, reseal
-
-    SmallRun(tmp_path).train(1).save()
-    folder = tmp_path / "checkpoints/step-00000001"
-
-    def before(state):
-        settings = {name: value for name, value in state["settings"].items() if name != "learning_rate"}
-        return state | {"settings": settings | {"keywords": None, "gone": 3, "eval_dataset_name": "x"}}
-
-    change_state(folder, before)
-    reseal(folder)
-    assert SmallRun(tmp_path, eval_dataset_name=["x"]).step == 1
-    with pytest.raises(ValueError, match="learning_rate: 0.01 in the run, 0.02 now"):
-        SmallRun(tmp_path, eval_dataset_name=["x"], learning_rate=0.02)
-
-
-def test_the_length_may_change_while_the_learning_rate_does_not_depend_on_it(tmp_path):
-    SmallRun(tmp_path / "constant", constant=True).train(2).save()
-    assert SmallRun(tmp_path / "constant", constant=True, max_train_steps=20).step == 2
-    assert SmallRun(tmp_path / "constant", constant=True, num_train_epochs=3.0).step == 2
-    SmallRun(tmp_path / "linear").train(2).save()
+def test_another_length_is_refused_with_what_to_type(tmp_path):
+    """Where the learning rate depends on it: tests/test_settings.py has every schedule."""
+    SmallRun(tmp_path).train(2).save()
     with pytest.raises(ValueError) as refused:
-        SmallRun(tmp_path / "linear", max_train_steps=20)
+        SmallRun(tmp_path, max_train_steps=20)
     first, problem, remedy = str(refused.value).splitlines()
     assert problem == "max_train_steps: 10 in the run, 20 now, and the learning rate of step 2 depends on it"
-    assert remedy.startswith(f"For all steps anew: --output_dir {tmp_path}/linear-2;")
-    assert remedy.endswith(f"--model_name_or_path {tmp_path}/linear --learning_rate 0.0005")
+    assert remedy.startswith(f"For all steps anew: --output_dir {tmp_path}-2;")
+    assert remedy.endswith(f"--model_name_or_path {tmp_path} --learning_rate 0.0005")
     SmallRun(tmp_path / "start").save()
     assert SmallRun(tmp_path / "start", max_train_steps=20).step == 0  # nothing is learnt yet
 
@@ -509,9 +557,3 @@ def test_an_output_folder_belongs_to_one_run_and_a_killed_one_leaves_no_lock(tmp
         lock_output_dir(tmp_path, wait_seconds=PATIENCE).release()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
-
-
-def test_an_output_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="output_dir .*file/run cannot be written"):
-        lock_output_dir(tmp_path / "file" / "run")
