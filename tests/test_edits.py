@@ -26,7 +26,7 @@ DIFFS = sorted((PROJECT / "docs" / "edits").glob("*.diff"))
 STEPS, ROWS, T = 12, 8, 32  # of the runs of utils/check.py: steps, rows of a step, tokens of a row
 HIGH = {"learning_rate": 1, "muon_learning_rate": 1, "num_warmup_steps": 0}  # rates: the loss rises
 LONGER = {"distillation": 25, "early-stopping": 25, "isolated-documents": 34, "fill-in-the-middle": 40,
-          "time-budget": 43, "scores": 40}
+          "time-budget": 43, "scores": 40, "own-model": 33}
 
 
 @dataclass
@@ -246,6 +246,15 @@ def distillation(edited, plain):
     assert 0.5 < with_it["loss/train"] / without["loss/train"] < 0.95
 
 
+def own_model(edited, plain):
+    """It begins as LFM2, learns its weight, and loads under its name once the script is imported."""
+    begin, end = (saved(edited, step)["model.skip"] for step in (0, STEPS))
+    assert not begin.any() and end.any()
+    assert records(edited, "loss/eval")[0] == pytest.approx(records(plain, "loss/eval")[0])
+    model = AutoModelForCausalLM.from_pretrained(edited.folder / "whole")
+    assert type(model).__name__ == "SkipForCausalLM" and torch.equal(model.model.skip, end)
+
+
 def milestones(edited, plain):
     """The models of the steps, as the checkpoints of these steps have them; no others."""
     folders = {path.name: path for path in (edited.folder / "whole/milestones").iterdir()}
@@ -311,6 +320,7 @@ EDITS = {
     "fill-in-the-middle": Edit(fill_in_the_middle, short=True),
     "metric-per-layer": Edit(metric_per_layer, observes=True),
     "distillation": Edit(distillation),
+    "own-model": Edit(own_model, fast=True),
     "milestones": Edit(milestones, settings={"milestones": [0, 4, 7]}, observes=True),
     "keep-best": Edit(keep_best, observes=True),
     "scores": Edit(scores, observes=True),
@@ -415,7 +425,7 @@ def test_a_corpus_of_ones_own_by_the_command_as_it_is_typed(corpus, tmp_path):
     words = ["train_clm.py", *arguments({"preset": "topics", **flags})]
     done = run("utils.check", words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("holds: ") == 7
+    assert done.stdout.count("holds: ") == 8
 
 
 @pytest.mark.parametrize("diff", DIFFS, ids=lambda diff: diff.stem)

@@ -1,16 +1,17 @@
-"""Runs a script for utils/check.py, which wants to know more of a run than the script writes.
+"""Runs a script for utils/check.py and notes what the script itself does not write down.
 
-    python utils/observed.py SIGNAL SCRIPT flags
+    python utils/observed.py NOTES SIGNAL STEP SCRIPT flags
 
-SIGNAL: sent after step 6, between two saves; 0: none. Where processes have different weights at a save, its
-step is written to output_dir/apart: gradients that are not all-reduced show there first.
+SIGNAL is sent after STEP; 0: none. NOTES gets JSON lines:
+    step, random, variables   after each step: whether it drew random numbers; local variables of main
+    step, unequal             at each save of several processes: which state is not the same on all of them
 """
 
 import hashlib
+import json
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -18,31 +19,66 @@ from accelerate.utils import gather_object
 
 
 def main() -> None:
-    number, sys.argv = int(sys.argv[1]), sys.argv[2:]
+    notes, number, last, sys.argv = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     from utils.display.log import Log  # the script's own
     from utils.state.checkpoints import Checkpoints
+    from utils.state.things import collect_state
+    from utils.steps import Steps
 
-    log_step, save = Log.step, Checkpoints.save
+    log_step, save, seed, seeded = Log.step, Checkpoints.save, Steps.seed, []
+
+    def note(accelerator, **line):
+        if accelerator.is_main_process:
+            with open(notes, "a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def seed_and_remember(self, step):
+        seed(self, step)
+        seeded[:] = [torch.get_rng_state()]
 
     def step_and_stop(self, step):
         log_step(self, step)
-        while number and step == 6 and not Path(self.args.output_dir, "checkpoints/step-00000004").exists():
-            time.sleep(0.01)  # it is written in the background
-        if number and step == 6:
+        random = bool(seeded) and not torch.equal(seeded[0], torch.get_rng_state())
+        variables = {}
+        if self.accelerator.num_processes == 1:  # a state_dict may wait for the other processes
+            texts = {name: text_of(value) for name, value in sys._getframe(1).f_locals.items()}
+            variables = {name: text for name, text in texts.items() if text is not None}
+        note(self.accelerator, step=step, random=random, variables=variables)
+        if number and step == last:
             os.kill(os.getpid(), number)
 
-    def save_and_compare(self, step, *how, **named):
-        save(self, step, *how, **named)
-        digest = hashlib.sha256()
-        for weight in self.model.parameters():
-            digest.update(weight.detach().flatten().view(torch.uint8).numpy())
-        apart = Path(self.args.output_dir, "apart")
-        if len({*gather_object([digest.hexdigest()])}) > 1 and not apart.exists():
-            apart.write_text(str(step))
+    def save_and_compare(self, step, *positional, **named):
+        save(self, step, *positional, **named)
+        if self.accelerator.num_processes > 1:
+            states = {name: collect_state(name, thing, self.model) for name, thing in self.things.items()}
+            texts = [f"{record} {text_of(tensors)}" for record, tensors in states.values()]
+            of_all = zip(states, *gather_object([texts]), strict=True)
+            unequal = [name for name, *texts in of_all if len({*texts}) > 1]
+            note(self.accelerator, step=step, unequal=unequal)
 
-    Log.step, Checkpoints.save = step_and_stop, save_and_compare
+    Steps.seed, Log.step, Checkpoints.save = seed_and_remember, step_and_stop, save_and_compare
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def text_of(value) -> str | None:
+    """A text that changes with the value; None if it is neither a number, text or tensor, nor a collection of
+    these, nor a module or a class of the script with a state_dict."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return str(value.item())
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"tensor {[*value.shape]} {hashlib.sha256(content).hexdigest()[:12]}"
+    if isinstance(value, int | float | str | None):
+        return repr(value)
+    if isinstance(value, torch.nn.Module) or type(value).__module__ == "__main__":
+        value = value.state_dict() if hasattr(value, "state_dict") else value
+    if isinstance(value, dict):
+        value = [*value.items()]
+    if isinstance(value, list | tuple | set):
+        texts = [text_of(item) for item in value]
+        return None if None in texts else f"[{', '.join(texts)}]"
+    return None
 
 
 if __name__ == "__main__":
