@@ -6,14 +6,17 @@ SOURCE is a file, folder, glob or URL of .tfrecord files (transformers' Keras ex
 nanoGPT, llm.c and modded-nanogpt, or .ds files of datatrove; a save_to_disk folder, parquet or json file with
 sentence pairs; or a data set of the Hub that holds any of these. The words train, val and test in the
 names of files or folders are splits. Every id is checked against the tokenizer, which must be the one that
-made them. Then train on it: --dataset_name tokens/.
+made them. Then train on it: --dataset_name tokens/. Of a source without a split to evaluate on,
+--validation_fraction 0.05 takes the last rows.
 """
 
 import argparse
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
@@ -36,13 +39,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--tokenizer_name", required=True, help="Hub id or folder of the tokenizer that made the ids")
     add("--dtype", choices=["uint8", "uint16", "uint32", "int32", "int64"],
         help="type of the ids where the file does not say (default: uint16)")
+    add("--validation_fraction", type=float, default=0.0,
+        help="share of the rows, the last ones, where there is only the split train (default: 0)")
     add("--shard_mb", type=float, default=SHARD_MB, help=f"MB per file (default: {SHARD_MB:g})")
     return parser.parse_args(argv)
 
 
 def convert(args: argparse.Namespace) -> dict:
     """Writes the shards and returns their manifest. ValueError: the user's mistake."""
-    if problems := check_numbers(args, shard_mb=1e-6):
+    problems = check_numbers(args, shard_mb=1e-6)
+    if not 0 <= args.validation_fraction < 1:
+        problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
+    if problems:
         raise ValueError("\n".join(problems))
     source = os.path.expanduser(args.source)
     folder = Folder(os.path.expanduser(args.output_dir))
@@ -51,7 +59,13 @@ def convert(args: argparse.Namespace) -> dict:
     if MANIFEST in names or not all(re.fullmatch(rf"tokenizer|{NAME}", name) for name in names):
         raise ValueError(f"{folder.url} is not empty: name a new folder.")
     tokenizer = load_tokenizer(args.tokenizer_name)
-    imported = importers.read(source, args.dtype, tokenizer)
+    read = partial(importers.read, source, args.dtype, tokenizer)
+    imported = read()
+    if args.validation_fraction and [*imported.splits] == ["train"]:
+        rows = sum(map(len, read().splits["train"]))
+        first = rows - math.ceil(args.validation_fraction * rows)
+        imported.splits = {"train": _between(0, first, imported.splits["train"]),
+                           "validation": _between(first, rows, read().splits["train"])}
     if other := {*imported.splits} - {*SPLITS}:
         raise ValueError(f"{args.source}: a split {sorted(other)[0]!r}; name splits {', '.join(SPLITS)}.")
     dtype, width, entries, accounting = token_dtype(tokenizer), imported.width, {}, {}
@@ -72,6 +86,15 @@ def convert(args: argparse.Namespace) -> dict:
             dtype=str(dtype), lossy=False, accounting=accounting,
             settings={"format": FORMAT, "converted": without_secrets(source)},
         )  # fmt: skip
+
+
+def _between(first: int, end: int, arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The rows first to end - 1 of these arrays."""
+    done = 0
+    for array in arrays:
+        if len(rows := array[max(first - done, 0) : max(end - done, 0)]):
+            yield rows
+        done += len(array)
 
 
 def _checked(arrays: Iterable[np.ndarray], known: int, dtype, pairs: bool, name: str) -> Iterator[np.ndarray]:

@@ -205,6 +205,25 @@ def test_all_formats_of_the_same_ids_give_the_same_rows(tmp_path, tokenizer):
         assert own.backend_tokenizer.to_str() == known.backend_tokenizer.to_str()
 
 
+def test_the_last_rows_are_held_out_where_there_is_no_other_split(tmp_path, tokenizer, capsys):
+    """Of a file of ids as nanoGPT does it; of rows, whole ones. Then one file suffices."""
+    one, more = nanogpt(tmp_path / "one.bin", ids(1000)), ("--validation_fraction", "0.101")
+    out = converted(one, tmp_path / "ids", tokenizer, *more)
+    assert tokens_of(out, "train").tolist() == ids(1000)[:899].tolist()
+    assert tokens_of(out, "validation").tolist() == ids(1000)[899:].tolist()
+    assert len(load(tmp_path, out)[2][""]) == 101 // 16
+    (tmp_path / "in").mkdir()
+    for file in RECORDS.glob("train/*"):
+        (tmp_path / "in" / file.name).write_bytes(file.read_bytes())
+    out = converted(tmp_path / "in", tmp_path / "rows", tokenizer, *more)
+    for split, numbers in {"train": range(35), "validation": range(35, 40)}.items():
+        assert tokens_of(out, split).reshape(-1, T).tolist() == [record(n) for n in numbers]
+    whole, parted = (converted(RECORDS, tmp_path / f"{n}", tokenizer, *more[:n]) for n in (0, 2))
+    assert all((tokens_of(whole, split) == tokens_of(parted, split)).all() for split in ("train", "test"))
+    assert "validation_fraction: must be in [0, 1), is 1.0" in refused(
+        one, tmp_path / "no", tokenizer, capsys, "--validation_fraction", "1")
+
+
 def test_training_names_the_command(tmp_path, tokenizer):
     path = nanogpt(tmp_path / "train.bin", ids(500))
     for name in (path, tmp_path, f"{tmp_path}/*.bin"):
