@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from data.documents.filters import HoldOut, hold_out_of
 from data.documents.names import SUFFIXES
-from data.documents.source import Source
+from data.documents.source import Source, data_sets_with
 from data.tokens.cache import cache_path
 from data.tokens.encode import TokenMaker
 from data.tokens.preparation import NO_LIMIT
@@ -75,9 +76,10 @@ class RunData:
         self.cache_dir, self.size = args.cache_dir, args.block_size - n_special
         self.pairs = getattr(args, "next_sentence", False)
         sources, eval_sources = self._sources()
-        self.sets = self._opened(open_set, sources)
+        only_evals = args.eval_only and eval_sources  # then the training data may be gone
+        self.sets = {} if only_evals else self._opened(open_set, sources)
         if eval_sources:
-            self.evals = self._opened(lambda source: open_set(source, [*sources.values()]), eval_sources)
+            self.evals = self._opened(partial(open_set, evaluate=True), eval_sources)
         else:
             self.evals = self._opened(DataSet.validation, self.sets)
         # The data sets of which documents are held out.
@@ -108,13 +110,14 @@ class RunData:
             from data.batches.mixture import share_problems
 
             self.problems += share_problems(args.mixture, args.dataset_name)
-        how = dict(text_column=self._single("text_column"), keywords=tuple(filter(None, args.keywords)))
         train = dict(
-            dataset_config_name=self._single("dataset_config_name"), divide=not args.eval_dataset_name,
+            keywords=tuple(filter(None, args.keywords)), divide=not args.eval_dataset_name,
             streaming=args.streaming or args.max_train_samples > 0,
         )  # fmt: skip
         evaluate = dict(streaming=args.streaming, divide=False)
-        return tuple({short: Source(name, **how, **own)
+        column, config = self._single("text_column"), self._single("dataset_config_name")
+        having = data_sets_with(config, [*args.dataset_name, *args.eval_dataset_name]) if config else ()
+        return tuple({short: Source(name, config if name in having else None, text_column=column, **own)
                       for short, name in zip(short_names(names), names, strict=True)}
                      for names, own in ((args.dataset_name, train), (args.eval_dataset_name, evaluate)))
 

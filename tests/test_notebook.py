@@ -1,5 +1,6 @@
 """The scripts from a notebook: accelerate's notebook_launcher forks processes from a running Python."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -16,10 +17,12 @@ AFTER = 'print("and the notebook goes on")'
 
 
 def cell(tmp_path, **changes):
-    settings = TINY | {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")),
-                       "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
-    words, asked = arguments(settings | changes), '"--preset codeparrot --max_train_steps 1000".split()'
-    assert asked in LINES and LINES.endswith("num_processes=2)\n")
+    """The lines, with another data set, folders and a small batch in their places, nothing else."""
+    settings = {name: value for name, value in TINY.items() if name not in ("keywords", "config_overrides")}
+    settings |= {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")), "model_type": "llama",
+                 "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
+    words, asked = arguments(settings | changes), "flags.split()"
+    assert asked in LINES and "--model_type llama" in LINES and LINES.endswith("num_processes=2)\n")
     lines = LINES.replace(asked, repr(words)).replace("processes=2", f"processes=2, use_port='{free_port()}'")
     return lines + AFTER
 
@@ -32,6 +35,12 @@ def test_notebook_launcher_trains_and_returns(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     assert "and the notebook goes on" in done.stdout
     assert metrics(tmp_path / "run")[-1]["step"] == 6
+    [manifest] = tmp_path.glob("cache/rows-*/manifest.json")
+    account = json.loads(manifest.read_text())["accounting"]["train"]
+    assert account["read"] == 60 and account["filtered"] == 0  # no keyword of the default's
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["model_type"] == "llama" and config["num_hidden_layers"] == 4
+    assert config["intermediate_size"] == 344 and "conv_L_cache" not in config
     _, script, *words = shlex.split(re.search(r"^ +evaluate +(.*)$", done.stdout, re.M)[1])
     told = parse_args(TrainArgs, PRESETS, argv=words)
     assert script == "train_clm.py" and told.eval_only and told.output_dir == str(tmp_path / "run")

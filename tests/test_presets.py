@@ -1,11 +1,13 @@
 """The presets against their sources, setting by setting; and one flag more than none is enough."""
 
+import io
 import json
 import re
 
+import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import train_clm
 import train_mlm
@@ -13,7 +15,8 @@ from data.tokens.tokenizer import train_tokenizer
 from tests import forked
 from tests.hub_data import publish, put_data
 from tests.hub_server import HubServer
-from tests.runs import metrics
+from tests.runs import PROJECT, QWEN3, metrics, write_corpus
+from tests.runs import TINY as SMALL_RUN
 from utils.flags import parse_args
 from utils.learning.configuration import MODEL_CLASSES, configure, parse_overrides
 from utils.settings import check_settings
@@ -190,7 +193,7 @@ def test_no_preset_is_left_out():
     assert {"laptop", "hour", "gpt2", *ON_THE_HUB} == {*train_clm.PRESETS, *train_mlm.PRESETS}
 
 
-WIKITEXT = "Salesforce/wikitext"
+WIKITEXT, CONFIG, RECORDS = "Salesforce/wikitext", "wikitext-103-raw-v1", PROJECT / "tests/tfrecords"
 
 
 @pytest.mark.parametrize("preset", ["wikitext-roberta", "wikitext-bert-nsp"])
@@ -201,6 +204,63 @@ WIKITEXT = "Salesforce/wikitext"
 def test_a_split_of_the_same_data_set_keeps_its_configuration(preset, train, evaluated, read, hub, tmp_path):
     names = {"dataset_name": train, "eval_dataset_name": evaluated}
     assert started(hub, train_mlm, tmp_path, preset=preset, **names)[0] == read
+
+
+def test_weights_of_the_hub_are_evaluated_on_another_data_set_of_it(hub, tmp_path):
+    """The command of docs/numbers.md, alone, on two processes, and for a run whose text is gone. The
+    reference is transformers: the mean loss of rows of T tokens of all articles, each ended by EOS."""
+    env, T = hub.env() | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}, 32
+    for name, entry in hub.commits("openai-community/gpt2")[-1]["files"].items():
+        (tmp_path / name).write_bytes(hub.read(entry))
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=900, n_positions=64, n_embd=32, n_layer=1, n_head=2)).eval()
+    model.save_pretrained(tmp_path)
+    hub.put("ada/small", {path.name: path.read_bytes() for path in tmp_path.iterdir()})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    file = hub.commits(WIKITEXT, kind="datasets")[-1]["files"][f"{CONFIG}/test-00000-of-00001.parquet"]
+    lines = pyarrow.parquet.read_table(io.BytesIO(hub.read(file))).column("text").to_pylist()
+    empty, *articles = re.split(r"(?m)^(?= = Article)", "".join(line or "\n" for line in lines))
+    articles[0] = empty + articles[0]
+    tokens = [t for text in articles for t in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    rows = torch.tensor(tokens[: len(tokens) // T * T]).view(-1, T)
+    with torch.no_grad():
+        expected = model(rows, labels=rows).loss.item()
+    line = re.search(r"^python train_clm.py (.*gpt2 .*)$", (PROJECT / "docs/numbers.md").read_text(), re.M)[1]
+    assert line.startswith("--model_name_or_path gpt2 --eval_only true --eval_dataset_name")
+    words = [*line.split()[2:], "--block_size", T, "--cache_dir", tmp_path / "cache"]
+    for processes in (1, 2):
+        done = forked.run("train_clm.py", ["--model_name_or_path", "ada/small", *words], processes, env=env)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout.splitlines()[-1])
+        assert record["eval_tokens"] == len(rows) * (T - 1)
+        assert record["loss/eval"] == pytest.approx(expected, rel=1e-5)
+    text = write_corpus(tmp_path / "text.jsonl")
+    flags = SMALL_RUN | QWEN3 | {"dataset_name": text, "keywords": "import", "output_dir": tmp_path / "run"}
+    assert forked.run("train_clm.py", flags, env=env).returncode == 0
+    text.unlink()
+    done = forked.run("train_clm.py", ["--output_dir", tmp_path / "run", *words], env=env)
+    record = json.loads(done.stdout.splitlines()[-1])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert record["eval_tokens"] // (T - 1) == sum(len(tokenizer(a)["input_ids"]) + 1 for a in articles) // T
+
+
+@pytest.mark.parametrize("kind", ["pairs", "records"])
+def test_a_data_set_of_token_ids_names_data_convert_which_reads_it(kind, hub, tmp_path):
+    if kind == "pairs":
+        rows = [{"input_ids": [2, i + 5, 3, i + 6, 3], "token_type_ids": [0, 0, 0, 1, 1],
+                 "next_sentence_label": i % 2} for i in range(40)]  # fmt: skip
+        put_data(hub, "ada/pairs", {"default": {"train": "a.parquet"}}, {"a.parquet": rows})
+    else:
+        records = {f"train/{path.name}": path.read_bytes() for path in RECORDS.glob("train/*")}
+        hub.put("ada/records", records, "datasets")
+    env, name = hub.env() | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, f"ada/{kind}"
+    words = ["--preset", "wikitext-bert-nsp", "--dataset_name", name, "--output_dir", tmp_path / "run"]
+    done = forked.run("train_mlm.py", words, env=env)
+    assert done.returncode == 2
+    assert f"run `python -m data.convert {name} tokens/ --tokenizer_name" in done.stderr
+    words = [name, tmp_path / "tokens", "--tokenizer_name", "google-bert/bert-base-cased"]
+    done = forked.run("data.convert", words, env=env)
+    assert done.returncode == 0 and "40 rows" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])

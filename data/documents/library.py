@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,13 @@ def splits(source) -> list[str]:
             return datasets.get_dataset_split_names(name, config)
         saved = Path(name, "dataset_dict.json")
         return json.loads(saved.read_text())["splits"] if saved.exists() else ["train"]
+
+
+def configurations(source) -> list[str]:
+    """Their names; [] where the data set cannot be asked: opening it says why."""
+    with suppress(ValueError), _hub_errors(source):
+        return datasets.get_dataset_config_names(source.dataset_name)
+    return []
 
 
 def open_units(source) -> tuple[str, list[partial]]:
@@ -63,4 +70,5 @@ def _hub_errors(source):
         config = f", dataset_config_name {config!r}," if config else ""
         raise ValueError(f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
                          "check spelling and network; `hf auth login` if private; installed-python needs "
-                         "neither.") from error
+                         "neither. If it holds token ids or sentence pairs, run `python -m data.convert "
+                         f"{name} tokens/ --tokenizer_name ...` once, and name tokens/ here.") from error

@@ -8,6 +8,7 @@ installed.py, files.py and library.py do the reading. A name may end in ":" and 
 datasets library: "texts/:test", "user/name:train[:1%]".
 """
 
+import argparse
 import itertools
 import os
 import re
@@ -81,19 +82,18 @@ def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterato
 def open_corpus(source: Source) -> Corpus:
     """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
     name, split, splits = without_secrets(source.dataset_name), source.split, splits_of(source)
-    named, reader = re.sub(r"\[.*?\]", "", split).split("+"), _reader(source)
+    named, reader, local = re.sub(r"\[.*?\]", "", split).split("+"), _reader(source), is_local(source)
     if missing := {*named} - {*splits}:
         raise ValueError(f"dataset_name {name!r} has no split {sorted(missing)[0]!r}, but "
                          f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
-    local = reader in (files, installed) or is_saved(source.dataset_name)
     if [split] != named and local:
         raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
                          "cut the files instead")
+    fingerprint, units = reader.open_units(source)
+    column, wikitext = _text_column(source, units)
     if source.dataset_config_name and local:
         raise ValueError(f"dataset_config_name: {source.dataset_config_name} is of a data set of the Hub; "
                          f"of {name} name the wanted files, and give `none` here with a preset")
-    fingerprint, units = reader.open_units(source)
-    column, wikitext = _text_column(source, units)
     if wikitext:
         units = [partial(articles, partial(_rows, units))]
     fingerprint = digest(fingerprint, column, sorted(set(source.keywords)))
@@ -150,11 +150,24 @@ def splits_of(source: Source) -> Collection[str]:
     return _reader(source).splits(source)
 
 
-def evaluation_source(source: Source, trained: Iterable[Source]) -> Source:
-    """The source of an evaluation set: its configuration is that of a training source of the same data set;
-    its split, unless named, is the first of EVALUATED that exists."""
-    configs = (other.dataset_config_name for other in trained if other.dataset_name == source.dataset_name)
-    source = replace(source, dataset_config_name=next(configs, source.dataset_config_name))
+def is_local(source: Source) -> bool:
+    """Whether it is no data set of the Hub, and so has no configurations."""
+    return _reader(source) in (files, installed) or is_saved(source.dataset_name)
+
+
+def data_sets_with(config: str, names: Iterable[str]) -> set[str]:
+    """The data sets that get this configuration: a single one of the Hub, or of several those that have it.
+    All, where none has it: opening them says so."""
+    remote, having = {name: source for name in names if not is_local(source := Source(name))}, set()
+    if len({source.dataset_name for source in remote.values()}) > 1:
+        from data.documents import library
+
+        having = {name for name, source in remote.items() if config in library.configurations(source)}
+    return having or {*remote} or {*names}
+
+
+def evaluation_source(source: Source) -> Source:
+    """The source of an evaluation set: its split, unless named, is the first of EVALUATED that exists."""
     if source.split != "train":
         return source
     splits = splits_of(source)
@@ -175,11 +188,17 @@ def _reader(source: Source):
 
 def add_source_flags(add: Callable) -> None:
     """The flags of source_of. add: add_argument of the tool's parser."""
-    add("--dataset_name", default="installed-python", help="Hub id, files, folder, installed-python, ...")
+    add("--dataset_name", default="installed-python",
+        help="Hub id (read while it downloads), files, folder, installed-python, ...")
+    add("--streaming", nargs="?", const="true", type=_always_streams, help=argparse.SUPPRESS)
     add("--dataset_config_name")
     add("--split", default="train", help="default: train")
     add("--text_column", help="default: content or text, whichever the source has")
     add("--keywords", nargs="*", default=[], help="keep documents that contain one of these (default: all)")
+
+
+def _always_streams(value: str):
+    raise argparse.ArgumentTypeError("leave it out: a data set of the Hub is always read while it downloads")
 
 
 def source_of(args) -> Source:

@@ -8,7 +8,6 @@ shards.
 A part is where rows are: {"folder", "split", "size", "max_rows"}, plain values that can be saved.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,7 +68,8 @@ class DataSet:
                          f"{size}.")
         if self.split not in have:
             remedy = "lower block_size or name other data"
-            remedy = remedy if self.split == "train" else "set eval_dataset_name"
+            if self.split != "train":
+                remedy = "set eval_dataset_name, or make it again with --validation_fraction 0.05"
             lines.append(f"{self.name} has no row of {size or T} tokens for {self.split}, only for "
                          f"{', '.join(have) or 'none'}: {remedy}.")
         if tokenizer is not None and shards.manifest["tokenizer"] != tokenizer_fingerprint(tokenizer):
@@ -91,15 +91,15 @@ class DataSet:
         return self.shards and f"{self.shards.local(cache_dir, []).folder.root}/tokenizer"
 
 
-def open_set(source: Source, trained: Iterable[Source] | None = None) -> DataSet:
-    """trained: for an evaluation set, the sources that are trained on; it uses the split that its name gives,
-    else the first of EVALUATED. ValueError: it cannot be opened."""
+def open_set(source: Source, evaluate: bool = False) -> DataSet:
+    """evaluate: use the split that its name gives, else the first of EVALUATED. ValueError: it cannot be
+    opened."""
     if shards := find_shards(source.dataset_name):
         split = source.split
-        if trained is not None and split == "train":
+        if evaluate and split == "train":
             split = next((split for split in EVALUATED if split in shards.splits), "train")
         return DataSet(shards.url, None, shards, split)
-    corpus = open_corpus(source if trained is None else evaluation_source(source, trained))
+    corpus = open_corpus(evaluation_source(source) if evaluate else source)
     return DataSet(corpus.name, corpus)
 
 

@@ -252,7 +252,10 @@ def main(arguments=None):
     add("--max_bytes", type=int, default=TRAINING_BYTES, help="bytes of text to train on, a fair sample")
     add_source_flags(add)
     args = parser.parse_args(arguments)
-    if problems := check_numbers(args, vocab_size=1, max_bytes=1):
+    problems = check_numbers(args, vocab_size=1, max_bytes=1)
+    if "://" in args.output_dir:
+        problems.append(f"output_dir: {args.output_dir} is a URL; name a folder, and copy that.")
+    if problems:
         raise ValueError("\n".join(problems))
     with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
         os.listdir(args.output_dir)  # fails now, not after training, if it is a file
