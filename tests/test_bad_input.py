@@ -125,6 +125,7 @@ CLM | --resume_from_checkpoint ../old/checkpoints/step-00000003 --learning_rate 
 # disk
 CLM | --output_dir ../corpus.jsonl                      | output_dir: ../corpus.jsonl cannot be written && is a file
 CLM | --output_dir ../corpus.jsonl/run                  | corpus.jsonl is a file, not a folder. Name another folder
+CLM | --output_dir gs://bucket/run --cache_dir hf://x   | output_dir: gs://bucket/run is a URL && Mount it && `rclone copy` or `hf sync`: docs/resuming.md && cache_dir: hf://x is a URL
 CLM | --cache_dir ../corpus.jsonl                       | cache_dir: ../corpus.jsonl cannot be written && is a file
 # preparation
 PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | arguments are required: --tokenizer_name
@@ -136,6 +137,7 @@ PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --validat
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb 0   | shard_mb: must be 1e-06 or greater
 PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long
+PREPARE | --output_dir shards --tokenizer_name ../words --streaming true | --streaming: leave it out: a data set of the Hub is always read while it downloads
 PREPARE | --output_dir shards --tokenizer_name x --dataset_nam x | unrecognized arguments: --dataset_nam
 PREPARE | --tokenizer_name ../words                      | the following arguments are required: --output_dir
 PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --tokenizer_name ../words | is not empty and holds no shards
@@ -145,6 +147,8 @@ TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --text_column word
 TOKENIZER | --output_dir ../corpus.jsonl --dataset_name ../corpus.jsonl | ../corpus.jsonl cannot be written: && Not a directory
 TOKENIZER | --output_dir LONG --dataset_name ../corpus.jsonl | cannot be written: && File name too long
 TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --max_bytes 0 --vocab_size -1 | max_bytes: must be 1 or greater && vocab_size: must be 1
+TOKENIZER | --output_dir gs://bucket/words --dataset_name ../corpus.jsonl | output_dir: gs://bucket/words is a URL; name a folder
+TOKENIZER | --output_dir words --streaming               | --streaming: leave it out
 TOKENIZER | --output_dir words --algorithm bpee          | invalid choice: 'bpee'
 # what comes after a run
 """  # noqa: E501

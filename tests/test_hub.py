@@ -486,8 +486,10 @@ def published(hub, folder):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_first_and_the_last_save_are_revisions(both, corpus, tmp_path, processes):
+    """The end of the run says where the model is, and not how to upload it."""
     rows = {"per_device_train_batch_size": 8 // processes}
-    end(start(both, corpus, tmp_path, processes=processes, picture=True, **rows), 0, tmp_path)
+    output = end(start(both, corpus, tmp_path, processes=processes, picture=True, **rows), 0, tmp_path)
+    assert "Published: http" in output and "  evaluate  " in output and "hf upload" not in output
     arrived = published(both, tmp_path)
     assert (arrived[0], arrived[-1]) == (0, 6)
 

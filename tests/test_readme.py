@@ -1,6 +1,7 @@
 """What README and docs claim: the loop is the script's, files and links exist, commands and edits run."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -129,6 +130,8 @@ NOT_HERE = {
     "pip install torch --index-url": "needs the network",
     "pip install -r accelerate_configs/tpu": "7 GB; CI resolves it",
     PIPELINE: "a model that fills in; tests/test_edits.py",
+    "python train_clm.py --model_name_or_path gpt2": "needs the network; test_presets.py, as the next",
+    "accelerate launch --config_file accelerate_configs/multi_cpu.yaml train_clm.py --model_": "the same",
     "python train_clm.py --dataset_name code.jsonl": "three data sets; tests/test_load.py",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
@@ -169,7 +172,10 @@ def project_with_runs(tmp_path_factory):
     write_corpus(copy / "corpus.jsonl")
     out = shell(copy, " ".join([first_line(), *map(shlex.quote, TINY_RUN)]))
     assert re.search(r"^run +begins, in runs/clm; stop it any time; the same command resumes it$", out, re.M)
-    assert re.search(r"^steps +6 steps = 1,536 tokens\b", out, re.M)
+    rows = re.search(r"^steps +6 steps = 1,536 tokens = \S+ passes over ([\d,]+) rows$", out, re.M)[1]
+    [manifest] = copy.glob("cache/rows-*/manifest.json")
+    tokens = json.loads(manifest.read_text())["splits"]["train"]["tokens"]
+    assert rows == f"{tokens // TINY['block_size']:,}"
     assert re.search(r"^model +lfm2 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
     assert re.search(r"^time +about \d+ s left, at [\d,]+ ms a step;", out, re.M)
     publish = re.search(r"^ +publish +hf auth login && hf upload clm runs/clm \. (.*)$", out, re.M)[1]

@@ -104,6 +104,10 @@ def number_problems(args: Any) -> list[str]:
 
 def folder_problems(name: str, folder: str) -> list[str]:
     """A line if the folder of setting `name` could not be written. Nothing is created."""
+    if "://" in folder:
+        return [f"{name}: {folder} is a URL, but a run writes to a folder. Mount it and name the mount, or "
+                "name a folder and copy that with `rclone copy` or `hf sync`: docs/resuming.md, Checkpoints "
+                "elsewhere."]
     path = Path(folder).absolute()
     there = next(place for place in [path, *path.parents] if os.path.lexists(place))
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):

@@ -51,8 +51,7 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     if total != steps.last * tokens:
         batch += " at first"
     length = f"{steps.last:,} steps = {_millions(total)} tokens"
-    if passes > 1:
-        length += f" = {passes:,.3g} passes over the rows"
+    length += f" = {passes:,.3g} passes over {len(steps.rows):,} rows"
     names, weights = facts["settings"]["dataset_name"], args.model_name_or_path
     data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     origin = "" if step else f" with the weights of {weights}" if weights else " from scratch"

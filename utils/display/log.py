@@ -181,7 +181,7 @@ class Log:
         evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
         commands = {label: shlex.join(["python", "-c", code])}
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
-        commands["publish"] = self.hub.command()
+        commands["publish"] = None if self.hub.published else self.hub.command()
         names = ", ".join(facts["settings"]["dataset_name"])
         lines = [f"{facts['model_type']} on {names}", *_table(results)]
         lines += ["Next:", *_table(without_secrets(commands))]
