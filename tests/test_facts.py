@@ -36,12 +36,13 @@ def block(model="m", parameters=1, start=0, micro_batches=None, rows=10**6, **ch
 def test_the_block_says_what_is_trained_on_what_and_multiplies_the_batch_out():
     text = block("gpt2", 124_000_000, start=100)
     assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step\n" in text
-    assert "600 steps = 19.7 M tokens\n" in text
+    assert "600 steps = 19.7 M tokens = 0.154 passes over 1,000,000 rows\n" in text
     assert "gpt2 on installed-python, 124.0 M parameters, attention: sdpa" in text  # no longer from scratch
     assert "gpt2 from scratch on installed-python" in block("gpt2", 124_000_000)
     assert "target     1 process, cpu" in text and "float32" in text
     assert "continues at step 100, in runs/clm; stop it any time; the same command resumes it" in text
-    assert "run        begins, in runs/clm" in block() and "19.7 M tokens = 15.4 passes" in block(rows=10_000)
+    assert "run        begins, in runs/clm" in block()
+    assert "19.7 M tokens = 15.4 passes over 10,000 rows" in block(rows=10_000)
     new = dict(resume_from_checkpoint="none", model_name_or_path="runs/other", dataset_name=[*"abcde"])
     other = block("gpt2", **new)
     assert "ruin trained weights: try a twentieth, --learning_rate 0.002" in other
