@@ -177,9 +177,8 @@ def project_with_runs(tmp_path_factory):
     tokens = json.loads(manifest.read_text())["splits"]["train"]["tokens"]
     assert rows == f"{tokens // TINY['block_size']:,}"
     assert re.search(r"^model +lfm2 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
-    assert re.search(r"^time +about \d+ s left, at [\d,]+ ms a step;", out, re.M)
     publish = re.search(r"^ +publish +hf auth login && hf upload clm runs/clm \. (.*)$", out, re.M)[1]
-    assert "--exclude 'checkpoints/*'" in publish
+    assert "--exclude '*/*'" in publish  # checkpoints/, for one
     shutil.copytree(copy / "runs/clm", copy / "runs/other")
     return copy
 
