@@ -141,7 +141,7 @@ PREPARE | --output_dir shards --tokenizer_name ../words --streaming true | --str
 PREPARE | --output_dir shards --tokenizer_name x --dataset_nam x | unrecognized arguments: --dataset_nam
 PREPARE | --tokenizer_name ../words                      | the following arguments are required: --output_dir
 PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --tokenizer_name ../words | is not empty and holds no shards
-PREPARE | --output_dir shards --dataset_name ../corpus.jsonl --tokenizer_name ../words --keywords absent | gives nothing to train on
+PREPARE | --output_dir ../home/shards --dataset_name ../corpus.jsonl --tokenizer_name ../words --keywords absent | gives nothing to train on
 TOKENIZER | --output_dir words --dataset_name ../no.jsonl | '../no.jsonl': no such file
 TOKENIZER | --output_dir words --dataset_name ../corpus.jsonl --text_column words | no column 'words'
 TOKENIZER | --output_dir ../corpus.jsonl --dataset_name ../corpus.jsonl | ../corpus.jsonl cannot be written: && Not a directory
