@@ -180,7 +180,7 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
     args = args or parse_args(TrainArgs, PRESETS, OTHERS)
-    problems = check_settings(args, "causal", MAY_CHANGE)  # load_rows raises them, with its own
+    problems = check_settings(args, "causal")  # load_rows raises them, with its own
     accelerator = Accelerator(
         **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher
         log_with=args.report_to,

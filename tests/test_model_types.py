@@ -10,8 +10,9 @@ from tests import forked
 from tests.benchmarks.model_types import T, compare, overrides
 from tests.runs import TINY, metrics, write_corpus
 from tests.test_model import build, settings, tokenizer
-from utils.learning.configuration import configure
 from utils.learning.model import check_model
+
+SMALL = "hidden_size=64,num_hidden_layers=2,intermediate_size=64,num_attention_heads=2"
 
 
 @pytest.mark.parametrize(
@@ -39,17 +40,18 @@ def test_loss_and_gradients_are_those_of_transformers(mapping, model_type, more,
 
 
 @pytest.mark.parametrize(
-    ("model_type", "sizes"),
+    ("mapping", "model_type", "sizes", "reason"),
     [
-        ("qwen3_moe", "num_attention_heads=4,num_key_value_heads=3"),
-        ("youtu", "hidden_size=64,num_hidden_layers=2,head_dim=18"),
-        ("gptj", "hidden_size=128,num_hidden_layers=2,num_attention_heads=4"),
+        ("causal", "llama", SMALL + ",num_key_value_heads=4", ".*num_key_value_heads is 4"),
+        ("causal", "lfm2", SMALL, ".*num_key_value_heads is 8"),
+        ("causal", "youtu", SMALL + ",head_dim=18", ".*size"),
+        ("causal", "gptj", "n_embd=128,n_layer=2,n_head=4", ".*size"),
+        ("pretraining", "roberta", SMALL, "has no next-sentence head; choose bert"),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_before_the_start(model_type, sizes):
-    """By a forward pass on the meta device."""
-    _, _, (problem,) = configure(settings(model_type, sizes, T), "causal")
-    assert problem.startswith(f"config_overrides, {sizes!r}: ")
+def test_sizes_and_heads_that_do_not_fit_are_refused_with_their_reason(mapping, model_type, sizes, reason):
+    with pytest.raises(ValueError, match=f"model_type, '{model_type}': {reason}"):
+        build(mapping, model_type, sizes, T, words=tokenizer(words=400))
 
 
 @pytest.mark.parametrize(

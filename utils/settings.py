@@ -15,18 +15,17 @@ from utils.launch import launch_problems
 from utils.learning.configuration import one_line
 from utils.learning.model import check_model
 from utils.learning.optim import build_schedule
-from utils.state.experiment import resume_problems
 
 POSITIVE = """block_size vocab_size per_device_train_batch_size per_device_eval_batch_size learning_rate
     gradient_accumulation_steps save_total_limit validation_fraction mlm_probability""".split()
 SHARES = "validation_fraction mlm_probability adam_beta2".split()  # below 1
 
 
-def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
+def check_settings(args: Any, kind: str) -> list[str]:
     """A line for each problem that can be seen before the data is read.
 
-    kind: of the model, as in utils/learning/model.py; may_change: settings that may differ on a resume. An
-    edited script may lack a setting. ValueError at once for what keeps accelerate from starting."""
+    kind: of the model, as in utils/learning/model.py. An edited script may lack a setting. ValueError at once
+    for what keeps accelerate from starting."""
     quiet_libraries()
     expand_home(args)  # parse_args does it, too, but main may be called with settings
     use_saved_model(args)
@@ -35,8 +34,6 @@ def check_settings(args: Any, kind: str, may_change: list[str]) -> list[str]:
         problems += folder_problems(name, getattr(args, name))
     blocking = tracker_problems(args.report_to) + launch_problems()
     problems += blocking
-    if not (args.eval_only or args.show or folder_problems("output_dir", args.output_dir)):
-        problems += resume_problems(args, set(may_change))
     special = {"masked": 2, "pretraining": 3}.get(kind, 1)  # a row of one token has nothing to predict
     if 0 < args.block_size <= special:
         problems.append(f"block_size: must be more than {special}, is {args.block_size}.")

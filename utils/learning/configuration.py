@@ -1,5 +1,5 @@
 """The configuration of a model: what the settings choose, what tokenizer and block size require, and whether
-such a model can be built and run, which is tried on the meta device without memory."""
+such a model can be built, which is tried on the meta device without memory."""
 
 import contextlib
 import copy
@@ -12,7 +12,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from utils import patches
 from utils.io.files import is_missing_folder
 
 MODEL_CLASSES = {
@@ -52,13 +51,8 @@ def configure(args, kind, tokenizer=None):
         problems += _fit_tokenizer(config, values, kind, tokenizer, weights, source)
         config, model, too_short = _fit_positions(config, values, kind, args.block_size, weights, source)
         problems += too_short
-        run_on_meta(kind, model)
     except Exception as error:  # of any kind, as transformers checks few values, and files may be damaged
-        hint = ""
-        if "num_attention_heads" in values and "num_key_value_heads" not in values:
-            if heads := setting(config, "num_key_value_heads"):
-                hint = f"; num_key_value_heads is {heads}, give it, too"
-        problems = problems or [f"{blamed}: {one_line(error)}{hint}"]
+        problems = problems or [f"{blamed}: {one_line(error)}"]
     return config, model, problems
 
 
@@ -150,22 +144,6 @@ def _built(kind, default, values, weights):
     asked._experts_implementation = "batched_mm"  # the usual one runs on real devices only
     with torch.device("meta"):
         return config, MODEL_CLASSES[kind].from_config(asked, trust_remote_code=False)
-
-
-def run_on_meta(kind, model) -> None:
-    """Raises what keeps the model from running on token ids alone, so far as that shows without data."""
-    patches.skip_search_for_documents()
-    patches.in_forward.rows_in_order = True
-    try:
-        out = model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), **CALL[kind])
-    except Exception as error:
-        if "meta" in str(error) or isinstance(error, NotImplementedError):
-            return  # it reads its data, but here are none
-        raise
-    finally:
-        patches.in_forward.rows_in_order = False
-    if kind == "pretraining" and "seq_relationship_logits" not in out:
-        raise ValueError(f"{model.config.model_type} has no next-sentence head; choose bert")
 
 
 def setting(config, name):

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from utils.devices import device_type
 from utils.io.files import is_missing_folder
 from utils.learning.compiled import compile_blocks
-from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line
+from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
 from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_one_kernel_gelu
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
@@ -139,12 +139,16 @@ def try_model(model, kind, block_size) -> None:
             if kind == "causal" and _sees_next(forward, ids, out["logits"]):
                 raise ValueError("a token sees the next one, so there would be nothing to predict")
     except Exception as error:
-        told = f"model_type, {model.config.model_type!r}: cannot be trained on token ids alone"
-        raise ValueError(f"{told} ({one_line(error)})") from None
+        heads, key_heads = (setting(model.config, f"num_{name}_heads") for name in ("attention", "key_value"))
+        hint = f"; num_key_value_heads is {key_heads}" if key_heads and heads % key_heads else ""
+        message = f"model_type, {model.config.model_type!r}: cannot be trained on token ids alone"
+        raise ValueError(f"{message} ({one_line(error)}){hint}") from None
     finally:
         model.train()
         for hook in hooks:
             hook.remove()
+    if kind == "pretraining" and "seq_relationship_logits" not in out:
+        raise ValueError(f"model_type, {model.config.model_type!r}: has no next-sentence head; choose bert")
     for parameter in trained - reached:
         parameter.requires_grad_(False)
 

@@ -1,15 +1,13 @@
 """Whether a checkpoint is one of this experiment: settings, rows and length that it was saved with."""
 
-import contextlib
 import json
 import math
 import shlex
-from pathlib import Path
 
 from utils.flags import LENGTH, as_list
 from utils.io.secrets import without_secrets
 from utils.learning.optim import further_rates
-from utils.state.folders import Unfit, list_checkpoints, read_state
+from utils.state.folders import Unfit
 
 OTHER = "holds a run with other settings: repeat them, or choose another --output_dir"
 
@@ -18,21 +16,6 @@ def experiment(args, steps, step: int, rows_fingerprint: str) -> dict:
     """What a checkpoint after `step` steps records of its run."""
     rows = steps.rows_before(step + 1)
     return dict(settings=_plain(vars(args)), rows=rows, last=steps.last, fingerprint=rows_fingerprint)
-
-
-def resume_problems(args, may_change: set) -> list[str]:
-    """What can be seen before any work: the checkpoint that the run would continue is another experiment's,
-    or there is none where resume_from_checkpoint says. `check_experiment` looks once more."""
-    wanted, folder = args.resume_from_checkpoint, Path(args.output_dir, "checkpoints")
-    own = list_checkpoints(folder)
-    if wanted not in ("auto", "none") and not own and not Path(wanted, "state.json").is_file():
-        return [f"resume_from_checkpoint: {wanted} is no checkpoint of this version; give one, or "
-                "auto, which resumes from the newest if there is one."]
-    with contextlib.suppress(Exception):  # told at the load
-        source = own[-1] if own else Path(wanted)
-        lines = changed_settings(read_state(source)["settings"], args, may_change) if wanted != "none" else []
-        return [f"{source} {OTHER}", *lines] if lines else []
-    return []
 
 
 def changed_settings(saved: dict, args, may_change: set) -> list[str]:
