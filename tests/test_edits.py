@@ -26,7 +26,7 @@ DIFFS = sorted((PROJECT / "docs" / "edits").glob("*.diff"))
 STEPS, ROWS, T = 12, 8, 32  # of the runs of utils/check.py: steps, rows of a step, tokens of a row
 HIGH = {"learning_rate": 1, "muon_learning_rate": 1, "num_warmup_steps": 0}  # rates: the loss rises
 LONGER = {"distillation": 25, "early-stopping": 25, "isolated-documents": 34, "fill-in-the-middle": 40,
-          "time-budget": 43, "scores": 40, "own-model": 33}
+          "time-budget": 44, "scores": 40, "own-model": 33}
 
 
 @dataclass
@@ -405,7 +405,8 @@ def test_it_keeps_it_with_two_evaluation_sets(name, corpus, unedited, tmp_path):
 
 @pytest.mark.slow
 def test_a_budget_of_time_is_spent_once_and_ends_at_zero(corpus, tmp_path):
-    """Killed and resumed, too. utils/check.py finds that it depends on the clock, as it means to."""
+    """Killed and resumed, too; at the latest after max_train_steps. utils/check.py finds that it
+    depends on the clock, as it means to."""
     apply(PROJECT / "docs/edits/time-budget.diff", copy_project(tmp_path))
     check = ForkedCheck(tmp_path, "train_clm.py", corpus, minutes=0.1, max_train_steps=100_000)
     for name, stop in (("whole", 0), ("killed", signal.SIGKILL)):
@@ -418,6 +419,8 @@ def test_a_budget_of_time_is_spent_once_and_ends_at_zero(corpus, tmp_path):
         assert rates[-1] < max(rates) / 10
         assert state(check, "clock", name, records(check, run=name)[-1]["step"])["state"]["spent"] >= 1
         assert any("this run is finished" in line for line in said) == (not stop)
+    assert check.run("few", *arguments({"minutes": 60, "max_train_steps": 6})) == 0
+    assert [line["step"] for line in records(check, run="few")] == [*range(1, 7)]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def tracker_problems(report_to: list[str]) -> list[str]:
         try:
             wandb.login()  # on a terminal it asks for the key
         except Exception as error:  # of wandb's own kinds
-            problems.append(f"report_to: {error}; run `wandb login`, or set WANDB_MODE=offline.")
+            problems.append(f"report_to: {error} WANDB_MODE=offline needs no login.")
     return problems
 
 
