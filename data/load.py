@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader
 
 from data.batches.order import evaluation_order, evaluation_rows
 from data.batches.rows import Order, PackedRows
-from data.open import make_rows, record
+from data.open import make_rows
 from data.tokens.sets import rows_of
 from data.tokens.tokenizer import load_tokenizer
-from utils.io.files import write_json
 
 
 def load_rows(args, accelerator, problems: list[str], algorithm: str = "bpe", n_special: int = 0) -> tuple:
@@ -46,10 +45,7 @@ def load_rows(args, accelerator, problems: list[str], algorithm: str = "bpe", n_
     else:
         rows = next(iter(train.values()))
     accelerator.dataloader_config.non_blocking = _pinned()
-    if not args.eval_only and accelerator.is_local_main_process:
-        path = record(args, rows.fingerprint)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, made)
+    rows.prepared = made  # for args.json: a resume finds its rows by it
     return tokenizer, rows, evals
 
 

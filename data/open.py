@@ -18,7 +18,8 @@ from data.documents.source import Source, data_sets_with
 from data.tokens.cache import cache_path
 from data.tokens.encode import TokenMaker
 from data.tokens.preparation import NO_LIMIT
-from data.tokens.sets import DataSet, is_whole, open_set
+from data.tokens.sets import DataSet, open_set
+from data.tokens.shards import Shards
 from data.tokens.tokenizer import load_tokenizer, trained_tokenizer
 from utils.io.files import write_json
 from utils.io.secrets import without_secrets
@@ -31,12 +32,12 @@ CHARACTERS = 8  # of text per token, more than usual: so much is held out for a 
 
 def make_rows(args, problems: list[str], algorithm: str, n_special: int) -> dict:
     """{"shape": settings, "tokenizer_name": of them, "tokenizer": folder or name, "train" and "evals":
-    {name: part}}, made now or by an earlier run. ValueError: the problems, a line each."""
+    {name: part}}, for args.json; made now or by an earlier run. ValueError: the problems, a line each."""
     shape = {name: getattr(args, name, None) for name in SHAPE} | {"n_special": n_special}
     shape = without_secrets(shape)  # it is written, and a password may change
     if not problems and (earlier := _earlier(args, shape)):
         names = ", ".join(map(without_secrets, args.dataset_name))
-        print(f"data       the rows of this run from {args.cache_dir}, {names} is not read", flush=True)
+        print(f"data       the rows that this run began with: {names} is not read", flush=True)
         return earlier
     run = RunData(args, problems, n_special)
     tokenizer = run.tokenizer_name or run.train_tokenizer(algorithm)
@@ -47,23 +48,15 @@ def make_rows(args, problems: list[str], algorithm: str, n_special: int) -> dict
     return {"shape": shape, **named, "train": train, "evals": evals}
 
 
-def record(args, fingerprint: str) -> Path:
-    """Where it is noted what the rows of a run are made of."""
-    name = re.sub(r"[^0-9a-f]+", "-", fingerprint)[:200]
-    return Path(args.cache_dir, f"run-{name}.json")
-
-
 def _earlier(args, shape: dict) -> dict | None:
-    """What the run to continue was made of, if the cache has all of it whole."""
-    if getattr(args, "resume_from_checkpoint", "auto") == "none":
-        return None
+    """What args.json of the run to continue says of its rows, if they are in the cache and whole: then its
+    source may have changed, or be gone."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        run = json.loads(Path(args.output_dir, "args.json").read_text())
-        made = json.loads(record(args, run["rows"]).read_text())
-        same = made["shape"] == json.loads(json.dumps(shape))
+        made = json.loads(Path(args.output_dir, "args.json").read_text())["rows"]
+        same = args.resume_from_checkpoint != "none" and made["shape"] == json.loads(json.dumps(shape))
         chosen = args.eval_only or args.tokenizer_name in (None, made["tokenizer_name"])
-        parts = [*made["train"].values(), *made["evals"].values()]
-        if same and chosen and all(map(is_whole, parts)):
+        folders = {part["folder"] for part in [*made["train"].values(), *made["evals"].values()]}
+        if same and chosen and not any(Shards(folder).check() for folder in folders):
             return made
 
 

@@ -26,7 +26,7 @@ def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp
         return [metrics(output_dir), *((output_dir / name).read_bytes() for name in FILES)]
 
     before = write_corpus(corpus).read_text()
-    assert "the rows of this run" not in start()
+    assert "the rows that this run began with" not in start()
     whole = result()
     for change in ("edited", "gone", "and no cache"):
         shutil.rmtree(output_dir / "checkpoints" / "step-00000006")
@@ -38,5 +38,5 @@ def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp
             log = start(2)
             assert "dataset_name: the rows of the run had other content" in log and "Traceback" not in log
         else:
-            assert start().count(f"data       the rows of this run from {cache}, {corpus} is not read") == 1
+            assert start().count(f"data       the rows that this run began with: {corpus} is not read") == 1
             assert result() == whole, change

@@ -26,16 +26,6 @@ def rows_of(part: dict) -> PackedRows:
     return Shards(part["folder"]).rows(part["split"], part["size"], part["max_rows"])
 
 
-def is_whole(part: dict) -> bool:
-    """Whether its files are there, by their checksums."""
-    try:
-        shards = Shards(part["folder"])
-        tokens = part["max_rows"] * max(part["size"], shards.width)
-        return not shards.check(shards.entries(part["split"], tokens))
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 @dataclass
 class DataSet:
     """Documents of a corpus, or token shards, of which one split is used; the other of the two is None."""

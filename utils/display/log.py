@@ -76,7 +76,7 @@ class Log:
         if accelerator.is_main_process:
             lines = start_lines(self.args, accelerator, self.steps, step, optimizer, self.facts)
             self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
-            rows = getattr(self.steps.rows, "fingerprint", None)
+            rows = getattr(self.steps.rows, "prepared", None)
             self.metrics.start(step, settings, rows, launch, environment_of())
             script = Path(self.facts["script"])
             with replacing(Path(self.args.output_dir, script.name)) as copy:

@@ -32,8 +32,8 @@ class Metrics:
         self.finished = self.known.get("finished")
         self.seconds = next((line["seconds"] for line in reversed(self.kept) if "seconds" in line), 0.0)
 
-    def start(self, step: int, settings: dict, rows: str | None, launch: dict, environment: dict) -> None:
-        """Drops the lines of later steps and writes args.json. rows: their fingerprint."""
+    def start(self, step: int, settings: dict, rows: dict | None, launch: dict, environment: dict) -> None:
+        """Drops the lines of later steps and writes args.json. rows: where they are."""
         if not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
