@@ -93,7 +93,7 @@ class Checkpoints:
         aside, entries, failure = folder.with_name(f".tmp-{folder.name}"), {}, ""
         try:
             entries = self._write(aside, parts)
-        except Exception as error:  # told once all processes have written
+        except Exception as error:  # reported when all processes have written
             failure = str(error) or repr(error)
         written = [(entries, failure)]
         if self._writers > 1:
