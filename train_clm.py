@@ -133,13 +133,13 @@ class TrainArgs:
 
 PRESETS = {
     "laptop": {},  # the defaults: minutes on two cores, no network
-    "hour": dict(  # an hour on two cores: the same text, Qwen3's layers, longer rows
+    "hour": dict(  # an hour on two cores: laptop's text, Qwen3's layers, longer rows
         model_type="qwen3", block_size=256, max_train_steps=2500, eval_steps=500, save_steps=500,
         config_overrides="hidden_size=256,num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=4"
         ",head_dim=64,intermediate_size=688,tie_word_embeddings=true", output_dir="runs/hour",
         muon_learning_rate=5e-3, num_warmup_steps=0.04,
     ),
-    "gpt2": dict(  # the same with GPT-2's layers and learned positions
+    "gpt2": dict(  # laptop's text and sizes, with GPT-2's layers and learned positions
         model_type="gpt2", learning_rate=1e-2, muon_learning_rate=5e-3, num_warmup_steps=0.04,
         config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
         output_dir="runs/gpt2",

@@ -102,9 +102,8 @@ def test_the_snippets_of_the_card_run_as_printed(saved, capsys, monkeypatch):
 
 def test_the_commands_of_the_summary_run_as_printed(saved):
     """But the one that publishes, which needs an account: tests/test_hub.py."""
-    label = "generate" if saved.kind == "clm" else "fill"
-    for name in (label, "evaluate"):
-        words = shlex.split(re.search(rf"^ *{name} +python (.*)$", saved.out, re.M)[1])
+    for name in (["generate", "sample"] if saved.kind == "clm" else ["fill"]) + ["evaluate"]:
+        words = shlex.split(re.search(rf"^ *{name} +(?:\w+=error )?python (.*)$", saved.out, re.M)[1])
         done = python(*words)
         assert done.returncode == 0 and done.stdout.strip(), done.stderr[-2000:]
 

@@ -85,6 +85,8 @@ def launch_line(accelerator) -> str | None:
     if plugin.backend != DynamoBackend.NO:
         facts[1] = f"{'blocks' if plugin.use_regional_compilation else 'model'} compiled"
     facts.append(counted(torch.get_num_threads(), "thread"))
+    if path.endswith("cpu.yaml") and torch.get_num_threads() > 1 and psutil.cpu_percent(0.2) > 50:
+        facts[-1] += " on busy cores: OMP_NUM_THREADS=1 may be faster"  # threads wait for each other
     return f"launch     no launcher: as accelerate_configs/{Path(path).name} ({', '.join(facts)})"
 
 

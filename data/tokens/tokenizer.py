@@ -230,11 +230,11 @@ def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, al
             texts = []
             for corpus, share in used:
                 texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
-            started = time.monotonic()
+            started, size = time.monotonic(), sum(map(len, texts)) / 1e6
+            print(f"data       training a tokenizer, {algorithm}, on {size:,.1f} M characters", flush=True)
             tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type)
-            size, seconds = sum(map(len, texts)) / 1e6, time.monotonic() - started
-            print(f"data       tokenizer: {len(tokenizer):,} tokens, trained on {size:,.1f} M characters in "
-                  f"{seconds:.0f} s", flush=True)
+            seconds = time.monotonic() - started
+            print(f"data       tokenizer: {len(tokenizer):,} tokens, trained in {seconds:.0f} s", flush=True)
             with explained(f"cache_dir: {cache_dir}", "written", Exception):  # as tokenizers raises
                 tokenizer.save_pretrained(f"{folder}.tmp")
             os.rename(f"{folder}.tmp", folder)

@@ -28,8 +28,10 @@ from utils.learning.model import EXAMPLES, pipeline_tag
 from utils.learning.optim import describe_groups
 
 UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
-TRY = {  # the command that tries a saved model: its label, options of pipeline()
-    "text-generation": ("generate", ", do_sample=False, repetition_penalty=1.2"), "fill-mask": ("fill", ""),
+TRY = {  # the commands that try a saved model: their labels, options of pipeline()
+    "text-generation": {"generate": ", do_sample=False, repetition_penalty=1.2",
+                        "sample": ", do_sample=True, temperature=0.8"},
+    "fill-mask": {"fill": ""},
 }  # fmt: skip
 
 
@@ -128,8 +130,10 @@ class Log:
         if error > UNSURE and not self.advised:
             self.advised = True
             size = "unknown" if error == math.inf else f"{error:.0%}"
-            self.progress.write(f"advice     few rows are evaluated: the perplexity's error is {size}; name "
-                                "more text to evaluate on, or raise --max_eval_samples")
+            more = "--max_eval_samples 0 takes all that are held out, " * bool(self.args.max_eval_samples)
+            more += "a larger --validation_fraction or --eval_dataset_name gives more"
+            few = f"few rows are evaluated: the perplexity's error is {size}"
+            self.progress.write(f"advice     {few}; {more}")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
         if samples:
@@ -171,15 +175,16 @@ class Log:
         results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}
         results |= facts["results"] | {"model": self.hub.published or folder}
         results["curves"] = f"{folder}/curves.png"
-        label, options = TRY[facts["pipeline_tag"]]
         text = facts["tried"] or EXAMPLES[facts["pipeline_tag"]]
         text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
         # As in JSON, with double quotes: the shell needs the single ones.
         words = facts["pipeline_tag"], folder, text
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
-        code = f"from transformers import pipeline; print(pipeline({tag}, {model})({text}{options}))"
+        code = f"from transformers import pipeline; print(pipeline({tag}, {model})({text}"
+        quiet = "TRANSFORMERS_VERBOSITY=error"  # no advice to install kernels
+        commands = {label: f"{quiet} {shlex.join(['python', '-c', f'{code}{options}))'])}"
+                    for label, options in TRY[facts["pipeline_tag"]].items()}
         evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
-        commands = {label: shlex.join(["python", "-c", code])}
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
         commands["publish"] = None if self.hub.published else self.hub.command()
         names = ", ".join(facts["settings"]["dataset_name"])

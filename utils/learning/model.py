@@ -15,7 +15,7 @@ from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_
 from utils.learning.window_attention import WINDOW
 from utils.xla import autocast_forward
 
-EXAMPLES = {"text-generation": "import numpy as np", "fill-mask": "It is [MASK]."}  # prompts by pipeline
+EXAMPLES = {"text-generation": "The", "fill-mask": "It is [MASK]."}  # prompts by pipeline
 
 
 def check_model(args, kind) -> list[str]:
