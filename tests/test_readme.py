@@ -18,6 +18,7 @@ import train_mlm
 from tests import forked
 from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
 from utils.flags import parse_args
+from utils.learning.optim import further_rates
 
 PAGES = {page: page.read_text() for page in [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]}
 README, ALL = PAGES[PROJECT / "README.md"], "\n".join(PAGES.values())
@@ -42,6 +43,12 @@ def test_the_readme_is_short_and_leads_to_every_page():
         assert [link for link in links if not (page.parent / link).exists()] == [], page.name
     for page in PAGES:
         assert page.name == "README.md" or f"](docs/{page.name})" in README, page.name
+
+
+def test_the_rates_to_go_on_from_a_model_are_those_that_the_script_advises():
+    advised = f"--model_name_or_path runs/clm {further_rates(train_clm.TrainArgs())} --output_dir"
+    for page in "README.md", "docs/resuming.md":
+        assert advised in " ".join((PROJECT / page).read_text().split())
 
 
 def test_the_tree_is_that_of_the_files():
