@@ -150,14 +150,14 @@ class Check:
         self.clocks |= before.keys()
         if losses := [text for metric, text in before.items() if metric.startswith("loss")]:
             return f"before any stop {losses[0]}", "", "random numbers that no seed decides"
-        unequal, agreement = self._differences(name)
+        unequal, summary = self._differences(name)
         notes = (self.folder / f"{file}.jsonl" for file in ("whole", f"{name}-stopped", name))
-        problems = [compare.listed(unequal, agreement), compare.checkpoint_difference(self.first, run),
+        problems = [summary * bool(unequal), compare.checkpoint_difference(self.first, run),
                     compare.variables_difference(*notes)]  # fmt: skip
         if any(problems):
             return where + "; ".join(filter(None, problems)), "", LOST
         ignored = f"; not compared, as different before the stop, too: {', '.join(before)}" * bool(before)
-        return "", f"{where}{agreement}, the same bits in checkpoints, the same local variables{ignored}"
+        return "", f"{where}{summary}, the same bits in checkpoints, the same local variables{ignored}"
 
     def _two_processes(self) -> tuple:
         for step, names in compare.read_notes(self.folder / "two.jsonl", "unequal").items():
@@ -165,15 +165,15 @@ class Check:
                 return f"after step {step} {', '.join(names)} differ between the processes", "", APART
         random = any(compare.read_notes(self.folder / "whole.jsonl", "random").values())
         limits = dict(last=0 if random else math.inf, tolerance=compare.by_processes)
-        unequal, agreement = self._differences("two", **limits)
-        compared = f"{agreement}, the same state on both{RANDOM * random}"
+        unequal, summary = self._differences("two", **limits)
+        compared = f"{summary}, the same state on both{RANDOM * random}"
         if unequal and not any(metric.startswith(PROMISED) for metric in unequal):
             if problem := self._ended("micro", *MICRO_BATCHES):
                 return (problem,)
             if unequal.keys() <= self._differences("micro", **limits)[0].keys():
                 why = "which depends on the size of a micro-batch on one process, too"
                 return "", f"{compared}; not compared: {', '.join(unequal)}, {why}"
-        return compare.listed(unequal, agreement), compared, APART
+        return summary * bool(unequal), compared, APART
 
     def _differences(self, name: str, last: float = math.inf, **tolerance) -> tuple:
         """Of the undisturbed run's metrics and another's, up to step `last`."""
@@ -191,15 +191,15 @@ class Check:
 
     def _evaluated(self) -> tuple:
         record = json.loads((self.folder / "whole.log").read_text().strip().splitlines()[-1])
-        unequal, agreement = compare.differences([self._evaluation()], [record], self.clocks, 1e-6)
-        return compare.listed(unequal, agreement), f"with another seed {agreement}", SEEDED
+        unequal, summary = compare.differences([self._evaluation()], [record], self.clocks, 1e-6)
+        return summary * bool(unequal), f"with another seed {summary}", SEEDED
 
     def _saved_model(self) -> tuple:
         args = compare.settings(self.module, last_ones([*self.flags, "--output_dir", str(self.first)]))
         loss = {"loss": next(iter(by_set(self._evaluation(), "loss/eval").values()))}  # of the first set
         saved_loss = {"loss": compare.loss_by_transformers(self.module, args)}
-        unequal, agreement = compare.differences([loss], [saved_loss], tolerance=1e-4)
-        return compare.listed(unequal, agreement), f"loss by transformers alone: {agreement}", UNSAVED
+        unequal, summary = compare.differences([loss], [saved_loss], tolerance=1e-4)
+        return summary * bool(unequal), f"loss by transformers alone: {summary}", UNSAVED
 
     def _evaluation(self) -> dict:
         """The last one of the undisturbed run."""

@@ -40,8 +40,8 @@ def by_processes(metric: str, step: int) -> float:
 
 
 def differences(expected: list[dict], actual: list[dict], ignored=(), tolerance=0.0) -> tuple[dict, str]:
-    """({metric: its first difference}, what agrees) of two lists of records. tolerance: relative, a number or
-    a function of metric and step."""
+    """({metric: its first difference}, a summary) of two lists of records. tolerance: relative, a number or a
+    function of metric and step."""
     unequal, metrics, largest, count = {}, set(), 0.0, 0
     for record, other in zip(expected, actual, strict=False):
         step = record.get("step", 0)
@@ -57,17 +57,11 @@ def differences(expected: list[dict], actual: list[dict], ignored=(), tolerance=
                 largest, metrics, count = max(largest, difference), metrics | {metric}, count + 1
     if len(expected) != len(actual):
         unequal["lines"] = f"metrics.jsonl has {len(actual)} lines instead of {len(expected)}"
-    if unequal:
-        return unequal, f"{len(metrics - unequal.keys())} other metrics agree"
-    return {}, f"{count} number{'s' * (count > 1)}, largest relative difference {largest:.1g}"
-
-
-def listed(unequal: dict[str, str], agreement: str) -> str:
-    """Both results of `differences` as one sentence; "" if nothing differs."""
     if not unequal:
-        return ""
+        return {}, f"{count} number{'s' * (count > 1)}, largest relative difference {largest:.1g}"
     first, *others = unequal
-    return "; ".join([unequal[first], *[f"{', '.join(others)} differ, too"] * bool(others), agreement])
+    also = f"; {', '.join(others)} differ, too" * bool(others)
+    return unequal, f"{unequal[first]}{also}; {len(metrics - unequal.keys())} other metrics agree"
 
 
 def checkpoint_difference(run: Path, other: Path, weights: bool = False) -> str:
