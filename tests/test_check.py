@@ -172,7 +172,7 @@ def corpus(tmp_path_factory):
 @pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
 def test_the_scripts_as_they_are_hold(script, corpus, tmp_path, capsys):
     check = ForkedCheck(copy_project(tmp_path), script, corpus)
-    assert check.whole() == []
+    assert check.run_all() == []
     told = capsys.readouterr().out
     assert told.count("holds: ") == 8 and "not compared" not in told
     assert "largest relative difference 0, the same bits in checkpoints" in told
@@ -181,13 +181,13 @@ def test_the_scripts_as_they_are_hold(script, corpus, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_default_model_at_its_own_rates_holds(corpus, tmp_path):
     flags = arguments(corpus | {"keywords": ["none"], "vocab_size": 1000})
-    assert Check(PROJECT / "train_clm.py", flags, tmp_path).whole() == []
+    assert Check(PROJECT / "train_clm.py", flags, tmp_path).run_all() == []
 
 
 @pytest.mark.slow
 def test_next_sentence_prediction_holds(corpus, tmp_path):
     flags = {"next_sentence": True, "model_type": "bert", "text_column": "content"}
-    assert ForkedCheck(copy_project(tmp_path), "train_mlm.py", corpus, **flags).whole() == []
+    assert ForkedCheck(copy_project(tmp_path), "train_mlm.py", corpus, **flags).run_all() == []
 
 
 def edited(folder, edits):
@@ -209,7 +209,7 @@ def names(table):
 def test_a_right_edit_holds(name, corpus, tmp_path, capsys):
     edits, flags, said = RIGHT[name]
     check = ForkedCheck(edited(tmp_path, edits), "train_clm.py", corpus, **flags)
-    assert check.whole() == [], capsys.readouterr().out
+    assert check.run_all() == [], capsys.readouterr().out
     assert said in capsys.readouterr().out
 
 
@@ -218,6 +218,6 @@ def test_a_fault_is_told(name, corpus, tmp_path, capsys):
     edits, flags, told = FAULTS[name]
     folder = edited(tmp_path, edits)
     limit = {"limit": 60} if told == ["two processes"] else {}  # it may hang
-    failed = ForkedCheck(folder, "train_clm.py", corpus, **limit, **flags).whole()
+    failed = ForkedCheck(folder, "train_clm.py", corpus, **limit, **flags).run_all()
     assert set(told) <= set(failed), (failed, capsys.readouterr().out)
     assert "undisturbed" not in failed

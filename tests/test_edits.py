@@ -40,13 +40,13 @@ class Edit:
     fails: list = field(default_factory=list)  # what utils/check.py must find, as the edit means it
 
 
-def state(check, name: str, run: str = "whole", step: int = STEPS) -> dict:
+def state(check, name: str, run: str = "first", step: int = STEPS) -> dict:
     """What is no tensor in the checkpoint of a step."""
     file = check.folder / run / f"checkpoints/step-{step:08d}/state.json"
     return json.loads(file.read_text())["things"][name]
 
 
-def saved(check, step: int, thing: str = "model", run: str = "whole") -> dict:
+def saved(check, step: int, thing: str = "model", run: str = "first") -> dict:
     """Tensors of one thing in the checkpoint of a step."""
     folder = check.folder / run / f"checkpoints/step-{step:08d}"
     if thing == "model":
@@ -55,7 +55,7 @@ def saved(check, step: int, thing: str = "model", run: str = "whole") -> dict:
             load_file(folder / "state.safetensors").items() if name.startswith(f"{thing}/")}  # fmt: skip
 
 
-def records(check, key: str = "loss/train", run: str = "whole") -> list[dict]:
+def records(check, key: str = "loss/train", run: str = "first") -> list[dict]:
     return [line for line in metrics(check.folder / run) if key in line]
 
 
@@ -72,7 +72,7 @@ def equal(one: dict, other: dict) -> bool:
 def z_loss(edited, plain):
     """A new model's logits are small: log(V) is their normalizer, and the loss; squared it is the penalty."""
     with_it, without = records(edited)[0], records(plain)[0]
-    vocabulary = json.loads((edited.folder / "whole/config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((edited.folder / "first/config.json").read_text())["vocab_size"]
     ratio = with_it["loss/train"] / without["loss/train"]
     assert ratio - 1 == pytest.approx(1e-4 * math.log(vocabulary), rel=0.02)
     assert with_it["loss/train_plain"] == without["loss/train_plain"]
@@ -92,11 +92,11 @@ def ema(edited, plain):
     for step in range(2, STEPS + 1):
         weights = saved(edited, step, run="again")
         average = {name: value.lerp(weights[name], 1 - 0.9) for name, value in average.items()}
-    kept, exported = saved(edited, STEPS, "ema"), load_file(edited.folder / "whole/ema/model.safetensors")
+    kept, exported = saved(edited, STEPS, "ema"), load_file(edited.folder / "first/ema/model.safetensors")
     for name, weight in average.items():
         torch.testing.assert_close(kept[f"lm.{name}"], weight)
         torch.testing.assert_close(exported[name], weight)
-    AutoModelForCausalLM.from_pretrained(edited.folder / "whole/ema")
+    AutoModelForCausalLM.from_pretrained(edited.folder / "first/ema")
     line = records(edited, "loss/eval")[-1]
     assert 0.001 < line["loss/ema"] - line["loss/eval"] < 1  # behind, as the loss still falls
 
@@ -163,7 +163,7 @@ def whole_words(edited, plain):
     lines, without = (records(check, "loss/eval") for check in (edited, plain))
     assert [line["eval_tokens"] for line in lines] == [line["eval_tokens"] for line in without]
     assert lines[-1]["loss/eval"] != without[-1]["loss/eval"]
-    tokenizer = AutoTokenizer.from_pretrained(edited.folder / "whole")
+    tokenizer = AutoTokenizer.from_pretrained(edited.folder / "first")
     text = "The tokenizer reads documents.\nAnother paragraph of words, unfortunately.\n\n(nothing)\n"
     encoded = tokenizer(text * 3, add_special_tokens=False, return_offsets_mapping=True)
     ids = torch.tensor([encoded["input_ids"]]).expand(64, -1)  # [rows, T]
@@ -185,14 +185,14 @@ def whole_words(edited, plain):
 
 def rows_of(check) -> tuple:
     """The tokenizer, training and evaluation rows, and the settings."""
-    args = settings(check.module, [*check.flags, "--output_dir", str(check.folder / "whole")])
+    args = settings(check.module, [*check.flags, "--output_dir", str(check.folder / "first")])
     return *check.module.load_rows(args, Accelerator(cpu=True), []), args
 
 
 def isolated_documents(edited, plain):
     """The loss of the saved model on rows of several documents, computed of one document after the other."""
     tokenizer, _, eval_rows, args = rows_of(edited)
-    model, losses, documents = AutoModelForCausalLM.from_pretrained(edited.folder / "whole"), [], 0
+    model, losses, documents = AutoModelForCausalLM.from_pretrained(edited.folder / "first"), [], 0
     for batch in edited.module.eval_loader(eval_rows[""], args):
         for row in batch["input_ids"][batch["row"] >= 0]:
             ends = [int(end) + 1 for end in (row == tokenizer.eos_token_id).nonzero()]
@@ -227,8 +227,8 @@ def fill_in_the_middle(edited, plain):
                 in_order += document
             assert in_order == before[: len(in_order)]
     assert 0.4 < rearranged / documents < 0.6
-    assert len(AutoTokenizer.from_pretrained(edited.folder / "whole")) == len(tokenizer)
-    assert json.loads((edited.folder / "whole/config.json").read_text())["vocab_size"] == len(tokenizer)
+    assert len(AutoTokenizer.from_pretrained(edited.folder / "first")) == len(tokenizer)
+    assert json.loads((edited.folder / "first/config.json").read_text())["vocab_size"] == len(tokenizer)
 
 
 def metric_per_layer(edited, plain):
@@ -251,7 +251,7 @@ def own_model(edited, plain):
     begin, end = (saved(edited, step)["model.skip"] for step in (0, STEPS))
     assert not begin.any() and end.any()
     kinds = AutoModelForCausalLM, Lfm2ForCausalLM
-    model, lfm2 = (kind.from_pretrained(edited.folder / "whole") for kind in kinds)
+    model, lfm2 = (kind.from_pretrained(edited.folder / "first") for kind in kinds)
     ids = torch.arange(9)[None]
     expected = lfm2(ids).logits + lfm2.lm_head(end * lfm2.model.embed_tokens(ids))
     torch.testing.assert_close(model(ids).logits, expected)
@@ -259,7 +259,7 @@ def own_model(edited, plain):
 
 def milestones(edited, plain):
     """The models of the steps, as the checkpoints of these steps have them; no others."""
-    folders = {path.name: path for path in (edited.folder / "whole/milestones").iterdir()}
+    folders = {path.name: path for path in (edited.folder / "first/milestones").iterdir()}
     assert folders.keys() == {"step-0", "step-4", "step-7"}
     assert equal(load_file(folders["step-4"] / "model.safetensors"), saved(edited, 4))
     AutoModelForCausalLM.from_pretrained(folders["step-7"])
@@ -271,13 +271,13 @@ def keep_best(edited, plain):
     losses = {line["step"]: line["loss/eval"] for line in records(edited, "loss/eval", "again")}
     assert (best := min(losses, key=losses.get)) != STEPS
     assert equal(load_file(edited.folder / "again/best/model.safetensors"), saved(edited, best, run="again"))
-    AutoModelForCausalLM.from_pretrained(edited.folder / "whole/best")
+    AutoModelForCausalLM.from_pretrained(edited.folder / "first/best")
 
 
 def scores(edited, plain):
     """The same choices by transformers alone, each as a text of its own behind an end of document."""
-    model = AutoModelForCausalLM.from_pretrained(edited.folder / "whole")
-    known = AutoTokenizer.from_pretrained(edited.folder / "whole")
+    model = AutoModelForCausalLM.from_pretrained(edited.folder / "first")
+    known = AutoTokenizer.from_pretrained(edited.folder / "first")
     flags = edited.flags
     right = []
     for line in map(json.loads, open(flags[flags.index("--scores_file") + 1], encoding="utf-8")):
@@ -297,7 +297,7 @@ def scores(edited, plain):
 def profiler(edited, plain):
     """Ten steps after the tenth, as Perfetto reads them; a run that ends before writes two, and one begun."""
     again(edited, "longer", max_train_steps=24)
-    for run_name, steps in (("longer", 10), ("whole", 3)):
+    for run_name, steps in (("longer", 10), ("first", 3)):
         with gzip.open(edited.folder / run_name / "trace-0.json.gz") as file:
             names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
         assert len({name for name in names if name.startswith("ProfilerStep#")}) == steps
@@ -365,7 +365,7 @@ def unedited(corpus, tmp_path_factory):
         key = script, str(data)
         if key not in made:
             made[key] = ForkedCheck(copy_project(tmp_path_factory.mktemp("plain")), script, corpus | data)
-            assert made[key].run("whole") == 0
+            assert made[key].run("first") == 0
         return made[key]
 
     return check
@@ -377,13 +377,13 @@ def test_it_keeps_what_is_promised_and_does_what_it_says(name, corpus, unedited,
     edit = EDITS[name]
     data = {"dataset_name": corpus["dataset_name"].with_name("short.jsonl")} if edit.short else {}
     if name == "distillation":
-        data["tokenizer_name"] = edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
+        data["tokenizer_name"] = edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "first")
     if name == "scores":
         edit.settings["scores_file"] = corpus["dataset_name"].with_name("choices.jsonl")
     apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
     edited = ForkedCheck(tmp_path, edit.script, corpus | data, **edit.settings)
     plain = unedited(edit.script, data)
-    assert edited.whole() == edit.fails
+    assert edited.run_all() == edit.fails
     assert equal(saved(edited, STEPS), saved(plain, STEPS)) == edit.observes
     edit.check(edited, plain)
 
@@ -395,12 +395,12 @@ def test_it_keeps_it_with_two_evaluation_sets(name, corpus, unedited, tmp_path):
     two = {"eval_dataset_name": [data.with_name("short.jsonl"), data.with_name("long.jsonl")]}
     two |= {"dataset_name": data.with_name("more.jsonl")} if edit.short else {}
     if name == "distillation":
-        edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "whole")
+        edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "first")
         two["tokenizer_name"] = edit.settings["teacher"]
     if name == "scores":
         edit.settings["scores_file"] = data.with_name("choices.jsonl")
     apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
-    assert ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).whole() == edit.fails
+    assert ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).run_all() == edit.fails
 
 
 @pytest.mark.slow
@@ -409,7 +409,7 @@ def test_a_budget_of_time_is_spent_once_and_ends_at_zero(corpus, tmp_path):
     depends on the clock, as it means to."""
     apply(PROJECT / "docs/edits/time-budget.diff", copy_project(tmp_path))
     check = ForkedCheck(tmp_path, "train_clm.py", corpus, minutes=0.1, max_train_steps=100_000)
-    for name, stop in (("whole", 0), ("killed", signal.SIGKILL)):
+    for name, stop in (("first", 0), ("killed", signal.SIGKILL)):
         flags = arguments({"max_train_steps": 100_000, "save_steps": 4})
         assert check.run(name, *flags, stop=stop) == -stop, (check.folder / f"{name}.log").read_text()[-3000:]
         said = again(check, name, max_train_steps=100_000, save_steps=4)

@@ -47,7 +47,7 @@ class Check:
 
     def __init__(self, script, flags: list[str], folder: Path, limit: float = 0):
         self.script, self.folder, self.limit = Path(script).resolve(), Path(folder), limit
-        self.first, self.failed = self.folder / "whole", []  # the undisturbed run, with which all is compared
+        self.first, self.failed = self.folder / "first", []  # the undisturbed run, with which all is compared
         self.clocks = set()  # metrics that differ between two runs before anything disturbs them
         spec = importlib.util.spec_from_file_location(f"checked_{self.script.stem}", self.script)
         self.module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -87,10 +87,10 @@ class Check:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def whole(self) -> list[str]:
+    def run_all(self) -> list[str]:
         """All of it, two runs at a time; returns what does not hold."""
         started = time.monotonic()
-        problem = self._ended("whole")
+        problem = self._ended("first")
         self._say("undisturbed", problem, f"a run of {time.monotonic() - started:.0f} s")
         if problem:
             return self.failed
@@ -103,7 +103,7 @@ class Check:
             "stopped, resumed": (partial(self._stopped, term), partial(self._resumed, term)),
             "two processes": (partial(self._ended, "two", processes=2), self._two_processes),
             "other steps": (partial(self._ended, "other", *OTHER_STEPS), self._other_steps),
-            "--eval_only": (partial(self._ended, "whole", *seed), self._evaluated),
+            "--eval_only": (partial(self._ended, "first", *seed), self._evaluated),
             "the saved model": (None, self._saved_model),
         }
         with ThreadPoolExecutor(2) as pool:
@@ -139,7 +139,7 @@ class Check:
         return problem, "schedules drive the optimizers, nothing shares memory with weights"
 
     def _resumed(self, stop: int) -> tuple:
-        name, last = signal.Signals(stop).name, max(compare.read_notes(self.folder / "whole.jsonl", "random"))
+        name, last = signal.Signals(stop).name, max(compare.read_notes(self.folder / "first.jsonl", "random"))
         if last < STOPS[stop]:
             return "", f"not stopped, as the run ends after step {last}"
         run, step = self.folder / name, read_args(self.folder / name)["starts"][-1]["step"]
@@ -151,7 +151,7 @@ class Check:
         if losses := [text for metric, text in before.items() if metric.startswith("loss")]:
             return f"before any stop {losses[0]}", "", "random numbers that no seed decides"
         unequal, summary = self._differences(name)
-        notes = (self.folder / f"{file}.jsonl" for file in ("whole", f"{name}-stopped", name))
+        notes = (self.folder / f"{file}.jsonl" for file in ("first", f"{name}-stopped", name))
         problems = [summary * bool(unequal), compare.checkpoint_difference(self.first, run),
                     compare.variables_difference(*notes)]  # fmt: skip
         if any(problems):
@@ -163,7 +163,7 @@ class Check:
         for step, names in compare.read_notes(self.folder / "two.jsonl", "unequal").items():
             if names:
                 return f"after step {step} {', '.join(names)} differ between the processes", "", APART
-        random = any(compare.read_notes(self.folder / "whole.jsonl", "random").values())
+        random = any(compare.read_notes(self.folder / "first.jsonl", "random").values())
         limits = dict(last=0 if random else math.inf, tolerance=compare.by_processes)
         unequal, summary = self._differences("two", **limits)
         compared = f"{summary}, the same state on both{RANDOM * random}"
@@ -190,7 +190,7 @@ class Check:
         return problem, "the same weights where it logs, evaluates and saves at other steps", LEFT
 
     def _evaluated(self) -> tuple:
-        record = json.loads((self.folder / "whole.log").read_text().strip().splitlines()[-1])
+        record = json.loads((self.folder / "first.log").read_text().strip().splitlines()[-1])
         unequal, summary = compare.differences([self._evaluation()], [record], self.clocks, 1e-6)
         return summary * bool(unequal), f"with another seed {summary}", SEEDED
 
@@ -222,7 +222,7 @@ def main(words: list[str]) -> int:
     script, *flags = (word for word in words if word != "--keep")
     try:
         with user_mistakes():
-            return int(bool(Check(script, flags, Path(folder)).whole()))
+            return int(bool(Check(script, flags, Path(folder)).run_all()))
     finally:
         print(f"the runs are in {folder}") if keep else shutil.rmtree(folder, ignore_errors=True)
 
