@@ -53,7 +53,8 @@ class Check:
         self.module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
         args = compare.settings(self.module, flags)
-        no_first_rows = getattr(args, "next_sentence", False) or len(args.dataset_name) > 1
+        pairs = getattr(args, "next_sentence", False)
+        no_first_rows = pairs or len(args.dataset_name) > 1
         short = {name: value for name, value in SHORT.items() if hasattr(args, name)
                  and not (name == "max_train_samples" and no_first_rows)}  # fmt: skip
         given = {word.partition("=")[0] for word in flags}
@@ -62,7 +63,7 @@ class Check:
                   if hasattr(args, name) and f"--{name}" not in given}  # fmt: skip
         short = (word for name, value in short.items() for word in (f"--{name}", str(value)))
         self.flags = last_ones([*flags, *short])
-        self.other_seed = str(args.seed + 1)
+        self.eval_seed = str(args.seed + (not pairs))  # the seed draws the sentence pairs to evaluate
 
     def run(self, name: str, *more: str, processes: int = 1, stop: int = 0) -> int | None:
         """Runs the script in folder/name, its output is added to folder/name.log, and what observed.py sees
@@ -96,7 +97,7 @@ class Check:
             return self.failed
         self.limit = self.limit or 60 + 5 * (time.monotonic() - started)
         kill, term = signal.SIGKILL, signal.SIGTERM
-        seed = "--eval_only", "true", "--seed", self.other_seed
+        seed = "--eval_only", "true", "--seed", self.eval_seed
         parts = {  # what is said: its runs, which return what went wrong in them, and their comparison
             "one checkpoint": (None, self._one_checkpoint),
             "killed, resumed": (partial(self._stopped, kill), partial(self._resumed, kill)),
@@ -192,7 +193,7 @@ class Check:
     def _evaluated(self) -> tuple:
         record = json.loads((self.folder / "first.log").read_text().strip().splitlines()[-1])
         unequal, summary = compare.differences([self._evaluation()], [record], self.clocks, 1e-6)
-        return summary * bool(unequal), f"with another seed {summary}", SEEDED
+        return summary * bool(unequal), f"with seed {self.eval_seed}: {summary}", SEEDED
 
     def _saved_model(self) -> tuple:
         args = compare.settings(self.module, last_ones([*self.flags, "--output_dir", str(self.first)]))
