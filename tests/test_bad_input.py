@@ -86,10 +86,15 @@ CLM | --dataset_name s3://KEY:SECRET/x@bucket/it         | s3://***@bucket/it ca
 CLM | --validation_fraction 1                           | validation_fraction: must be less than 1
 CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
 CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
+CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.0005 0.9995 | mixture: 0.0005 is not a share && '../no.jsonl': no such file
+CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --text_column a b | text_column: one for all data sets, not 2 && no such file
+CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --max_train_samples 3 --tokenizer_name no/where | max_train_samples: not for && tokenizer_name 'no/where'
 CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: the shares sum to 1.1 && '../no.jsonl': no such file
 # tokenizer
 CLM | --tokenizer_name ../no-words                      | no-words
 CLM | --tokenizer_name no/such-tokenizer                | no/such-tokenizer
+CLM | --tokenizer_name ../unnamed                       | this folder has no tokenizer
+CLM | --model_name_or_path ../unnamed                   | this folder has no tokenizer
 CLM | --tokenizer_name ../words/tokenizer.json          | is a file: name the folder that it is in
 CLM | --vocab_size 0                                    | vocab_size: must be greater than 0
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
@@ -158,6 +163,7 @@ def around(tmp_path_factory):
     (folder / "folder.py" / "a.log").write_text("# A title\n")
     (folder / "empty").mkdir()
     (folder / "unnamed").mkdir()
+    (folder / "unnamed/model.safetensors").write_bytes(b"")
     (folder / "unnamed/config.json").write_text('{"model_type": "gpt2", "n_layer": 1}')
     (folder / "old").mkdir()
     from tokenizers import Tokenizer, models

@@ -22,7 +22,6 @@ from crc32c import crc32c
 from transformers import AutoTokenizer
 
 from data import convert
-from data.tokens.importers.tfrecord import int64_lists
 from tests import forked
 from tests.data_runs import all_ids, exit_status, load, make_texts, save_tokenizer, tokens_of, write_jsonl
 from tests.runs import PROJECT, TINY, metrics, write_corpus
@@ -178,31 +177,6 @@ def test_documents_of_datatrove_get_their_end(tmp_path, tokenizer):
 def test_each_broken_file_is_a_line(write, message, tmp_path, tokenizer, capsys):
     error = refused(write(tmp_path), tmp_path / "out", tokenizer, capsys)
     assert message in error and "Traceback" not in error and error.count("\n") == 1
-
-
-def test_the_numbers_of_an_example_are_read():
-    floats = feature(b"f", FLOAT, field(1, struct.pack("<2f", 0.5, 2))) + feature(b"b", 1, field(1, b"x"))
-    large = feature(b"large", INT, field(1, varint(7) + varint(300) + varint(1 << 40)))
-    found = int64_lists(field(1, IDS + large + floats))
-    assert found["input_ids"].tolist() == [7, 8, 9, 4] and found["large"].tolist() == [7, 300, 1 << 40]
-    assert found["f"] is found["b"] is None
-
-
-def test_all_formats_of_the_same_ids_give_the_same_rows(tmp_path, tokenizer):
-    known, rows, evals = load(
-        tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(50)), tokenizer_name=tokenizer
-    )
-    flat = all_ids(rows).ravel()
-    (tmp_path / "in").mkdir()
-    sources = [nanogpt(tmp_path / "in" / "a.bin", flat), llmc(tmp_path / "in" / "b.bin", flat),
-               datatrove(tmp_path / "in" / "c.ds", [flat])]  # fmt: skip
-    (tmp_path / "in" / "c.ds.index").unlink()  # as one document it would get an EOS
-    for number, source in enumerate(sources):
-        out = converted(source, tmp_path / f"out {number}", tokenizer)
-        other = write_jsonl(tmp_path / "b.jsonl", make_texts(9, seed=3))
-        own, found, _ = load(tmp_path, out, eval_dataset_name=[other])
-        assert (all_ids(found) == all_ids(rows)).all()
-        assert own.backend_tokenizer.to_str() == known.backend_tokenizer.to_str()
 
 
 def test_the_last_rows_are_held_out_where_there_is_no_other_split(tmp_path, tokenizer, capsys):

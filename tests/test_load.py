@@ -17,21 +17,8 @@ from tests import forked
 from tests.data_runs import all_ids, files_of, load, make_texts, save_tokenizer, settings, write_jsonl
 from tests.runs import PROJECT, environment
 
-PIECES = [
-    "word ",
-    "  ",
-    "\n",
-    "\r\n",
-    "été ",
-    "日本 ",
-    "🎉",
-    "\0",
-    "<|endoftext|>",
-    "x = 1\n",
-    "\t",
-    "é",
-    "9 ",
-]
+PIECES = ["word ", "  ", "\n", "\r\n", "été ", "日本 ", "🎉", "\0", "<|endoftext|>", "x = 1\n", "\t", "é"]
+PIECES.append("9 ")
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +64,14 @@ def test_every_token_of_every_kept_document_is_in_a_row_once(number, tmp_path, t
     plain = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     plain.encode_special_tokens = True
     encoded = [plain.encode(text).ids + [plain.token_to_id("<|endoftext|>")] for text in documents]
-    streams = {
-        split: all_ids(found).ravel().tolist() for split, found in (("train", rows), ("eval", evals[""]))
-    }
+    parts = {"train": rows, "eval": evals[""]}
+    streams = {split: all_ids(part).ravel().tolist() for split, part in parts.items()}
     left = {split: list(ids) for split, ids in streams.items()}
     for ids in encoded:
-        fits = [
-            split for split, stream in left.items() if stream[: len(ids)] == ids[: len(stream)] and stream
-        ]
-        if fits:  # else it is in what is dropped
-            left[fits[0]] = left[fits[0]][len(ids) :]
+        for stream in left.values():
+            if stream and stream[: len(ids)] == ids[: len(stream)]:  # else it is in what is dropped
+                del stream[: len(ids)]
+                break
     assert not left["train"] and not left["eval"]
     assert 0 <= sum(map(len, encoded)) - sum(map(len, streams.values())) <= 2 * (T - 1)
     assert len(rows) == len(streams["train"]) // T > 0 and len(evals[""]) > 0
@@ -140,35 +125,26 @@ def test_what_is_evaluated_on_is_never_trained_on(tmp_path, tokenizer, capsys):
 def test_a_mixture_holds_out_by_one_rule_and_trains_in_its_shares(tmp_path, tokenizer):
     small, large = make_texts(8, seed=1), make_texts(300, seed=2)
     shared = small + large[:3]  # all of the small one is in the large one, too
-    names = [
-        write_jsonl(tmp_path / "small.jsonl", shared),
-        write_jsonl(tmp_path / "large.jsonl", large + small),
-    ]
+    names = [write_jsonl(tmp_path / f"{name}.jsonl", some)
+             for name, some in (("small", shared), ("large", large + small))]  # fmt: skip
     args = settings(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75], block_size=16)
     tokenizer, rows, evals = load(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75])
     assert list(evals) == ["small", "large"]
-    texts = {name: tokenizer.decode(all_ids(one).ravel()) for name, one in rows.sources.items()}
-    held = {
-        t
-        for t in shared + large
-        for one in evals.values()
-        if t[:60] in tokenizer.decode(all_ids(one).ravel())
-    }
-    assert held & {*shared} and not any(t[:60] in text for t in held for text in texts.values())
-    keys = [
-        (p, r, s)
-        for b in train_loader(rows, args, 0, 4000)
-        for p, r, s in zip(b["position"].tolist(), b["row"].tolist(), b["source"].tolist(), strict=True)
-    ]
+    trained, evaluated = ([tokenizer.decode(all_ids(part).ravel()) for part in parts.values()]
+                          for parts in (rows.sources, evals))  # fmt: skip
+    held = {text for text in shared + large if any(text[:60] in part for part in evaluated)}
+    assert held & {*shared} and not any(text[:60] in part for text in held for part in trained)
+
+    def places(start):
+        names = "position", "row", "source"
+        return [place for batch in train_loader(rows, args, start, 4000)
+                for place in zip(*(batch[name].tolist() for name in names), strict=True)]  # fmt: skip
+
+    keys = places(0)
     for window in range(4):
         sources = [source for _, _, source in keys[1000 * window : 1000 * window + 1000]]
         assert sources.count(0) == 250 and sources.count(1) == 750
-    later = [
-        (p, r, s)
-        for b in train_loader(rows, args, 1500, 4000)
-        for p, r, s in zip(b["position"].tolist(), b["row"].tolist(), b["source"].tolist(), strict=True)
-    ]
-    assert later == keys[1500:]
+    assert places(1500) == keys[1500:]
     for source, one in enumerate(rows.sources.values()):
         taken = [row for _, row, s in keys if s == source]
         assert sorted(taken[: len(one)]) == list(range(len(one)))[: len(taken)] or len(taken) < len(one)
@@ -176,26 +152,6 @@ def test_a_mixture_holds_out_by_one_rule_and_trains_in_its_shares(tmp_path, toke
     for ids, row, source in zip(batch["input_ids"], batch["row"], batch["source"], strict=True):
         assert ids.tolist() == all_ids([*rows.sources.values()][source])[row].tolist()
     assert rows.epochs(4000)["small"] == 1000 / len(rows.sources["small"])
-
-
-@pytest.mark.parametrize(("changes", "line"), [
-    (dict(mixture=[0.5, 0.6]), "mixture: the shares sum to 1.1, not to 1"),
-    (dict(mixture=[0.5]), "mixture: 1 shares for 2 data sets"),
-    (dict(mixture=[0.0005, 0.9995]), "mixture: 0.0005 is not a share"),
-    (dict(mixture=[0.5, 0.5], text_column=["a", "b"]), "text_column: one for all data sets, not 2"),
-    (dict(mixture=[0.5, 0.5], max_train_samples=3), "max_train_samples: not for"),
-    (dict(mixture=[0.5, 0.5], tokenizer_name="nowhere"), "tokenizer_name 'nowhere' cannot be loaded"),
-])  # fmt: skip
-def test_every_mistake_is_a_line_beside_those_of_the_settings(changes, line, tmp_path, tokenizer):
-    names = [write_jsonl(tmp_path / "a.jsonl", make_texts(9)), str(tmp_path / "gone.jsonl")]
-    with pytest.raises(ValueError) as caught:
-        load(
-            tmp_path, *names, problems=["block_size: a problem."], **{"tokenizer_name": tokenizer, **changes}
-        )
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "block_size: a problem." and any(one.startswith(line) for one in lines)
-    assert any("gone.jsonl': no such file" in one for one in lines)
-    assert not list(Path(tmp_path, "cache").glob("rows-*"))
 
 
 def test_a_share_of_0_is_only_evaluated(tmp_path, tokenizer):
@@ -209,9 +165,8 @@ def test_a_share_of_0_is_only_evaluated(tmp_path, tokenizer):
 def test_the_first_rows_are_those_of_all_rows_and_little_more_is_read(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(3000))
     _, whole, _ = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.02)
-    _, some, _ = load(
-        tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.02, max_train_samples=50
-    )
+    few = dict(validation_fraction=0.02, max_train_samples=50)
+    _, some, _ = load(tmp_path, name, tokenizer_name=tokenizer, **few)
     assert len(some) == 50 and (all_ids(some) == all_ids(whole)[:50]).all()
     assert some.fingerprint != whole.fingerprint
     read = [json.loads(path.read_text())["accounting"]["train"]["read"]

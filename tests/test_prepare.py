@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from data import prepare
 from data.documents.source import Source, open_corpus
 from data.tokens.encode import Encoder
-from data.tokens.shards import Shards
 from data.tokens.tokenizer import load_tokenizer
 from tests import forked
 from tests.data_runs import (
@@ -236,33 +235,18 @@ def test_a_tokenizer_that_ends_documents_itself_begins_them_too(ends, tmp_path):
 
 
 def test_a_tokenizer_that_does_not_know_the_text_is_refused_or_told(tmp_path, capsys):
-    folder, english = (
-        save_tokenizer(tmp_path / "words", algorithm="unigram", model_type="bert"),
-        make_texts(60),
-    )
+    folder = save_tokenizer(tmp_path / "words", algorithm="unigram", model_type="bert")
+    english = make_texts(60)
     greek = [" ".join(chr(0x3B1 + ord(c) - 97) for c in text if c.islower()) for text in english]
-    with pytest.raises(
-        ValueError, match="does not know the text of .*% of its characters are lost"
-    ):
+    with pytest.raises(ValueError, match="does not know the text of .*% of its characters are lost"):
         load(tmp_path, write_jsonl(tmp_path / "greek.jsonl", greek), tokenizer_name=folder)
-    mixed = write_jsonl(
-        tmp_path / "mixed.jsonl", [a + " " + b[:99] for a, b in zip(english, greek, strict=True)]
-    )
+    both = [f"{words} {letters[:99]}" for words, letters in zip(english, greek, strict=True)]
+    mixed = write_jsonl(tmp_path / "mixed.jsonl", both)
     _, _, evals = load(tmp_path, mixed, tokenizer_name=folder)
     assert "the tokenizer loses" in capsys.readouterr().out
     assert np.isnan(evals[""].bytes_per_token)
     load(tmp_path, write_jsonl(tmp_path / "english.jsonl", english), tokenizer_name=folder)
     assert "loses" not in capsys.readouterr().out
-
-
-def test_a_folder_with_weights_and_no_tokenizer_is_refused(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
-    name = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
-    for setting in ("tokenizer_name", "model_name_or_path"):
-        with pytest.raises(ValueError, match="this folder has no tokenizer"):
-            load(tmp_path, name, **{setting: str(tmp_path / "model")})
 
 
 def test_the_column_that_is_no_text_is_named(tmp_path):
@@ -297,8 +281,3 @@ def test_a_text_of_one_long_word_trains_a_tokenizer_at_once_and_ctrl_c_ends_it(t
     os.kill(process.pid, signal.SIGINT)
     process.join(PATIENCE)
     assert process.exitcode not in (None, 0) and "KeyboardInterrupt" in Path(log).read_text()
-
-
-def test_the_format_is_checked_at_each_read(tmp_path):
-    with pytest.raises(ValueError, match="holds no token shards"):
-        Shards(tmp_path)
