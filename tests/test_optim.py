@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 
 from tests import forked
 from tests.launches import launches
+from utils.learning.muon import MuonAdamW
 from utils.learning.optim import (
     Means,
     UpdateGuard,
@@ -41,9 +42,8 @@ def test_no_bias_and_no_norm_decays_and_every_parameter_is_there_once(model_type
     model = auto.from_config(AutoConfig.for_model(model_type, **settings))
     decayed, plain = parameter_groups(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0
-    assert len({id(p) for p in decayed["params"] + plain["params"]}) == len(decayed["params"]) + len(
-        plain["params"]
-    )
+    both = [id(p) for p in decayed["params"] + plain["params"]]
+    assert len({*both}) == len(both)
     expected = {}  # by names as each model writes them: norms are ln_*, *norm*, LayerNorm
     for name, _ in model.named_parameters():
         norm = any(part.startswith("ln_") or "norm" in part.lower() for part in name.split("."))
@@ -154,18 +154,27 @@ def gradients(count, bad=(), factor=math.nan):
     return all_of_them
 
 
+def with_an_empty_group(optimizer):
+    """As where an edit takes all weights of the first group out."""
+    optimizer.param_groups.insert(0, optimizer.param_groups[0] | {"params": []})
+    return optimizer
+
+
 OPTIMIZERS = {
     "fused": lambda model: [build_optimizer(model, settings(learning_rate=0.1))],
     "not fused": lambda model: [torch.optim.AdamW(model.parameters(), 0.1, fused=False)],
     "two fused": lambda model: [torch.optim.AdamW([p], 0.1, fused=True) for p in model.parameters()],
-    "muon": lambda model: [
-        torch.optim.Muon([model.weight], 0.1), torch.optim.AdamW([model.bias], 0.1, fused=True)
-    ],
+    "torch's muon": lambda model: [
+        torch.optim.Muon([model.weight], 0.1), torch.optim.AdamW([model.bias], 0.1, fused=True)],
+    "our muon": lambda model: [MuonAdamW([
+        {"params": [model.weight], "momentum": 0.95, "weight_decay": 0.1}, {"params": [model.bias]}],
+        lr=0.1, fused=True)],
     "momentum": lambda model: [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)],
+    "empty group": lambda model: [with_an_empty_group(o) for o in OPTIMIZERS["fused"](model)],
 }  # fmt: skip
 
 
-def train(updates, kind, stop_and_resume_at=None, bare=False):
+def train(updates, kind, resume_at=None, bare=False):
     """Weights, optimizer states, flags and guard after these updates through accelerate, clipped at 1."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
@@ -175,7 +184,7 @@ def train(updates, kind, stop_and_resume_at=None, bare=False):
     guard = UpdateGuard(accelerator, *optimizers)
     flags = []
     for i, grads in enumerate(updates):
-        if i == stop_and_resume_at:
+        if i == resume_at:
             state = guard.state_dict()
             guard = UpdateGuard(accelerator, *optimizers)
             guard.load_state_dict(state)
@@ -195,31 +204,21 @@ def train(updates, kind, stop_and_resume_at=None, bare=False):
 
 @pytest.mark.parametrize("bare", [False, True])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_bad_update_leaves_weights_moments_and_step_count_as_if_it_had_not_been(kind, factor, bare):
-    bad = (0, 4, 11, 12)
-    weights, state, flags, guard = train(gradients(13, bad, factor), kind, bare=bare)
-    without = [grads for i, grads in enumerate(gradients(13)) if i not in bad]
-    expected_weights, expected_state, no_flags, _ = train(without, kind, bare=bare)
-    assert flags == [int(i in bad) for i in range(13)] and no_flags == [0] * 9
-    assert (guard.consecutive, guard.updates) == (2, 13)
-    assert all(moments.get("step", 9) == 9 for one in state for moments in one.values())
-    for found, expected in zip(weights, expected_weights, strict=True):
-        assert torch.equal(found, expected)
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1000.0])
+def test_an_update_that_is_not_finite_is_as_if_it_had_not_been_and_no_other(kind, factor, bare):
+    """Weights, moments, step counts; also where the run is saved and resumed between two of them."""
+    bad = (11, 12) if kind == "our muon" else (0, 4, 11, 12)  # its momentum rises at each call, skipped or not
+    updates = gradients(13, bad, factor)
+    bad = () if math.isfinite(factor) else bad
+    weights, state, flags, guard = train(updates, kind, resume_at=12, bare=bare)
+    rest = [grads for i, grads in enumerate(updates) if i not in bad]
+    expected_weights, expected_state, no_flags, _ = train(rest, kind, bare=bare)
+    assert flags == [int(i in bad) for i in range(13)] and no_flags == [0] * len(rest)
+    assert (guard.consecutive, guard.updates) == (2 * bool(bad), 13)
+    steps = [moments["step"] for one in state for moments in one.values() if "step" in moments]
+    assert all(step == len(rest) for step in steps)
+    assert all(map(torch.equal, weights, expected_weights))
     torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
-
-
-def test_what_was_skipped_is_known_also_across_save_and_load():
-    updates = gradients(40, bad=(0, 30, 31))
-    weights, state, flags, _ = train(updates, "fused")
-    assert flags == [int(i in (0, 30, 31)) for i in range(40)]
-    resumed = train(updates, "fused", stop_and_resume_at=33)
-    assert resumed[2] == flags
-    torch.testing.assert_close(resumed[:2], (weights, state), rtol=0, atol=0)
-
-
-def test_only_what_is_not_finite_is_skipped():
-    assert train(gradients(40, bad=(30,), factor=1000.0), "fused")[2] == [0] * 40
 
 
 @pytest.mark.parametrize("kind", ["fused", "not fused", "momentum"])
@@ -252,7 +251,7 @@ def test_under_a_gradient_scaler_bad_updates_are_skipped_too(kind):
 def test_several_optimizers_are_refused_under_a_gradient_scaler():
     scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="fp16 allows one optimizer"):
-        UpdateGuard(SimpleNamespace(scaler=scaler), *OPTIMIZERS["muon"](nn.Linear(3, 5)))
+        UpdateGuard(SimpleNamespace(scaler=scaler), *OPTIMIZERS["two fused"](nn.Linear(3, 5)))
 
 
 class Host(torch.utils._python_dispatch.TorchDispatchMode):
@@ -266,22 +265,15 @@ class Host(torch.utils._python_dispatch.TorchDispatchMode):
         return any("_local_scalar_dense" in name or "is_nonzero" in name for name in self.names)
 
 
-def test_the_guard_takes_an_optimizer_of_whose_first_group_all_was_taken_out():
-    (optimizer,) = OPTIMIZERS["fused"](nn.Linear(3, 5))
-    optimizer.param_groups.insert(0, optimizer.param_groups[0] | {"params": []})
-    guard = UpdateGuard(Accelerator(cpu=True), optimizer)
-    assert guard.check(torch.tensor(math.nan)) == 1 and guard.read() == [1]
-
-
-def test_the_guard_does_not_wait_for_the_device_between_reads():
+def test_guard_and_means_do_not_wait_for_the_device_between_reads():
     accelerator = Accelerator(cpu=True)
     fused = OPTIMIZERS["two fused"](nn.Linear(3, 5)) + OPTIMIZERS["fused"](nn.Linear(3, 5))
-    guard = UpdateGuard(accelerator, *fused)
+    guard, means = UpdateGuard(accelerator, *fused), Means(accelerator, "loss/train")
     with Host() as seen:
         for norm in torch.rand(30):
-            guard.check(norm)
+            means.add(torch.ones(1), guard.check(norm))
     assert not seen.waited()
-    assert guard.read() == [0] * 30
+    assert guard.read() == [0] * 30 and means.read() == {"loss/train": 1.0}
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -329,24 +321,14 @@ def test_a_skipped_nan_leaves_no_trace_and_means_of_no_step_are_none():
     assert means.read() == {"loss/train": 2.0, "loss/train_mlm": 1.0}
 
 
-@pytest.mark.parametrize("losses", [torch.ones(1), torch.tensor(1.0)])
-def test_one_loss_is_not_told_under_two_names(losses):
-    means = Means(Accelerator(cpu=True), "loss/train", "loss/train_plain")
-    with pytest.raises(ValueError, match=r"losses of shape \[1?\] for loss/train, loss/train_plain"):
-        means.add(losses, torch.tensor(0.0))
-
-
-def test_means_of_other_losses_are_not_taken_over():
+def test_means_of_other_losses_are_refused():
     accelerator = Accelerator(cpu=True)
+    means = Means(accelerator, "loss/train", "z")
+    for losses in (torch.ones(1), torch.tensor(1.0)):  # else one loss would be told under two names
+        with pytest.raises(ValueError, match=r"losses of shape \[1?\] for loss/train, z"):
+            means.add(losses, torch.tensor(0.0))
     with pytest.raises(ValueError, match="of loss/train, steps there, of loss/train, z, steps now"):
-        Means(accelerator, "loss/train", "z").load_state_dict(Means(accelerator, "loss/train").state_dict())
-
-
-def test_means_do_not_wait_for_the_device_before_they_are_read():
-    means = Means(Accelerator(cpu=True), "loss/train")
-    with Host() as seen:
-        means.add(torch.ones(1), torch.zeros(()))
-    assert not seen.waited()
+        means.load_state_dict(Means(accelerator, "loss/train").state_dict())
 
 
 def test_means_survive_a_resume_on_any_number_of_processes():
@@ -387,11 +369,7 @@ def two_process_worker():
     os._exit(0)  # gloo's destructor, holding the GIL, may join a thread that waits for the GIL
 
 
-if __name__ == "__main__":
-    two_process_worker()
-
-
-def test_what_ends_a_step_takes_as_many_calls_for_any_number_of_layers():
+def test_the_end_of_a_step_takes_as_many_calls_for_any_number_of_layers():
     """Clipping, guard, means, Muon and AdamW, schedule: on a GPU the host starts each of them."""
 
     def calls(layers):
@@ -416,3 +394,7 @@ def test_what_ends_a_step_takes_as_many_calls_for_any_number_of_layers():
         return made
 
     assert calls(1) == calls(5) < 200
+
+
+if __name__ == "__main__":
+    two_process_worker()
