@@ -10,7 +10,6 @@ whole.
 import argparse
 import os
 from dataclasses import replace
-from functools import partial
 
 from data.documents.filters import Accounting, hold_out_of
 from data.documents.source import Corpus, add_source_flags, check_numbers, open_corpus, source_of
@@ -19,7 +18,6 @@ from data.tokens.preparation import Preparation
 from data.tokens.shards import SHARD_MB
 from data.tokens.tokenizer import load_tokenizer
 from utils.io.mistakes import user_mistakes
-from utils.io.retry import FIRST_CONTACT, bound_waiting, with_retries
 from utils.io.urls import Folder
 
 
@@ -27,7 +25,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     about = __doc__.split("\n")[0]
     parser = argparse.ArgumentParser("python -m data.prepare", description=about, allow_abbrev=False)
     add = parser.add_argument
-    add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x (made, private), ...")
+    add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x, ...")
     add_source_flags(add)  # with the split train come the source's splits validation and test
     add("--tokenizer_name", required=True, help="Hub id or folder; data.tokens.tokenizer makes one")
     share = "share of the documents, where the source has no validation split (default: 0.05; 0: none)"
@@ -38,16 +36,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> dict:
-    """Runs or resumes the preparation. Returns the manifest. ValueError: the user's mistake. ConnectionError:
-    source or target stay away."""
+    """Runs or resumes the preparation. Returns the manifest. ValueError: the user's mistake."""
     problems = check_numbers(args, shard_mb=1e-6)
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
     if problems:
         raise ValueError("\n".join(problems))
-    bound_waiting()
     folder, tokenizer = Folder(os.path.expanduser(args.output_dir)), load_tokenizer(args.tokenizer_name)
-    corpora = with_retries(partial(open_text, args), f"opening {args.dataset_name}", FIRST_CONTACT)
+    corpora = open_text(args)
     preparation = Preparation(folder, corpora, TokenMaker(tokenizer), shard_mb=args.shard_mb)
     if "validation" not in corpora and args.validation_fraction:
         preparation.hold_out = hold_out_of(corpora["train"], args.validation_fraction, size=0, least=1)

@@ -1,7 +1,7 @@
 """A small Hugging Face Hub on loopback: real HTTP for the real huggingface_hub client, nothing patched.
 
-    with HubServer(folder) as hub:                          # repositories live in `folder`: a server started
-        subprocess.run(command, env=hub.env(home))          # again on it (same port) knows everything
+    with HubServer(folder) as hub:                          # contents of files are kept in `folder`
+        subprocess.run(command, env=hub.env(home))
         hub.commits("ada/model")                            # what arrived, oldest first
 
 Serves models and data sets. Xet uploads (the default of installed clients) are answered by
@@ -64,11 +64,11 @@ class Refused(Exception):
 class HubServer:
     def __init__(self, root, port=0, xet=False, home=None):
         self.root, self.uses_xet, self.home = Path(root), xet, home
-        for name in ("blobs", "repos"):
-            (self.root / name).mkdir(parents=True, exist_ok=True)
-        self.tokens = {TOKEN: ADA}                                  # {token: user}; remove one to revoke it
+        (self.root / "blobs").mkdir(parents=True)
+        self.repos: dict[tuple[str, str], dict] = {}  # by kind and id
+        self.tokens = {TOKEN: ADA}  # {token: user}; remove one to revoke it
         self.faults: list[Fault] = []
-        self.log: list[dict] = []                                   # one entry per request, oldest first
+        self.log: list[dict] = []  # one entry per request, oldest first
         self.lock = threading.RLock()
         self.stopping = threading.Event()
         self.connections: set[socket.socket] = set()
@@ -107,27 +107,17 @@ class HubServer:
 
     # ---- repositories, also for tests that look behind the HTTP ----
 
-    def _path(self, repo_id, kind):
-        return self.root / "repos" / kind / f"{repo_id}.json"
-
     def repo(self, repo_id, kind="models"):
-        path = self._path(repo_id, kind)
-        if not path.exists():
+        if (kind, repo_id) not in self.repos:
             raise Refused(404, "Repository not found", "RepoNotFound")
-        return json.loads(path.read_text())
-
-    def save_repo(self, repo_id, kind, repo):
-        path = self._path(repo_id, kind)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps(repo))
-        os.replace(path.with_suffix(".tmp"), path)
+        return self.repos[kind, repo_id]
 
     def create(self, repo_id, kind="models", private=False):
         with self.lock:
-            if self._path(repo_id, kind).exists():
+            if (kind, repo_id) in self.repos:
                 raise Refused(409, "You already created this repo")
-            self.save_repo(repo_id, kind, {"private": private, "refs": {}, "commits": {}})
-            self.commit(repo_id, kind, "main", "initial commit", [(p, b) for p, b in INITIAL.items()])
+            self.repos[kind, repo_id] = {"private": private, "refs": {}, "commits": {}}
+            self.commit(repo_id, kind, "main", "initial commit", INITIAL.items())
 
     def commit(self, repo_id, kind, branch, title, changes):
         """One commit; changes: (path, bytes | sha256 of a stored blob | None to delete, path/ for a
@@ -150,7 +140,6 @@ class HubServer:
             oid = hashlib.sha1(json.dumps([parent, title, files, time.time()]).encode()).hexdigest()
             repo["commits"][oid] = {"parent": parent, "title": title, "files": files, "date": time.time()}
             repo["refs"][branch] = oid
-            self.save_repo(repo_id, kind, repo)
             return oid
 
     def store(self, content):
@@ -174,7 +163,7 @@ class HubServer:
     def commits(self, repo_id, branch="main", kind="models"):
         """[{"oid", "title", "files": {path: {"sha256", "size", ...}}}], oldest first, the initial one left
         out."""
-        if not self._path(repo_id, kind).exists():
+        if (kind, repo_id) not in self.repos:
             return []
         repo, found = self.repo(repo_id, kind), []
         oid = repo["refs"].get(branch)
@@ -348,10 +337,7 @@ class Handler(BaseHTTPRequestHandler):
     def info(self, kind, repo_id, rev=None):
         repo = self.open_repo(kind, repo_id)
         oid, files = self.resolve_revision(repo, rev)
-        date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(repo["commits"][oid]["date"]))
-        self.answer({"id": repo_id, "modelId": repo_id, "author": repo_id.split("/")[0], "sha": oid,
-                     "private": repo["private"], "gated": False, "disabled": False, "tags": [],
-                     "lastModified": date, "createdAt": date,
+        self.answer({"id": repo_id, "sha": oid, "private": repo["private"], "gated": False, "tags": [],
                      "siblings": [{"rfilename": path} for path in sorted(files)]})
 
     def refs(self, kind, repo_id):
@@ -413,8 +399,7 @@ class Handler(BaseHTTPRequestHandler):
         for asked in json.loads(self.data)["objects"]:
             found = {"oid": asked["oid"], "size": asked["size"], "authenticated": True}
             if not (self.hub.root / "blobs" / asked["oid"]).exists():
-                found["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}"},
-                                    "verify": {"href": f"{self.hub.url}/lfs/{asked['oid']}/verify"}}
+                found["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}"}}
             objects.append(found)
         self.answer({"transfer": "basic", "objects": objects})
 
@@ -424,21 +409,14 @@ class Handler(BaseHTTPRequestHandler):
         self.hub.store(self.data)
         self.answer(b"")
 
-    def lfs_verify(self, oid):
-        if not (self.hub.root / "blobs" / oid).exists():
-            raise Refused(404, "not uploaded")
-        self.answer({})
-
     def commit(self, kind, repo_id, rev):
-        repo = self.open_repo(kind, repo_id, write=True)
+        self.open_repo(kind, repo_id, write=True)
         title, changes = "", []
         for line in self.data.splitlines():
             item = json.loads(line)
             value = item["value"]
             if item["key"] == "header":
                 title = value["summary"]
-                if value.get("parentCommit") and value["parentCommit"] != repo["refs"].get(rev):
-                    raise Refused(412, "A commit has happened since. Please refresh and try again.")
             elif item["key"] == "file":
                 changes.append((value["path"], base64.b64decode(value["content"])))
             elif item["key"] == "lfsFile":
@@ -487,7 +465,6 @@ class Handler(BaseHTTPRequestHandler):
 REPO = r"(?P<repo_id>[^/]+/[^/]+)"
 API = rf"/api/(?P<kind>models|datasets)/{REPO}"
 ROUTES = [
-    ("GET", "/api/whoami-v2", Handler.whoami),
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("GET", rf"{API}(/revision/(?P<rev>[^/]+))?", Handler.info),
@@ -499,7 +476,6 @@ ROUTES = [
     ("GET", rf"{API}/xet-(?P<mode>read|write)-token(/(?P<rev>[^/]+))?", Handler.xet_token),
     ("POST", rf"(/(?P<kind>datasets))?/{REPO}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", Handler.lfs_put),
-    ("POST", r"/lfs/(?P<oid>[0-9a-f]{64})/verify", Handler.lfs_verify),
     ("GET|POST|PUT|HEAD", r"/xet(?P<path>/.*)", Handler.xet_call),
     ("GET|HEAD", rf"(/(?P<kind>datasets))?/{REPO}/resolve/(?P<rev>[^/]+)/(?P<path>.+)", Handler.download),
 ]

@@ -126,6 +126,11 @@ def test_ids_are_those_that_were_put_in(tmp_path, tokenizer):
         assert tokens_of(out, "train").tolist() == ids(500).tolist()
 
 
+def test_without_crc32c_the_command_to_install_it_is_told(tmp_path, tokenizer, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "crc32c", None)  # importing it fails
+    assert "pip install crc32c" in refused(RECORDS, tmp_path / "out", tokenizer, capsys)
+
+
 def test_records_that_tensorflow_wrote_are_rows(tmp_path, tokenizer):
     out = converted(RECORDS, tmp_path / "out", tokenizer, "--shard_mb", "0.0001")
     splits = {"train": range(40), "validation": range(40, 48), "test": range(48, 49)}

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from tests.data_runs import (
     tokens_of,
     write_jsonl,
 )
-from tests.runs import PATIENCE, PROJECT, environment
+from tests.runs import PROJECT, environment
 from train_clm import TrainArgs
 
 KILLS = int(os.environ.get("KILLS", "30"))  # moments at which the preparation is killed
@@ -183,7 +182,7 @@ def test_remote_shards_are_copied_once_and_checked(tmp_path, tokenizer):
     assert load(tmp_path, "memory://bucket/tokens")[1].fingerprint == local.fingerprint
     assert path.read_bytes() == whole
     memory.pipe("/bucket/tokens/train-00000-00001.npy", b"damage")
-    with pytest.raises(ValueError, match="train-00000-00001.npy is missing or damaged"):
+    with pytest.raises(ValueError, match="train-00000-00001.npy is missing or has another size"):
         load(tmp_path / "other", "memory://bucket/tokens")
     memory.rm("/bucket", recursive=True)
 
@@ -263,21 +262,9 @@ def test_the_column_that_is_no_text_is_named(tmp_path):
     assert open_corpus(Source(str(tmp_path / "other.jsonl"))).text_column == "text"
 
 
-def test_a_text_of_one_long_word_trains_a_tokenizer_at_once_and_ctrl_c_ends_it(tmp_path):
+def test_a_text_of_one_long_word_trains_a_tokenizer_at_once(tmp_path):
     rng = random.Random(0)
     (tmp_path / "dna.txt").write_text("".join(rng.choices("ACGT", k=1_000_000)))
     words = ["--dataset_name", tmp_path / "dna.txt", "--vocab_size", 600, "--output_dir", tmp_path / "out"]
     done = forked.run("data.tokens.tokenizer", words)
     assert done.returncode == 0 and len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 600
-    code = (
-        "import signal, sys, threading; from data.tokens import tokenizer\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it\n"
-        "tokenizer.LONG_WORD = tokenizer.re.compile('(?!)')\n"
-        "threading.Timer(2, lambda: print('training', flush=True)).start()\n"
-        "tokenizer.train_tokenizer([open(sys.argv[1]).read()], 'bpe', 600, 'gpt2')\n"
-    )
-    process, log = forked.start_code(code, [tmp_path / "dna.txt"], tmp_path)
-    forked.wait_for(process, log, "training")
-    os.kill(process.pid, signal.SIGINT)
-    process.join(PATIENCE)
-    assert process.exitcode not in (None, 0) and "KeyboardInterrupt" in Path(log).read_text()

@@ -207,7 +207,7 @@ def test_a_finished_run_is_left_alone(workspace, one_process):
 
 def test_what_a_run_leaves(one_process):
     names = "args.json metrics.jsonl curves.png config.json model.safetensors tokenizer.json README.md"
-    for name in names.split():
+    for name in [*names.split(), "train_clm.py"]:
         assert (one_process / name).is_file(), name
     assert [path.name for path in sorted((one_process / "checkpoints").iterdir())] == [
         "step-00000003", "step-00000006"]  # fmt: skip

@@ -30,7 +30,7 @@ from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from data.documents.names import JSON_LINES, digest, split_files, states, suffix
-from utils.io.retry import diagnose
+from utils.io.mistakes import of_network
 from utils.io.secrets import without_secrets
 from utils.io.urls import explained
 
@@ -73,7 +73,7 @@ def _file_rows(urls: list[str], divide: bool) -> Iterator[dict]:
                     yield row if row.get("text") is not None else {"file": without_secrets(url)} | row
             except Exception as error:  # the readers' libraries raise many kinds
                 known = getattr(error, "errno", None) or isinstance(error, MemoryError)
-                if known or diagnose(error).transient:
+                if known or of_network(error):
                     raise  # it could not be reached, which says nothing of its content
                 raise ValueError(f"{without_secrets(url)} cannot be read ({_cause(error)}); repair it or "
                                  "take it out") from error

@@ -18,7 +18,6 @@ from functools import partial
 
 from data.documents import files, installed
 from data.documents.names import digest, is_files, is_saved
-from utils.io.retry import retried
 from utils.io.secrets import without_secrets
 from utils.io.urls import explained
 
@@ -68,9 +67,8 @@ class Corpus:
         return sorted(set(self.source.keywords))
 
     def documents(self, unit: int | None = None) -> Iterator[dict]:
-        """The columns of each document, of all units or one. A source that fails for a while is reopened."""
-        readers = self.readers if unit is None else [self.readers[unit]]
-        return retried(partial(_rows, readers), f"reading {self.name}")
+        """The columns of each document, of all units or one."""
+        return _rows(self.readers if unit is None else [self.readers[unit]])
 
     __iter__ = documents
 

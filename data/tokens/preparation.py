@@ -46,7 +46,6 @@ from data.tokens.shards import (
     write_shard,
     write_shards,
 )
-from utils.io.retry import FIRST_CONTACT
 from utils.io.urls import Folder, explained
 
 OWN = rf"{PROGRESS}|tokenizer|{MANIFEST}|{NAME}"  # names in the folder
@@ -110,7 +109,7 @@ class Preparation:
         preparation with other settings."""
         folder, settings, old = self.folder, json.loads(json.dumps(self.settings)), None
         with explained(folder.url, "read"):
-            names, begun = folder.names(retries=FIRST_CONTACT), folder.names(PROGRESS)
+            names, begun = folder.names(), folder.names(PROGRESS)
         if manifest := read_manifest(folder) if MANIFEST in names else None:
             old = manifest["settings"]
         elif "settings.json" in begun:
@@ -133,8 +132,7 @@ class Preparation:
     def _make(self) -> dict:
         """Makes the shards, or what is missing of them."""
         with explained(self.folder.url, "written"):
-            self.folder.make(FIRST_CONTACT)
-            self.folder.write(BEGUN, json.dumps(self.settings, indent=1).encode(), FIRST_CONTACT)
+            self.folder.write(BEGUN, json.dumps(self.settings, indent=1).encode())
         # Not those that a kill has left before they were renamed: .npz.tmp.
         for name in (name for name in self.folder.names(PROGRESS) if name.endswith(".npz")):
             with contextlib.suppress(FileNotFoundError, KeyError):  # KeyError: it is of an older version

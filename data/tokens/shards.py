@@ -11,7 +11,6 @@ views of them. A manifest's `width`, where it is not 1, is the length of the row
 rows that bring their special tokens, T + 3 of sentence pairs (kind "pairs").
 """
 
-import contextlib
 import glob
 import io
 import itertools
@@ -31,7 +30,6 @@ from data.documents import names as files
 from data.tokens.cache import cache_path, locked
 from data.tokens.encode import tokenizer_fingerprint
 from utils.io.files import checksum_file, save_tokenizer
-from utils.io.retry import FIRST_CONTACT
 from utils.io.urls import Folder, explained
 
 MANIFEST, PROGRESS, BEGUN = "manifest.json", "progress", "progress/settings.json"
@@ -81,7 +79,7 @@ def read_manifest(folder: Folder) -> dict | None:
     """The manifest, None where there is none. ValueError where it is damaged, of another format, or names
     other files than its own."""
     try:
-        manifest = json.loads(folder.read(MANIFEST, FIRST_CONTACT))
+        manifest = json.loads(folder.read(MANIFEST))
         made_in, names = str(manifest.get("format")), []
         if made_in == FORMAT:
             _ = manifest["dtype"], manifest["tokenizer"], manifest["settings"]["format"]
@@ -151,37 +149,18 @@ class Shards:
     def local(self, cache_dir, entries: Sequence[dict]) -> "Shards":
         """These shards, or a copy in the cache, with these files, if they are not on a disk of this machine.
         ValueError: a file is lost or damaged."""
-        if self.folder.local:
-            if problem := self.check(entries):
-                raise ValueError(f"{problem}. Copy it again, or delete {self.url} and prepare it again.")
-            return self
-        target = Folder(cache_path(cache_dir, "shards", [self.manifest["settings"], entries]))
-        with locked(Path(target.root, ".lock"), target.url):
-            names = {entry["file"] for entry in entries}
-            kept = {split: [entry for entry in found["files"] if entry["file"] in names]
-                    for split, found in self.splits.items()}
-            splits = {split: self.splits[split] | {"files": some} for split, some in kept.items() if some}
-            manifest = self.manifest | {"splits": splits}
-            copy = Shards(target.root, manifest)
-            for entry in tqdm(entries, desc=f"copying {self.url}", disable=None):
-                if copy.check([entry]):
-                    target.write(entry["file"], self._intact(entry))
-            if MANIFEST not in target.names():
-                for name in self.folder.names("tokenizer"):
-                    if re.fullmatch(r"[\w.-]+", name):
-                        target.write(f"tokenizer/{name}", self.folder.read(f"tokenizer/{name}"))
-            target.write(MANIFEST, json.dumps(manifest).encode())
-        return copy
-
-    def _intact(self, entry: dict) -> bytes:
-        """The content of a file."""
-        data = b""
-        with contextlib.suppress(FileNotFoundError):
-            data = self.folder.read(entry["file"])
-        if xxhash.xxh3_128_hexdigest(data) != entry["xxh3_128"]:
-            raise ValueError(f"{self.url}/{entry['file']} is missing or damaged (by its checksum). Copy it "
-                             "again, or delete the folder and prepare it again.")
-        return data
+        shards, unchecked = self, entries
+        if not self.folder.local:
+            shards = Shards(cache_path(cache_dir, "shards", self.manifest), self.manifest)
+            with locked(Path(shards.folder.root, ".lock"), shards.url), explained(self.url, "read"):
+                unchecked = [entry for entry in entries if shards.check([entry])]
+                names = [name for name in self.folder.names("tokenizer") if re.fullmatch(r"[\w.-]+", name)]
+                names = [*(entry["file"] for entry in unchecked), *(f"tokenizer/{name}" for name in names)]
+                for name in tqdm([*names, MANIFEST], desc=f"copying {self.url}", disable=None):
+                    shards.folder.write(name, self.folder.read(name))
+        if problem := shards.check(unchecked):
+            raise ValueError(f"{problem}. Copy it again, or delete {self.url} and prepare it again.")
+        return shards
 
     def rows(self, split: str, T: int, max_rows: int = 0) -> PackedRows:
         """Rows of T tokens, or the first max_rows. The files must be on this machine (`local`)."""
@@ -205,7 +184,7 @@ def find_shards(url: str) -> Shards | None:
         return None
     folder = Folder(os.path.expanduser(url))
     with explained(folder.url, "read"):
-        names = folder.names(retries=FIRST_CONTACT)
+        names = folder.names()
         begun = PROGRESS in names and "settings.json" in folder.names(PROGRESS)
     if begun and MANIFEST not in names:
         raise ValueError(f"{folder.url} is not finished; run the same `python -m data.prepare` command to "

@@ -1,1 +1,1 @@
-"""The ground floor, which imports nothing of the project: URLs, retries, whole files, masked secrets."""
+"""The ground floor, which imports nothing of the project: URLs, whole files, masked secrets."""

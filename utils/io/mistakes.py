@@ -13,6 +13,8 @@ from pathlib import Path
 from utils.io.secrets import without_secrets
 from utils.io.terminal import tolerate_any_reader, visible
 
+NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpcore2", "httpx",
+                   "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"}
 PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -56,20 +58,19 @@ def user_mistakes() -> Iterator[None]:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(5)
         _end(str(error), 2)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _end(f"{error.filename or 'a disk'}: no space is left; make room and run the same command again: "
-                 "it resumes", 1)
-        if type(error) is not ConnectionError:  # utils/io/retry.py raises this one, with our message
-            raise
-        _end(f"{error}\nRun the same command again to resume.", 1)
     except RunFailed as error:
         if int(os.environ.get("RANK", "0")) > 0:
             time.sleep(5)
             raise SystemExit(1) from None
         _end(str(error), 1)
-    except RuntimeError as error:
-        if not (message := lost_peer(error) or out_of_memory(error)):
+    except Exception as error:
+        message = lost_peer(error) or out_of_memory(error) if isinstance(error, RuntimeError) else None
+        if of_network(error):
+            message = f"{type(error).__name__}: {error}\nRun the same command again to resume."
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = (f"{error.filename or 'a disk'}: no space is left; make room and run the same command "
+                       "again: it resumes")  # fmt: skip
+        if not message:
             raise
         _end(message, 1)
 
@@ -92,6 +93,12 @@ def out_of_memory(error: RuntimeError) -> str | None:
     remedy = f"{half} takes the same rows per step" if rows > 1 else "try --gradient_checkpointing true"
     sizes = f"{rows} rows of {args.block_size} tokens"
     return f"out of memory with {sizes}: {remedy}, also to resume; or choose a smaller model"
+
+
+def of_network(error: BaseException) -> bool:
+    """Whether a network client raised it."""
+    broken = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, BrokenPipeError)
+    return broken or type(error).__module__.split(".")[0] in NETWORK_MODULES
 
 
 def lost_peer(error: RuntimeError) -> str | None:

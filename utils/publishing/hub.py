@@ -51,7 +51,7 @@ class Hub:
         self.api, self.repo_id, self.url, self.status = HfApi(), "", "", ""
         self.named = repo_name(args)
         self.thread, self.error = threading.Thread(), ""  # of the last push
-        self.newest = self.arrived = self.refused = None  # steps of saves
+        self.newest = self.arrived = self.refused = self.told = None  # steps of saves
         if not args.push_to_hub or args.eval_only or args.show or problems:
             return
         try:
@@ -78,24 +78,34 @@ class Hub:
 
     def push(self, step: int) -> None:
         """Push the files of output_dir, whose save is of this step, unless the model could not be saved."""
-        if self.repo_id and not (self.output_dir / ASIDE).exists():
-            self.newest = step
-            if not self.thread.is_alive():
-                self._start()
+        if not self.repo_id or (self.output_dir / ASIDE).exists():
+            return
+        self.newest = step
+        if self.thread.is_alive():
+            return
+        message, self.status = commit_message(self.output_dir, step), f"pushing step {step}"
+        try:
+            freeze(self.output_dir, self.frozen)
+        except OSError as error:  # most likely a full disk, which needs the room
+            shutil.rmtree(self.frozen, ignore_errors=True)
+            return self._failed(step, error)
+        self.thread = threading.Thread(target=self._upload, args=(step, message), daemon=True)
+        self.thread.start()
 
     def finish(self) -> bool:
         """Push the newest save until it arrives, for at most ten minutes, or 20 s after a stop signal. If it
         does not arrive, print how to upload it and return False."""
-        began, pause, again = time.monotonic(), 1, 0.0
-        deadline = began + FINISH_SECONDS
+        deadline, again, pause = time.monotonic() + FINISH_SECONDS, 0.0, 1
         if self.newest != self.arrived:
             tqdm.write(f"hub        waits up to {FINISH_SECONDS // 60} minutes until {self.repo_id} has "
                        f"step {self.newest}; Ctrl-C ends that", file=sys.stdout)  # fmt: skip
-        while self.newest not in (self.arrived, self.refused) and time.monotonic() < deadline:
+        while self.thread.is_alive() or self.newest not in (self.arrived, self.refused):
             if requested():
                 deadline = min(deadline, time.monotonic() + STOPPED_SECONDS)
+            if time.monotonic() > deadline:
+                break
             if not self.thread.is_alive() and time.monotonic() > again:
-                self._start()
+                self.push(self.newest)
                 again, pause = time.monotonic() + pause, min(2 * pause, LONGEST_PAUSE)
             time.sleep(0.05)
         if self.newest == self.arrived:
@@ -107,51 +117,38 @@ class Hub:
               flush=True)  # fmt: skip
         return False
 
-    def _start(self) -> None:
-        """Start a push of the newest save, whose files are in output_dir."""
-        step, message = self.newest, commit_message(self.output_dir, self.newest)
-        self.status = f"pushing step {step}"
-        try:
-            self._freeze()
-        except OSError as error:  # most likely a full disk
-            return self._end(step, error)
-        self.thread = threading.Thread(target=self._upload, args=(step, message), name="upload", daemon=True)
-        self.thread.start()
-
-    def _freeze(self) -> None:
-        """Hard links of weights, which are replaced and never rewritten, and copies of the other files."""
-        shutil.rmtree(self.frozen, ignore_errors=True)  # left by a killed run
-        self.frozen.mkdir(parents=True)
-        names = [path.name for path in self.output_dir.iterdir() if path.is_file()]
-        for name in filter_repo_objects(names, ignore_patterns=UNPUBLISHED):
-            if name.endswith(".safetensors"):
-                with contextlib.suppress(OSError):  # this file system has no hard links
-                    os.link(self.output_dir / name, self.frozen / name)
-                    continue
-            shutil.copyfile(self.output_dir / name, self.frozen / name)
-
     def _upload(self, step: int, message: str) -> None:
         """The thread."""
         try:
             commit(self.api, self.repo_id, self.frozen, message)
-        except Exception as error:
-            return self._end(step, error)
-        self._end(step)
-
-    def _end(self, step: int, error: Exception | None = None) -> None:
-        """Note how a push ended, and tell the user each new failure."""
-        shutil.rmtree(self.frozen, ignore_errors=True)
-        if error is None:
             self.error, self.status, self.arrived = "", f"step {step} pushed", step
-            return
-        before, self.error = self.error, reason(error)
-        self.status = f"step {step} not pushed"
-        if self.error != before:
+        except Exception as error:
+            self._failed(step, error)
+        shutil.rmtree(self.frozen, ignore_errors=True)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """Tell the user each new failure, once for each save."""
+        before, self.error, self.status = self.error, reason(error), f"step {step} not pushed"
+        if self.error != before and self.told != step:
+            self.told = step
             tqdm.write(f"{self.repo_id}: step {step} was not published: {self.error}. Training goes on; the "
                        "next save, or the end of the run, tries again.", file=sys.stdout)  # fmt: skip
         status = getattr(getattr(error, "response", None), "status_code", 500)
         if 400 <= status < 500 and status not in MAY_PASS:
             self.refused = step
+
+
+def freeze(output_dir: Path, frozen: Path) -> None:
+    """Hard links of weights, which are replaced and never rewritten, and copies of the other files."""
+    shutil.rmtree(frozen, ignore_errors=True)  # left by a killed run
+    frozen.mkdir(parents=True)
+    names = [path.name for path in output_dir.iterdir() if path.is_file()]
+    for name in filter_repo_objects(names, ignore_patterns=UNPUBLISHED):
+        if name.endswith(".safetensors"):
+            with contextlib.suppress(OSError):  # this file system has no hard links
+                os.link(output_dir / name, frozen / name)
+                continue
+        shutil.copyfile(output_dir / name, frozen / name)
 
 
 def open_repository(api: HfApi, name: str, private: bool) -> str:

@@ -16,6 +16,10 @@ AT_ONCE = 1 << 14  # rows
 
 
 def read(name: str, dtype: str | None, tokenizer) -> Imported:
+    try:
+        import crc32c  # noqa: F401  # not at the top: no other format needs it
+    except ImportError:
+        raise ValueError(f"{name}: TFRecord files need the package crc32c: pip install crc32c") from None
     splits = split_files(name, (".tfrecord", ".tfrecords"))
     first = next(iter(splits.values()))[0]
     width = next(_rows([first], None)).shape[1]
@@ -47,7 +51,7 @@ def _rows(urls: list[str], width: int | None) -> Iterator[np.ndarray]:
 
 def _records(file) -> Iterator[bytes]:
     """The records of a TFRecord file: length, its checksum, data, its checksum."""
-    from crc32c import crc32c  # not at the top: no other format needs it
+    from crc32c import crc32c
 
     def checked(data: bytes) -> bytes:
         crc = crc32c(data[:-4])
