@@ -4,10 +4,8 @@ delete it when the library no longer does."""
 import dataclasses
 import threading
 
-import torch
 import torch.distributed as dist
-from transformers import AttentionInterface, masking_utils
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import masking_utils
 
 # Per thread, as some TPUs run two processes as threads of one. ModelLoss sets it around each forward pass.
 in_forward = threading.local()  # .rows_in_order: this forward's rows have positions 0, 1, 2, ...
@@ -39,14 +37,3 @@ def keep_losses_in_float32(accelerator) -> None:
     policy = getattr(plugin, "mixed_precision_policy", None)
     if getattr(policy, "output_dtype", None) is not None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
-
-
-def cast_attention_on_xla() -> None:
-    """torch_xla 2.9: autocast casts the inputs of torch's attention on CUDA and CPU, but not on XLA: behind
-    norms of queries and keys in float32 (Qwen3, OLMo 2, Gemma 3) they differ in type."""
-    AttentionInterface.register("sdpa", _sdpa_in_bf16)
-
-
-def _sdpa_in_bf16(module, query, key, value, *more, **options):
-    inputs = (x.to(torch.bfloat16) for x in (query, key, value))
-    return sdpa_attention_forward(module, *inputs, *more, **options)

@@ -10,24 +10,33 @@ import os
 import torch
 from accelerate.utils import is_torch_xla_available as is_xla  # torch_xla is installed; USE_TORCH_XLA=0: no
 
-from utils.patches import cast_attention_on_xla
+
+def is_tpu() -> bool:
+    return is_xla(check_is_tpu=True)
 
 
 def xla_precision() -> str:
     """ACCELERATE_MIXED_PRECISION, else "bf16" on a TPU and "no" on XLA's CPU device."""
-    usual = "bf16" if is_xla(check_is_tpu=True) else "no"
-    return os.environ.get("ACCELERATE_MIXED_PRECISION") or usual
+    return os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if is_tpu() else "no")
 
 
-def autocast_forward(model: torch.nn.Module) -> None:
-    """On XLA, make `model` compute in `xla_precision`. Parameters and optimizer state stay float32."""
-    if is_xla() and xla_precision() == "bf16":
-        cast_attention_on_xla()
-        model.forward = torch.autocast("xla", dtype=torch.bfloat16)(model.forward)
+def forward_on_xla(model: torch.nn.Module) -> None:
+    """Makes `model`, which is on XLA, compute in `xla_precision`, with a graph for each micro-batch: one of
+    all of them would take longer to compile. Parameters and optimizer state stay float32."""
+    forward, weight = model.forward, next(p for p in model.parameters() if p.requires_grad)
+    if xla_precision() == "bf16":
+        forward = torch.autocast("xla", dtype=torch.bfloat16)(forward)
+
+    def forward_after_sync(*args, **options):
+        if weight.grad is not None:
+            sync()
+        return forward(*args, **options)
+
+    model.forward = forward_after_sync
 
 
 def sync() -> None:
-    """Run what was recorded: after each optimizer step, and before anything is read or saved."""
+    """Run what was recorded. The data loader does this before each batch, so a step needs no other sync."""
     if is_xla():
         import torch_xla
 

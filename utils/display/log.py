@@ -26,6 +26,7 @@ from utils.io.secrets import without_secrets
 from utils.io.terminal import visible
 from utils.learning.model import EXAMPLES, pipeline_tag
 from utils.learning.optim import describe_groups
+from utils.learning.xla_attention import attention_name
 
 UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
 TRY = {  # the commands that try a saved model: their labels, options of pipeline()
@@ -44,7 +45,7 @@ class Log:
     def __init__(self, args, accelerator, steps, step: int, model, optimizer, tokenizer, hub):
         self.args, self.accelerator, self.steps, self.hub = args, accelerator, steps, hub
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
-        launch = launch_facts(accelerator, lm.config._attn_implementation)
+        launch = launch_facts(accelerator, attention_name(lm.config, args))
         self.advised = False  # whether few rows were told
         self.metrics = Metrics(args, step, accelerator.is_main_process and not args.eval_only)
         self.finished = not args.eval_only and self.metrics.finished == step == steps.last

@@ -1,6 +1,7 @@
 """A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
 
 import contextlib
+import functools
 import os
 import re
 
@@ -11,9 +12,11 @@ from utils.devices import device_type
 from utils.io.files import is_missing_folder
 from utils.learning.compiled import compile_blocks
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
+from utils.learning.fused_head import CompilerSoftmax
 from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_one_kernel_gelu
 from utils.learning.window_attention import WINDOW
-from utils.xla import autocast_forward
+from utils.learning.xla_attention import use_xla_attention
+from utils.xla import forward_on_xla, is_xla
 
 EXAMPLES = {"text-generation": "The", "fill-mask": "It is [MASK]."}  # prompts by pipeline
 
@@ -72,7 +75,12 @@ def build_model(args, kind, tokenizer):
     use_one_kernel_gelu(model)
     use_few_kernel_norms(model)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if is_xla():  # torch's own fails: it looks for torch.xla (2.9)
+            from torch_xla.utils.checkpoint import checkpoint
+
+            model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=True))
+        else:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
@@ -84,7 +92,10 @@ def to_device(model, accelerator) -> None:
     # loaded as different ones stay different, whatever the configuration says.
     model.lm.tie_weights(recompute_mapping=False)
     compile_blocks(accelerator, model)
-    autocast_forward(model)
+    if accelerator.device.type == "xla":
+        model.chunk_softmax = CompilerSoftmax()
+        use_xla_attention()
+        forward_on_xla(model)
 
 
 def load_weights(kind, name_or_path, config, **options):

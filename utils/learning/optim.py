@@ -85,8 +85,9 @@ class UpdateGuard:
     """Skips updates of all optimizers if the gradient norm is not finite.
 
     All processes decide alike. Fused AdamW changes nothing if its `found_inf` is 1 (made for GradScaler), so
-    the host need not wait. With any other optimizer the host reads the norm and drops the gradients. With
-    fp16 GradScaler sets `found_inf` and skips what is not finite by itself."""
+    the host need not wait. On XLA any optimizer steps with gradients of 0, and then weights and state are set
+    back; its count of updates goes on. Elsewhere the host reads the norm and drops the gradients. With fp16
+    GradScaler sets `found_inf` and skips what is not finite by itself."""
 
     def __init__(self, accelerator, *optimizers):
         if accelerator.scaler is not None and len(optimizers) > 1:
@@ -97,8 +98,13 @@ class UpdateGuard:
         # Fused SGD has `found_inf` too, but a skipped first update leaves its momentum unset.
         obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
         self.obeyed = self.scaler is None and all(obey)
+        self.sets_back = self.scaler is None and accelerator.device.type == "xla"
+        for optimizer in self.optimizers if self.sets_back else ():
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
         self.norm = torch.zeros((), device=accelerator.device)  # of the newest gradient
         self.updates, self.consecutive = 0, 0  # in all, and skipped in a row, at the last read
+        self._before = []  # on XLA, during a step: (tensor, its value before)
         self._pending, self._unread = [], []  # since then: flags on the device or host; those of a checkpoint
 
     def check(self, grad_norm):
@@ -112,14 +118,29 @@ class UpdateGuard:
         if self.obeyed:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag
-        elif self.scaler is None:
-            sync()  # or XLA would compute the gradient twice, for the host and for the step
+        elif self.scaler is None and not self.sets_back:
             pending = flag.cpu()
             if pending:
                 for optimizer in self.optimizers:
                     optimizer.zero_grad(set_to_none=True)
         self._pending.append(pending)
         return flag
+
+    @torch.no_grad()
+    def _before_step(self, optimizer, *_):
+        skip = self._pending[-1] > 0
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        self._before = [(x, x.clone()) for x in weights + state if getattr(x, "device", None) == skip.device]
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad.masked_fill_(skip, 0)  # state that is made in this step must not be nan
+
+    @torch.no_grad()
+    def _after_step(self, *_):
+        for x, before in self._before:
+            x.copy_(torch.where(self._pending[-1] > 0, before, x))
+        self._before = []
 
     def read(self):
         """For each update since the last read 1 if it was skipped, else 0. RuntimeError after GIVE_UP skipped
@@ -134,6 +155,9 @@ class UpdateGuard:
 
     def state_dict(self):
         """Numbers. Nothing changes, but the host waits for the device."""
+        if self.sets_back:
+            sync()
+            self._pending = [flag.cpu() for flag in self._pending]  # stacked, each number of them is a graph
         new = [int(flag) for flag in torch.stack(self._pending).tolist()] if self._pending else []
         consecutive = self.consecutive
         for flag in new:
