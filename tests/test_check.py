@@ -173,9 +173,9 @@ def corpus(tmp_path_factory):
 def test_the_scripts_as_they_are_hold(script, corpus, tmp_path, capsys):
     check = ForkedCheck(copy_project(tmp_path), script, corpus)
     assert check.run_all() == []
-    told = capsys.readouterr().out
-    assert told.count("holds: ") == 8 and "not compared" not in told
-    assert "largest relative difference 0, the same bits in checkpoints" in told
+    said = capsys.readouterr().out
+    assert said.count("holds: ") == 8 and "not compared" not in said
+    assert "largest relative difference 0, the same bits in checkpoints" in said
 
 
 @pytest.mark.slow
