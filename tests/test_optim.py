@@ -207,7 +207,7 @@ def train(updates, kind, resume_at=None, bare=False):
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1000.0])
 def test_an_update_that_is_not_finite_is_as_if_it_had_not_been_and_no_other(kind, factor, bare):
     """Weights, moments, step counts; also where the run is saved and resumed between two of them."""
-    bad = (11, 12) if kind == "our muon" else (0, 4, 11, 12)  # its momentum rises at each call, skipped or not
+    bad = (11, 12) if kind == "our muon" else (0, 4, 11, 12)  # its momentum rises at each call
     updates = gradients(13, bad, factor)
     bad = () if math.isfinite(factor) else bad
     weights, state, flags, guard = train(updates, kind, resume_at=12, bare=bare)
