@@ -371,36 +371,26 @@ def unedited(corpus, tmp_path_factory):
     return check
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if edit.fast else pytest.mark.slow) for name, edit in EDITS.items()])
-def test_it_keeps_what_is_promised_and_does_what_it_says(name, corpus, unedited, tmp_path):
-    edit = EDITS[name]
-    data = {"dataset_name": corpus["dataset_name"].with_name("short.jsonl")} if edit.short else {}
+@pytest.mark.parametrize("name, two", [
+    pytest.param(name, two, marks=pytest.mark.sweep if two else [] if edit.fast else pytest.mark.slow)
+    for two in (False, True) for name, edit in EDITS.items()])
+def test_it_keeps_what_is_promised_and_does_what_it_says(name, two, corpus, unedited, tmp_path):
+    """two: evaluation sets."""
+    edit, beside = EDITS[name], corpus["dataset_name"].with_name
+    data = {"dataset_name": beside("more.jsonl" if two else "short.jsonl")} if edit.short else {}
+    if two:
+        data["eval_dataset_name"] = [beside("short.jsonl"), beside("long.jsonl")]
     if name == "distillation":
         data["tokenizer_name"] = edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "first")
     if name == "scores":
-        edit.settings["scores_file"] = corpus["dataset_name"].with_name("choices.jsonl")
+        edit.settings["scores_file"] = beside("choices.jsonl")
     apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
     edited = ForkedCheck(tmp_path, edit.script, corpus | data, **edit.settings)
-    plain = unedited(edit.script, data)
     assert edited.run_all() == edit.fails
-    assert equal(saved(edited, STEPS), saved(plain, STEPS)) == edit.observes
-    edit.check(edited, plain)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", EDITS)
-def test_it_keeps_it_with_two_evaluation_sets(name, corpus, unedited, tmp_path):
-    edit, data = EDITS[name], corpus["dataset_name"]
-    two = {"eval_dataset_name": [data.with_name("short.jsonl"), data.with_name("long.jsonl")]}
-    two |= {"dataset_name": data.with_name("more.jsonl")} if edit.short else {}
-    if name == "distillation":
-        edit.settings["teacher"] = str(unedited(edit.script, {}).folder / "first")
-        two["tokenizer_name"] = edit.settings["teacher"]
-    if name == "scores":
-        edit.settings["scores_file"] = data.with_name("choices.jsonl")
-    apply(PROJECT / f"docs/edits/{name}.diff", copy_project(tmp_path))
-    assert ForkedCheck(tmp_path, edit.script, corpus | two, **edit.settings).run_all() == edit.fails
+    if not two:
+        plain = unedited(edit.script, data)
+        assert equal(saved(edited, STEPS), saved(plain, STEPS)) == edit.observes
+        edit.check(edited, plain)
 
 
 @pytest.mark.slow
