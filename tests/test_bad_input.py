@@ -102,6 +102,7 @@ MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none |
 CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers (near: gpt2
 CLM | --optimizer_type sgd                             | 'sgd' is unknown, give adamw or muon
 CLM | --lr_scheduler_type constant --lr_scheduler_kwargs power=2 | lr_scheduler_kwargs: constant takes none
+CLM | --model_type gpt2 --config_overrides n_layr=3,foo | gpt2 has no n_layr (near: n_layer), foo; give name=value
 CLM | --model_type gpt2 --config_overrides n_layers=2 | gpt2 has no n_layers (near: n_layer
 CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with model_name_or_path; leave it out
 CLM | --model_type gpt2 --config_overrides n_layer | Field 'n_layer' expected int

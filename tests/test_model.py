@@ -229,13 +229,8 @@ def test_overrides_have_the_configurations_types():
 @pytest.mark.parametrize(
     ("kind", "of", "expected"),
     [
-        ("causal", ("gpt2", "n_layr=3,foo"), ["gpt2 has no n_layr (near: n_layer), foo; give name=value"]),
-        ("causal", ("gpt2", "n_head=x"), ["'n_head' expected int"]),
         ("causal", ("gpt2", "{n_head"), ["JSONDecodeError"]),
-        ("causal", ("gpt3", ""), ["model_type, 'gpt3': unknown to transformers (near: gpt"]),
         ("causal", ("t5", ""), ["model_type, 't5': transformers has no causal language model"]),
-        ("pretraining", ("llama", ""), ["with next_sentence take --model_type bert"]),
-        ("causal", ("gpt2", "n_embd=100,n_head=3"), ["divisible"]),
         ("causal", ("llama", "num_attention_heads=2,hidden_size=64,num_hidden_layers=1"), []),
         ("causal", ("gpt2", "n_positions=8,vocab_size=40"), ["vocab_size 40", "needs n_positions"]),
         ("masked", ("roberta", BERT + ",max_position_embeddings=18"), ["at least 19"]),
@@ -244,6 +239,7 @@ def test_overrides_have_the_configurations_types():
     ],
 )  # fmt: skip
 def test_settings_that_cannot_agree_are_all_named_and_others_are_not(kind, of, expected, named):
+    """More in tests/test_bad_input.py."""
     words = tokenizer()
     problems = check_model(settings(*of, tokenizer_name=named(words)), kind)
     assert len(problems) == len(expected), problems
@@ -252,13 +248,6 @@ def test_settings_that_cannot_agree_are_all_named_and_others_are_not(kind, of, e
     if problems:
         with pytest.raises(ValueError, match=re.escape("\n".join(problems))):
             build(kind, *of, words=words)
-
-
-def test_overrides_beside_weights_and_weights_that_are_nowhere_are_told():
-    (problem,) = check_model(settings("gpt2", GPT2, model_name_or_path="/no/such/folder"), "causal")
-    assert problem.startswith("config_overrides, ") and "cannot go with model_name_or_path" in problem
-    (problem,) = check_model(settings("gpt2", "", model_name_or_path="/no/such/folder"), "causal")
-    assert "there is no such folder" in problem
 
 
 def test_gradient_checkpointing_that_a_model_cannot_do_is_refused():
@@ -280,14 +269,3 @@ def test_weights_and_a_tokenizer_that_do_not_go_together_are_refused(tmp_path, n
     of.tokenizer_name = named(tokenizer(pad="[EOS]"))  # another pad id: all positions would be off by one
     (problem,) = check_model(of, "masked")
     assert "positions count from its pad_token_id, 2, and the tokenizer's is" in problem
-
-
-def test_a_tokenizer_without_the_tokens_of_a_masked_model_is_refused(named):
-    lacking = named(tokenizer(mask=None, cls=None))
-    (problem,) = check_model(settings("bert", BERT, tokenizer_name=lacking), "masked")
-    assert "mask, cls token" in problem
-
-
-def test_before_there_is_a_tokenizer_the_rest_is_checked():
-    assert check_model(settings("roberta", BERT), "masked") == []
-    assert "n_positions" in check_model(settings("gpt2", "n_positions=8"), "causal")[0]

@@ -28,11 +28,9 @@ def write_documents(path, n=40, sentences=(2, 30), seed=0):
     rng = random.Random(seed)
     with open(path, "w") as file:
         for d in range(n):
-            text = " ".join(
-                f"D{d} s{i} {' '.join(rng.choices(WORDS, k=rng.randint(3, 25)))}."
-                for i in range(rng.randint(*sentences))
-            )
-            file.write(json.dumps({"text": text}) + "\n")
+            parts = (f"D{d} s{i} {' '.join(rng.choices(WORDS, k=rng.randint(3, 25)))}."
+                     for i in range(rng.randint(*sentences)))  # fmt: skip
+            file.write(json.dumps({"text": " ".join(parts)}) + "\n")
     return str(path)
 
 
@@ -216,9 +214,8 @@ def test_rows_are_pairs_with_their_masks(tmp_path, tokenizer):
             seps = [k for k, token in enumerate(tokens) if token == "[SEP]"]
             assert tokens[0] == "[CLS]" and len(seps) == 2 and seps[1] == n - 1
             assert set(tokens[n:]) <= {"[PAD]"} and batch["attention_mask"][i, :n].all()
-            assert batch["token_type_ids"][i].tolist() == [
-                int(seps[0] < k <= seps[1]) for k in range(64)
-            ]  # A's [SEP] belongs to A
+            of_b = [int(seps[0] < k <= seps[1]) for k in range(64)]  # A's [SEP] belongs to A
+            assert batch["token_type_ids"][i].tolist() == of_b
     labels = all_columns(rows)["next_sentence_label"]
     assert abs(2 * sum(labels) - len(labels)) <= 2
     for split, found in (("train", rows), ("eval", evals[""])):
@@ -231,9 +228,7 @@ def test_rows_are_pairs_with_their_masks(tmp_path, tokenizer):
     if filled.any():  # never counted, and attention is not empty
         assert (last["next_sentence_label"][filled] == -100).all() and last["attention_mask"][filled].all()
     batch = next(iter(train_loader(rows, args, collate=mask)))
-    for slots, slot_labels, row in zip(
-        *(batch[name] for name in ("slots", "slot_labels", "row")), strict=True
-    ):
+    for slots, slot_labels, row in zip(batch["slots"], batch["slot_labels"], batch["row"], strict=True):
         whole = all_ids(rows)[row].copy()
         hidden = slot_labels != -100
         assert (whole[slots[hidden]] == slot_labels[hidden].numpy()).all() and hidden.any()
@@ -247,22 +242,16 @@ def test_label_0_means_that_b_follows_as_in_transformers():
 
 
 def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"no end {i} " * 40}) + "\n" for i in range(50))
-    )
+    lines = (json.dumps({"text": f"no end {i} " * 40}) + "\n" for i in range(50))
+    (tmp_path / "a.jsonl").write_text("".join(lines))
     with pytest.raises(ValueError, match="pairs need two documents of two sentences or more"):
         pairs_of(tmp_path, tmp_path / "a.jsonl", tokenizer_name=tokenizer)
 
 
-ROW = dict(
-    input_ids=[2, 11, 12, 3, 21, 3, 0, 0],
-    token_type_ids=[0, 0, 0, 0, 1, 1, 0, 0],
-    attention_mask=[1, 1, 1, 1, 1, 1, 0, 0],
-    next_sentence_label=1,
-)
-LEFT = {
-    name: [0, 0, *values[:6]] if name != "next_sentence_label" else values for name, values in ROW.items()
-}
+ROW = {
+    "input_ids": [2, 11, 12, 3, 21, 3, 0, 0], "token_type_ids": [0, 0, 0, 0, 1, 1, 0, 0],
+    "attention_mask": [1, 1, 1, 1, 1, 1, 0, 0], "next_sentence_label": 1,
+}  # fmt: skip
 WRONG = [
     ({"next_sentence_label": 2}, "its label is"),
     ({"next_sentence_label": -100}, "its label is"),
@@ -274,13 +263,14 @@ WRONG = [
 
 @pytest.mark.parametrize("form", ["saved", "parquet", "jsonl", "left", "no mask", "labels"])
 def test_pairs_of_others_are_read_rightly(form, tmp_path, tokenizer):
-    row = LEFT if form == "left" else ROW
-    rows = [
-        {name: value for name, value in row.items() if form != "no mask" or name != "attention_mask"}
-    ] * 12
+    row = {**ROW}
+    if form == "left":
+        row |= {name: [0, 0, *values[:6]] for name, values in ROW.items() if name != "next_sentence_label"}
+    if form == "no mask":
+        del row["attention_mask"]
     if form == "labels":
-        rows = [{"labels": [one["next_sentence_label"]], **one} for one in rows]
-        rows = [{name: value for name, value in one.items() if name != "next_sentence_label"} for one in rows]
+        row["labels"] = [row.pop("next_sentence_label")]
+    rows = [row] * 12
     made, name = datasets.Dataset.from_list(rows), str(tmp_path / f"pairs.{form}")
     if form == "parquet":
         made.to_parquet(name)
@@ -289,23 +279,13 @@ def test_pairs_of_others_are_read_rightly(form, tmp_path, tokenizer):
     else:
         datasets.DatasetDict(train=made, test=made).save_to_disk(name)
     assert exit_status(convert.main, [name, tmp_path / "out", "--tokenizer_name", tokenizer]) == 0
-    whole = [*["saved"] * 12]
-    columns = all_columns(
-        pairs_of(
-            tmp_path,
-            tmp_path / "out",
-            block_size=8,
-            eval_dataset_name=[write_documents(tmp_path / "a.jsonl")],
-        )[1]
-    )
-    assert columns["input_ids"] == [[*ROW["input_ids"][:6], 0, 0] for _ in whole]
-    assert columns["token_type_ids"] == [ROW["token_type_ids"] for _ in whole]
-    assert columns["attention_mask"] == [ROW["attention_mask"] for _ in whole]
-    assert columns["next_sentence_label"] == [1 for _ in whole]
+    evaluated = [write_documents(tmp_path / "a.jsonl")]
+    _, found, _ = pairs_of(tmp_path, tmp_path / "out", block_size=8, eval_dataset_name=evaluated)
+    assert all_columns(found) | {name: [value] * 12 for name, value in ROW.items()} == all_columns(found)
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_or_refused(change, message, tmp_path, tokenizer, capsys):
+def test_wrong_pairs_of_others_are_refused(change, message, tmp_path, tokenizer, capsys):
     rows = [ROW] * 1100 + [ROW | change]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "pairs"))
     words = [tmp_path / "pairs", tmp_path / "out", "--tokenizer_name", tokenizer]
