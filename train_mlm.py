@@ -187,7 +187,7 @@ def main(args: TrainArgs | None = None) -> None:
     # ---- Model, optimizer, schedule
     set_seed(args.seed)
     model = MaskedLMLoss(build_model(args, kind, tokenizer))  # batch -> sums over rows and of each row
-    to_device(model, accelerator)  # before the optimizer: it compiles blocks, and XLA makes new parameters
+    to_device(model, accelerator)  # before the optimizer: on XLA it makes new parameters
     optimizer = build_optimizer(model, args)  # one of Muon and AdamW, or AdamW alone; grouped weight decay
     schedule = build_schedule(optimizer, args, steps.last)
     model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process

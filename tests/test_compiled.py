@@ -6,24 +6,18 @@ import time
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin
 from safetensors.torch import load_file
-from torch import nn
 
 from tests import forked
 from tests.runs import DROPOUT, PROJECT, TINY, environment, metrics, write_corpus
-from utils.learning.compiled import compile_blocks
 
 AROUND = """
 import runpy, torch
-import torch._inductor.config as inductor
 from torch._dynamo.utils import counters
-inductor.cpp.cxx = COMPILER or inductor.cpp.cxx
 try:
     runpy.run_path("train_SCRIPT.py", run_name="__main__")
 finally:
-    print("breaks", sum(counters["graph_break"].values()))
+    print("breaks", sum(counters["graph_break"].values()), "graphs", counters["stats"]["unique_graphs"])
 """
 MASKED = {
     "model_type": "modernbert", "prompts": ["The [MASK] of a list."],
@@ -40,10 +34,10 @@ def workspace(tmp_path_factory):
     return folder
 
 
-def around(workspace, script, compiler=None):
-    """The script, which then says how many breaks graphs had; compiler: instead of this machine's."""
+def around(workspace, script):
+    """The script, which then says how many breaks graphs had."""
     path = workspace / f"train_{script}.py"
-    path.write_text(AROUND.replace("SCRIPT", script).replace("COMPILER", repr(compiler)))
+    path.write_text(AROUND.replace("SCRIPT", script))
     return path
 
 
@@ -87,7 +81,7 @@ def test_thirty_steps_by_inductor_are_those_of_eager(script, workspace):
     )  # fmt: skip
     _, eager = trained(f"train_{script}.py", flags(workspace, f"{script}-eager", **steps))
     assert_same_losses(lines, eager, 1e-5)
-    assert "with inductor" in told and "breaks 0" in told and "warning: " not in told
+    assert "with inductor" in told and "breaks 0" in told and "graphs 0" not in told
 
 
 def test_killed_and_continued_it_ends_with_the_same_digits(workspace):
@@ -111,49 +105,3 @@ def test_two_processes_train_like_one(workspace):
     half = flags(workspace, "two", per_device_train_batch_size=4)
     _, two = trained("train_clm.py", half, processes=2, env=compiled(ACCELERATE_USE_CPU="true"))
     assert_same_losses(two, one, 1e-5)
-
-
-def test_without_a_working_compiler_a_line_says_so_and_it_trains(workspace):
-    script = around(workspace, "clm", compiler=("/nowhere/g++",))
-    settings = flags(workspace, "without", max_train_steps=2, eval_steps=2, prompts=["import os"])
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(workspace / "empty")}  # or all would be found there
-    told, lines = trained(script, settings, env=compiled("inductor", **cache))
-    warning = "warning: not compiled, Lfm2DecoderLayer failed: InductorError: InvalidCxxCompiler"
-    assert told.count(warning) == 1
-    assert lines[-1]["step"] == 2
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x).relu()
-
-
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Block() for _ in range(3)])
-        self.embeddings = nn.Linear(4, 4)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.embeddings(x)
-
-
-def test_blocks_are_compiled_in_place():
-    """A graph for all blocks, and another one where a shape changes; weights keep their names."""
-    torch._dynamo.reset()
-    plugin = TorchDynamoPlugin("aot_eager", dynamic=False, use_regional_compilation=True)
-    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model, counter = Layers(), torch._dynamo.utils.counters["stats"]
-    names, before = list(model.state_dict()), counter["unique_graphs"]
-    compile_blocks(accelerator, model)
-    prepared = accelerator.prepare(model)
-    assert prepared is model and list(model.state_dict()) == names
-    for rows, graphs in (2, 1), (2, 1), (5, 2):
-        prepared(torch.ones(rows, 4, requires_grad=True))
-        assert counter["unique_graphs"] - before == graphs

@@ -14,7 +14,6 @@ from torch import nn
 
 from utils import patches
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy
-from utils.learning.window_attention import WINDOW
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
@@ -57,7 +56,7 @@ class ModelLoss(nn.Module):
     def model_inputs(self, batch):
         """The part of a batch that the transformers model gets."""
         inputs = {name: batch[name] for name in MODEL_INPUTS if batch.get(name) is not None}
-        sdpa = self.lm.config._attn_implementation in ("sdpa", WINDOW)
+        sdpa = self.lm.config._attn_implementation == "sdpa"
         if "attention_mask" in inputs and sdpa and self.lm.config.model_type == "bert":
             # With a mask [B, T] transformers waits for the device, to see whether it is all ones.
             inputs["attention_mask"] = inputs["attention_mask"][:, None, None, :].bool()

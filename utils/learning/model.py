@@ -6,15 +6,13 @@ import os
 import re
 
 import torch
+from accelerate.utils import DynamoBackend
 from transformers import AutoTokenizer, GenerationConfig
 
-from utils.devices import device_type
 from utils.io.files import is_missing_folder
-from utils.learning.compiled import compile_blocks
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
 from utils.learning.fused_head import CompilerSoftmax
 from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_one_kernel_gelu
-from utils.learning.window_attention import WINDOW
 from utils.learning.xla_attention import use_xla_attention
 from utils.xla import forward_on_xla, is_xla
 
@@ -49,8 +47,6 @@ def build_model(args, kind, tokenizer):
     config, _, problems = configure(args, kind, tokenizer)
     if problems:
         raise ValueError("\n".join(problems))
-    if window_pays(kind, config):
-        config._attn_implementation = WINDOW
     if args.model_name_or_path:
         model, extra = load_weights(kind, args.model_name_or_path, config)
         model.train()  # with dropout
@@ -85,13 +81,19 @@ def build_model(args, kind, tokenizer):
 
 
 def to_device(model, accelerator) -> None:
-    """Moves a loss module to the device, before its optimizer is built; compiles its blocks where
-    accelerate_configs/*.yaml says so; and on XLA makes it compute in bfloat16."""
+    """Moves a loss module to the device, before its optimizer is built; gets it ready for what `prepare`
+    compiles where accelerate_configs/*.yaml says so; and on XLA makes it compute in bfloat16."""
     model.to(accelerator.device)
     # Moving to XLA makes new parameters, and ties come apart. recompute_mapping=False: weights that were
     # loaded as different ones stay different, whatever the configuration says.
     model.lm.tie_weights(recompute_mapping=False)
-    compile_blocks(accelerator, model)
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        import torch._dynamo  # not at the top: it takes a second
+
+        if accelerator.device.type != "cpu":
+            model.chunk_softmax = CompilerSoftmax()
+        # Per function: blocks of all kinds share one, and evaluation has graphs of its own.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if accelerator.device.type == "xla":
         model.chunk_softmax = CompilerSoftmax()
         use_xla_attention()
@@ -168,17 +170,6 @@ def _sees_next(forward, ids, logits) -> bool:
     """Whether another last token changes the logits of those before it."""
     changed = forward(torch.cat([ids[:, :-1], ids[:, :1]], 1))["logits"]
     return bool((changed - logits)[:, :-1].abs().max() > 1e-4 * logits.abs().max())
-
-
-def window_pays(kind, config, device=None) -> bool:
-    """Whether the attention of window_attention.py is taken: the model has sliding layers and can use it, on
-    CUDA or ROCm, in half precision. In all other cases transformers chooses."""
-    made = MODEL_CLASSES[kind]._model_mapping[type(config)]
-    layers = getattr(config, "layer_types", None) or ()
-    slides = "sliding_attention" in layers and not getattr(config, "is_heterogeneous", False)
-    able = made._supports_sdpa and made._supports_flash_attn and "chunked_attention" not in layers
-    half = os.environ.get("ACCELERATE_MIXED_PRECISION") in ("bf16", "fp16")
-    return slides and able and half and (device or device_type()) == "cuda"
 
 
 def pipeline_tag(lm) -> str:
