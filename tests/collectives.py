@@ -1,4 +1,4 @@
-"""What the processes of a run send each other, and how long its parts take.
+"""What the processes of a run send each other.
 
     torchrun --nproc_per_node 4 tests/collectives.py OUTPUT train_clm --max_train_steps 4
 
@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -33,18 +32,16 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.records = []  # (phase, wall seconds, processor seconds, collectives) of those that have ended
+        self.records = []  # (phase, collectives) of those that have ended
         self.open = [{}]  # the collectives of phases within each other
 
     @contextlib.contextmanager
     def phase(self, name):
         self.open.append({})
-        wall, processor = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - wall, time.process_time() - processor
-            self.records.append((name, *seconds, self.open.pop()))
+            self.records.append((name, self.open.pop()))
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
@@ -114,7 +111,6 @@ def main():
         from accelerate.utils import DistributedType
 
         PartialState(cpu=True)._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-    import data.load
     from utils.display.log import Log
     from utils.learning.optim import Means
     from utils.state.checkpoints import Checkpoints
@@ -124,9 +120,8 @@ def main():
     counted = Collectives()
     watch_loop(counted, Log, Steps)
     for owner, name, phase in [
-        (data.load, "load_rows", "rows"), (Checkpoints, "__init__", "lock"), (Checkpoints, "load", "load"),
-        (Log, "__init__", "start"), (Log, "finish", "end"), (Means, "read", "log"),
-        (StopSignals, "agreed", "stop"),
+        (Checkpoints, "load", "load"), (Log, "__init__", "start"), (Log, "finish", "end"),
+        (Means, "read", "log"), (StopSignals, "agreed", "stop"),
     ]:  # fmt: skip
         watch(counted, owner, name, phase)
     with counted.phase("all"), counted:

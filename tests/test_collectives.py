@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
         flags = settings | {"output_dir": folder / "runs" / name}
         for records in counted_run(folder / name, "train_clm", flags, processes, kind == "fsdp"):
             phases.append({})
-            for phase, _, _, collectives in records:
+            for phase, collectives in records:
                 phases[-1].setdefault(phase, []).append(collectives)
         found[kind, processes] = phases
     return found
