@@ -68,7 +68,7 @@ def _schedule_problems(args: Any) -> list[str]:
     steps, problems = args.max_train_steps, []
     if optimizer not in ("adamw", "muon"):
         problems.append(f"optimizer_type: {optimizer!r} is unknown, give adamw or muon.")
-    if hasattr(args, "lr_scheduler_type"):
+    if hasattr(args, "lr_scheduler_type") and steps >= 0:
         trial = torch.optim.SGD([torch.zeros(1)], abs(args.learning_rate) or 1)
         try:
             build_schedule(trial, args, steps or 2**62).lr_lambdas[0](steps)

@@ -131,8 +131,8 @@ class Log:
         if error > UNSURE and not self.advised:
             self.advised = True
             size = "unknown" if error == math.inf else f"{error:.0%}"
-            more = "--max_eval_samples 0 takes all that are held out, " * bool(self.args.max_eval_samples)
-            more += "a larger --validation_fraction or --eval_dataset_name gives more"
+            more = "a larger --validation_fraction or --eval_dataset_name gives more"
+            more += "; --max_eval_samples 0 takes all of them" * bool(self.args.max_eval_samples)
             few = f"few rows are evaluated: the perplexity's error is {size}"
             self.progress.write(f"advice     {few}; {more}")
         self.evaluated, self.facts["results"] = step, record
