@@ -15,7 +15,6 @@ from data.open import RunData
 from data.tokens.tokenizer import load_tokenizer
 from tests import forked
 from tests.data_runs import all_ids, files_of, load, make_texts, save_tokenizer, settings, write_jsonl
-from tests.runs import PROJECT, environment
 
 PIECES = ["word ", "  ", "\n", "\r\n", "été ", "日本 ", "🎉", "\0", "<|endoftext|>", "x = 1\n", "\t", "é"]
 PIECES.append("9 ")
@@ -310,23 +309,6 @@ def test_who_waits_for_another_run_says_so(tmp_path, tokenizer):
     process.kill()
     waiting.join(60)
     assert waiting.exitcode == 0 and "data       train:" not in words.read_text()
-
-
-@pytest.mark.parametrize("gone", [
-    ["data/batches/mixture.py"], ["data/tokens/pairs.py", "data/batches/pair_rows.py"],
-    *([f"data/tokens/importers/{name}.py"] for name in ("flat", "tfrecord", "pairs")),
-])  # fmt: skip
-def test_a_run_needs_nothing_of_what_it_does_not_use(gone, tmp_path, tokenizer):
-    """The data set of one name: without the file for several, for pairs, for other formats."""
-    shutil.copytree(PROJECT / "data", tmp_path / "copy" / "data")
-    shutil.copytree(PROJECT / "utils" / "io", tmp_path / "copy" / "utils" / "io")
-    shutil.copytree(PROJECT / "tests", tmp_path / "copy" / "tests")
-    (tmp_path / "copy" / "utils" / "__init__.py").touch()
-    for name in gone:
-        (tmp_path / "copy" / name).unlink()
-    name = write_jsonl(tmp_path / "a.jsonl", make_texts(30))
-    done = forked.run_code(TWO, [tmp_path, name, tokenizer], folder=tmp_path / "copy", env=environment())
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_documents_that_are_evaluated_on_are_those_of_the_rows(tmp_path, tokenizer):
