@@ -21,12 +21,13 @@ PROXY, QUERY, OVERRIDE = "proxy-pass-4242", "query-token-4242", "hf_inAConfigOve
 
 
 class Guarded(BaseHTTPRequestHandler):
-    """One file, for whoever knows the password."""
+    """One file, for whoever knows the password or has a signature."""
 
     def do_GET(self):
         asked = base64.b64encode(f"ada:{self.server.password}".encode()).decode()
-        found = self.path == "/corpus.jsonl"
-        status = 401 if self.headers.get("Authorization") != f"Basic {asked}" else 200 if found else 404
+        path, _, signature = self.path.partition("?")
+        known = signature or self.headers.get("Authorization") == f"Basic {asked}"
+        status = 401 if not known else 200 if path == "/corpus.jsonl" else 404
         body = self.server.body if status == 200 else b""
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
