@@ -21,29 +21,18 @@ CLM | --learning_rate=--                                | --learning_rate=--: no
 CLM | --dataset_name=--                                 | --dataset_name=--: no value.
 CLM | --learning_rat 1                                  | --learning_rat: no such setting. Did you mean --learning_rate?
 CLM | --learning_rate fast                              | invalid float value: 'fast'
-CLM | --learning_rate 0                                 | learning_rate: must be greater than 0, is 0.0.
-CLM | --learning_rate nan                               | learning_rate: must be a finite number, is nan.
+CLM | --learning_rate 0 --weight_decay -1 --max_train_steps -5 --adam_beta2 1 --seed 4294967296 --save_total_limit 0 --block_size 0 --dataset_name ../no | learning_rate: must be greater than 0, is 0.0. && weight_decay: must be 0 (off) or greater && max_train_steps: must be 0 (off) or greater, is -5. && adam_beta2: must be less than 1 && seed: must be less than 4,294,967,296 && save_total_limit: must be greater than 0 && block_size: must be greater than 0 && '../no': no such file && !warmup
+CLM | --learning_rate nan --num_train_epochs inf --seed -1 --save_steps -1 --num_warmup_steps nan --max_train_steps 10000000000000000000000 --per_device_train_batch_size 0 --gradient_accumulation_steps 0 | learning_rate: must be a finite number, is nan. && num_train_epochs: must be a finite number, is inf. && seed: must be 0 (off) or greater && save_steps: must be 0 (off) or greater && num_warmup_steps: must be a finite number && max_train_steps: must be less than 9,223,372 && per_device_train_batch_size: must be greater than 0 && gradient_accumulation_steps: must be greater than 0
 CLM | --learning_rate inf                               | learning_rate: must be a finite number, is inf.
 CLM | --learning_rate -1e-3                             | learning_rate: must be greater than 0, is -0.001.
-CLM | --weight_decay -1                                 | weight_decay: must be 0 (off) or greater
-CLM | --num_train_epochs inf --max_train_steps 0        | num_train_epochs: must be a finite number, is inf.
 CLM | --num_train_epochs 0 --max_train_steps 0          | both are 0, set one of them
-CLM | --max_train_steps -5                              | max_train_steps: must be 0 (off) or greater, is -5. && !warmup
 CLM | --max_train_steps 1e3                             | invalid int value: '1e3'
-CLM | --adam_beta2 1                                    | adam_beta2: must be less than 1
-CLM | --seed 4294967296                                 | seed: must be less than 4,294,967,296
-CLM | --seed -1                                         | seed: must be 0 (off) or greater
-CLM | --save_steps -1                                   | save_steps: must be 0 (off) or greater
-CLM | --save_total_limit 0                              | save_total_limit: must be greater than 0
-CLM | --block_size 0                                    | block_size: must be greater than 0
 CLM | --block_size 1                                    | block_size: must be more than 1, is 1.
 MLM | --block_size 2                                    | block_size: must be more than 2, is 2.
 MLM | --mlm_probability 1                               | mlm_probability: must be less than 1
 MLM | --mlm_probability 0                               | mlm_probability: must be greater than 0
 MLM | --next_sentence true --model_type bert --block_size 3 | block_size
 MLM | --next_sentence true --model_type bert --max_train_samples 5 | max_train_samples && sentence pairs
-CLM | --per_device_train_batch_size 0                   | per_device_train_batch_size: must be greater than 0
-CLM | --gradient_accumulation_steps 0                   | gradient_accumulation_steps: must be greater than 0
 CLM | --lr_scheduler_type cosin                         | lr_scheduler_type, 'cosin': cosin is not a valid SchedulerType, please select one of ['linear', 'cosine'
 CLM | --lr_scheduler_type reduce_lr_on_plateau          | lr_scheduler_type, 'reduce_lr_on_plateau': AttributeError: 'ReduceLROnPlateau' object has no
 CLM | --lr_scheduler_type warmup_stable_decay           | missing 1 required positional argument: 'num_decay_steps'
@@ -51,12 +40,10 @@ CLM | --lr_scheduler_type cosine --lr_scheduler_kwargs min_lr_rate=0.1 | unexpec
 CLM | --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=0.995 | num_warmup_steps: 18 must be 0 to 9, as the run has 1800 steps
 CLM | --max_train_steps 12 --num_warmup_steps 1000      | 1000 must be 0 to 12, as the run has 12 steps; below 1 it is a share
 CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | below 1 it is a share of them
-CLM | --num_warmup_steps nan                            | num_warmup_steps: must be a finite number
 CLM | --prompts 'import os' ' '                         | prompts: holds a blank text
 MLM | --prompts ''                                      | prompts: holds a blank text
 CLM | --dataset_name '' --model_type ' '                | dataset_name, model_type: holds a blank text
 CLM | --eval_dataset_name ../corpus.jsonl ''            | eval_dataset_name: holds a blank text
-CLM | --max_train_steps 10000000000000000000000         | max_train_steps: must be less than 9,223,372
 CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, hour, gpt2, codeparrot
 CLM | --eval_only true                                  | eval_only: no model in output_dir
 CLM | --data_dir ../empty                               | --data_dir: no such setting; instead: --dataset_name takes files and folders
@@ -66,7 +53,6 @@ CLM | --report_to wandbb                                | report_to: 'wandbb' is
 CLM | --report_to 'none, wandb'                         | report_to: 'none, wandb' is no tracker && separated by spaces
 CLM | --keywords a --keywords=b --seed 1                | --keywords: given twice; one flag takes all values
 CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
-CLM | --learning_rate 0 --seed -1 --dataset_name ../no  | learning_rate: must be && seed: must be && '../no': no such file
 # data
 CLM | --dataset_name none                               | dataset_name: none is given
 CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is of a data set of the Hub
@@ -128,10 +114,8 @@ CLM | --cache_dir ../corpus.jsonl                       | cache_dir: ../corpus.j
 PREPARE | --output_dir shards --dataset_name ../corpus.jsonl | arguments are required: --tokenizer_name
 PREPARE | --output_dir shards --dataset_name ../no.jsonl --tokenizer_name ../words | '../no.jsonl': no such file
 PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | unrecognized arguments: --block_size 1
-PREPARE | --output_dir shards --tokenizer_name ../words --validation_fraction nan | validation_fraction: must be in [0, 1)
-PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb -1  | shard_mb: must be 1e-06 or greater
+PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan --validation_fraction nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan && validation_fraction: must be in [0, 1)
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --validation_fraction 2 | shard_mb: must be && is inf. && validation_fraction: must be
-PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb 0   | shard_mb: must be 1e-06 or greater
 PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long
 PREPARE | --output_dir shards --tokenizer_name ../words --streaming true | --streaming: leave it out: a data set of the Hub is always read while it downloads
