@@ -86,9 +86,9 @@ def variables_difference(undisturbed: Path, stopped: Path, resumed: Path) -> str
         was = expected.get(step, {})
         unequal = [name for name in now.keys() & was.keys() & changing - clocks if now[name] != was[name]]
         if unequal:
-            name, *others = sorted(unequal, key=lambda name: ("tensor" in now[name], name))
+            name, *others = sorted(unequal, key=lambda name: (len(now[name]), name))  # numbers before tensors
             also = f"; so are {', '.join(others)}" * bool(others)
-            return f"{name} of main at step {step} is {now[name][:40]} instead of {was[name][:40]}{also}"
+            return f"{name} of main at step {step} is {now[name]:.40} instead of {was[name]:.40}{also}"
     return ""
 
 
