@@ -96,6 +96,16 @@ def test_fp16_on_xla_is_refused_with_the_settings(monkeypatch):
     assert re.match("mixed_precision: fp16 .* bf16 or no on XLA", launch_problems()[0])
 
 
+def test_torch_tpu_is_refused_as_accelerate_would_train_on_the_cpu(monkeypatch, tmp_path):
+    (tmp_path / "torch_tpu.py").touch()
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    assert not launch_problems()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert re.match("torch_tpu: .*/tpu-requirements.txt .*/cpu.yaml", launch_problems()[0])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert not launch_problems()
+
+
 def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(monkeypatch):
     assert "warning" not in block()
     monkeypatch.setattr("utils.display.facts.has_bf16", lambda device: False)

@@ -5,6 +5,7 @@ the file, so an edit of it counts in both ways. ACCELERATE_* variables win, as d
 Accelerator(...) in a script.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -91,11 +92,16 @@ def launch_line(accelerator) -> str | None:
 
 
 def launch_problems() -> list[str]:
-    """What accelerate cannot start with, a line each: precision, compiler, more processes than devices."""
+    """What accelerate cannot start with, a line each: torch_tpu, precision, compiler, more processes than
+    devices."""
     problems, precision = [], os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND") or "no"
     processes, devices = local_processes(), torch.accelerator.device_count()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not devices
+    if importlib.util.find_spec("torch_tpu") and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+        problems.append("torch_tpu: it is installed, and accelerate 1.15, which does not know it, would train "
+                        "on the CPU. For a TPU install accelerate_configs/tpu-requirements.txt in an "
+                        "environment without torch_tpu; for the CPU launch with accelerate_configs/cpu.yaml.")
     if precision not in PRECISIONS:
         problems.append(f"mixed_precision: {precision!r} is unknown, give no, bf16 or fp16.")
     elif precision == "fp16" and (on_cpu or is_xla()):

@@ -1,27 +1,31 @@
 """The scripts on PyTorch/XLA's CPU device, through accelerate's TPU launcher: the path that a TPU host runs.
 
-    .venv-xla/bin/python -m pytest tests/xla      (requirements.txt says how to make that environment)
+    .venv-tpu/bin/python -m pytest tests/xla      (requirements.txt says how to make that environment)
 
-What a CPU cannot show: several XLA processes (accelerate's world is 1 there) and speed.
+What a CPU cannot show: several XLA processes (accelerate's world is 1 there) and speed. A TPU's compiler runs
+here too, and the kernel of its attention, interpreted.
 """
 
 import importlib.util
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
+from tests.runs import PROJECT, QWEN3, TINY, arguments, metrics, write_corpus
 
 if importlib.util.find_spec("torch_xla") is None:
     pytest.skip("torch_xla is not installed: see tests/xla/requirements.txt", allow_module_level=True)
 
+os.environ |= {"PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu"}  # of this process
 # Optimization level 0 compiles five times faster, and computes the same here.
 XLA = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 CPU = {"USE_TORCH_XLA": "0"}
@@ -139,6 +143,104 @@ def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, 
         assert all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
         matrices = torch.cat([tensor.flatten() for tensor in tensors if tensor.ndim == 2])
         assert (matrices != matrices.bfloat16().float()).float().mean() > 0.9
+
+
+@both_scripts
+def test_the_host_reads_nothing_between_two_log_lines(script, workspace, tmp_path):
+    """20 steps of two micro-batches each: transfers from the device after each step."""
+    counting, counts = tmp_path / "counting.py", tmp_path / "counts"
+    counting.write_text(
+        f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
+        "import torch_xla.debug.metrics as metrics\n"
+        "step, counts = script.Log.step, []\n"
+        "def counted(log, number):\n"
+        "    transfers = metrics.metric_data('TransferFromDeviceTime')\n"
+        f"    open({str(counts)!r}, 'a').write(f'{{transfers[0] if transfers else 0}}\\n')\n"
+        "    step(log, number)\n"
+        "script.Log.step = counted\n"
+        "def main(): script.main()\n"
+    )
+    changes = {"max_train_steps": 20, "logging_steps": 20, "eval_steps": 20, "save_steps": 20}
+    settings = settings_for(script, workspace, gradient_accumulation_steps=2, **changes)
+    done = launch(counting, workspace / f"{Path(script).stem}-counting", settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    transfers = counts.read_text().split()
+    assert len(transfers) == 20 and len(set(transfers)) == 1, transfers
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_an_update_that_is_not_finite_changes_neither_weights_nor_optimizer(kind):
+    """Also the first one, which makes the optimizer's state; the next ones are as without it."""
+    from accelerate import Accelerator
+
+    from utils.learning.optim import UpdateGuard, build_optimizer
+    from utils.xla import sync
+
+    args = SimpleNamespace(optimizer_type=kind, learning_rate=0.1, muon_learning_rate=0.1, weight_decay=0.1,
+                           adam_beta2=0.99)  # fmt: skip
+
+    def train(updates):
+        accelerator = Accelerator()
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 5)]).to(accelerator.device)
+        optimizer = accelerator.prepare(build_optimizer(model, args))
+        guard, states = UpdateGuard(accelerator, optimizer), []
+        for factor in updates:
+            for weight in model.parameters():
+                weight.grad = torch.full_like(weight, factor)
+            guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            sync()
+            state = [value for values in optimizer.state.values() for value in values.values()]
+            on_device = [x for x in [*model.parameters(), *state] if x.device.type == "xla"]
+            states.append([x.detach().cpu() for x in on_device])
+        return states, guard.read()
+
+    (first, second, third, fourth), skipped = train([math.nan, 1.0, math.inf, 2.0])
+    assert skipped == [1, 0, 1, 0]
+    torch.testing.assert_close(third, second, rtol=0, atol=0)
+    assert all(x.isfinite().all() for x in first + fourth)
+    assert not torch.equal(first[0], second[0]) and not torch.equal(third[0], fourth[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_flash_kernel_is_softmax_attention(causal):
+    """Interpreted by jax, called as torch_xla calls it."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas import tpu
+    from jax.experimental.pallas.ops.tpu.flash_attention import _flash_attention_impl
+
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 2, 2, 256, 64).bfloat16()
+    arrays = [jnp.asarray(x.float().numpy(), jnp.bfloat16) for x in (query, key, value)]
+    with tpu.force_tpu_interpret_mode():
+        blocks = 2, 256, 256, 256  # rows, queries, keys in memory, keys at a time
+        result = _flash_attention_impl(*arrays, None, None, False, causal, 64**-0.5, *blocks, False)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), is_causal=causal
+    )
+    difference = torch.tensor(result.astype(jnp.float32).tolist()) - expected
+    assert difference.abs().max() < 0.03
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_graph_of_a_run_compiles_for_a_tpu(optimizer, workspace, tmp_path):
+    """Two layers, of micro-batches, of a step, of an evaluation: by libtpu for a v5e, with the flash kernel."""
+    changes = {"block_size": 128, "gradient_accumulation_steps": 3, "optimizer_type": optimizer}
+    settings = settings_for("train_clm.py", workspace, **changes, **QWEN3)
+    own = ("cache_dir", "max_train_steps", "eval_steps", "save_steps", "logging_steps", "prompts",
+           "num_warmup_steps", "max_eval_samples", "save_total_limit")  # fmt: skip
+    flags = arguments({name: value for name, value in settings.items() if name not in own})
+    command = [sys.executable, "-m", "tests.benchmarks.tpu", "--plain", "false", "--folder", str(tmp_path)]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command += ["train_clm.py", *flags]
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attention: flash (Pallas)" in done.stdout
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.startswith("| ours")]
+    assert {row[1].split("-", 1)[1].strip() for row in rows} == {"micro-batch", "step", "evaluation"}
+    assert all(float(row[2]) > 0 for row in rows)
 
 
 @both_scripts

@@ -104,7 +104,7 @@ class UpdateGuard:
             optimizer.register_step_post_hook(self._after_step)
         self.norm = torch.zeros((), device=accelerator.device)  # of the newest gradient
         self.updates, self.consecutive = 0, 0  # in all, and skipped in a row, at the last read
-        self._before = []  # on XLA, during a step: (tensor, its value before)
+        self._before, self._depth = [], 0  # on XLA, during a step: (tensor, its value before); steps in steps
         self._pending, self._unread = [], []  # since then: flags on the device or host; those of a checkpoint
 
     def check(self, grad_norm):
@@ -128,6 +128,9 @@ class UpdateGuard:
 
     @torch.no_grad()
     def _before_step(self, optimizer, *_):
+        self._depth += 1
+        if self._depth > 1:  # MuonAdamW's step calls AdamW's
+            return
         skip = self._pending[-1] > 0
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         state = [value for values in optimizer.state.values() for value in values.values()]
@@ -138,9 +141,11 @@ class UpdateGuard:
 
     @torch.no_grad()
     def _after_step(self, *_):
-        for x, before in self._before:
-            x.copy_(torch.where(self._pending[-1] > 0, before, x))
-        self._before = []
+        self._depth -= 1
+        if not self._depth:
+            for x, before in self._before:
+                x.copy_(torch.where(self._pending[-1] > 0, before, x))
+            self._before = []  # before a sync, which would write it to memory
 
     def read(self):
         """For each update since the last read 1 if it was skipped, else 0. RuntimeError after GIVE_UP skipped

@@ -20,11 +20,14 @@ def use_xla_attention() -> None:
         AttentionInterface.register("sdpa", xla_attention)
 
 
+def has_kernel() -> bool:
+    return is_tpu() and importlib.util.find_spec("jax") is not None
+
+
 def kernel_takes(tokens: int, head_size: int) -> bool:
     """Whether the blocks of the kernel's forward and backward pass divide T, and its vectors D."""
     divided = tokens in (128, 256, 512) or tokens % 1024 == 0
-    available = is_tpu() and importlib.util.find_spec("jax") is not None
-    return available and divided and (head_size <= 128 or head_size % 128 == 0)
+    return has_kernel() and divided and (head_size <= 128 or head_size % 128 == 0)
 
 
 def xla_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None,
@@ -41,11 +44,12 @@ def xla_attention(module, query, key, value, attention_mask, dropout=0.0, scalin
     groups = query.shape[1] // key.shape[1]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = head_size**-0.5 if scaling is None else scaling
-    out = _kernel()(query, repeat_kv(key, groups), repeat_kv(value, groups), causal=causal, sm_scale=scale)
+    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    out = flash_kernel()(query, key, value, causal=causal, sm_scale=scale)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _kernel():
+def flash_kernel():
     from torch_xla.experimental.custom_kernel import flash_attention
 
     return flash_attention
