@@ -99,8 +99,8 @@ def launch_problems() -> list[str]:
     processes, devices = local_processes(), torch.accelerator.device_count()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not devices
     if importlib.util.find_spec("torch_tpu") and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        problems.append("torch_tpu: it is installed, and accelerate 1.15, which does not know it, would train "
-                        "on the CPU. For a TPU install accelerate_configs/tpu-requirements.txt in an "
+        problems.append("torch_tpu: it is installed, and accelerate 1.15, which does not know it, would "
+                        "train on the CPU. For a TPU install accelerate_configs/tpu-requirements.txt in an "
                         "environment without torch_tpu; for the CPU launch with accelerate_configs/cpu.yaml.")
     if precision not in PRECISIONS:
         problems.append(f"mixed_precision: {precision!r} is unknown, give no, bf16 or fp16.")

@@ -226,7 +226,7 @@ def test_the_flash_kernel_is_softmax_attention(causal):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_graph_of_a_run_compiles_for_a_tpu(optimizer, workspace, tmp_path):
-    """Two layers, of micro-batches, of a step, of an evaluation: by libtpu for a v5e, with the flash kernel."""
+    """Two layers: of micro-batches, a step, an evaluation, by libtpu for a v5e, with the flash kernel."""
     changes = {"block_size": 128, "gradient_accumulation_steps": 3, "optimizer_type": optimizer}
     settings = settings_for("train_clm.py", workspace, **changes, **QWEN3)
     own = ("cache_dir", "max_train_steps", "eval_steps", "save_steps", "logging_steps", "prompts",
