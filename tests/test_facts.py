@@ -132,7 +132,6 @@ def test_the_end_of_another_process_is_told_from_errors_of_our_own():
 
 # Where "cuda" is meant as torch's name of a device type, not as "an accelerator".
 MEANS_CUDA = {
-    "utils/learning/model.py": 1,  # where torch's flash attention with windows can be trained
     "utils/learning/optim.py": 1,  # where fused AdamW is known to obey found_inf
     "utils/learning/muon.py": 1,  # where bfloat16 is the fastest
     "utils/learning/kernels.py": 1,  # torch.backends.cuda switches the attention of CPUs, too

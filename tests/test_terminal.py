@@ -40,7 +40,7 @@ def test_a_reader_that_ends_and_a_folder_that_is_deleted_end_no_run(tmp_path):
         process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
         next(line for line in process.stdout if f"step   2/{last}" in line)
         process.stdout.close()
-        shutil.rmtree(run)
+        shutil.rmtree(run.rename(tmp_path / "deleted"))  # at once: it writes while files are deleted
     assert process.wait(PATIENCE) == 0, (tmp_path / "errors").read_text()
     assert (tmp_path / "errors").read_text().count("\n") == 1
     steps = [line["step"] for line in metrics(run) if "loss/train" in line]
