@@ -17,6 +17,7 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed package `utils`
@@ -25,17 +26,17 @@ from utils.entry import entry_point  # isort: skip  # first: it handles stop sig
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 
 from data.load import eval_loader, load_rows, train_loader
-from utils.display.log import Log
+from utils.display.log import Log, bar, print_evaluation
 from utils.display.preview import show_rows
 from utils.display.samples import complete_prompts
 from utils.flags import parse_args
 from utils.launch import check_launch, launch_options
 from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table
 from utils.learning.model import build_model, to_device
-from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
+from utils.learning.optim import UpdateGuard, build_optimizer, build_schedule
 from utils.publishing.export import save_model
 from utils.publishing.hub import Hub
 from utils.settings import check_settings
@@ -43,41 +44,18 @@ from utils.state.checkpoints import Checkpoints
 from utils.state.stop_signals import StopSignals
 from utils.steps import Steps
 
-# Completed at every evaluation: they show what the loss does not. Does it write code yet?
-PROMPTS = [
-    "import numpy as np\nimport matplotlib.pyplot as plt\n\n"
-    "x = np.random.randn(100)\ny = np.random.randn(100)\n\n# scatter plot of x against y\n",
-    "import numpy as np\nimport pandas as pd\n\n"
-    "x = np.random.randn(100)\ny = np.random.randn(100)\n\n# create a dataframe from x and y\n",
-    "import pandas as pd\n\ndf = pd.DataFrame({'profession': jobs, 'income': incomes, 'name': names})\n\n"
-    "# mean income per profession\n",
-    "from sklearn.ensemble import RandomForestRegressor\n\n# fit a random forest with 300 trees to X, y\n",
-]
-LIBRARIES = ["pandas", "sklearn", "matplotlib", "seaborn"]
-
-# Sizes, by transformers' names, for many model types; in LFM2 two layers of attention, two of convolutions.
-SMALL = "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2"
-SMALL += ",intermediate_size=344,tie_word_embeddings=true"
-LFM2 = SMALL + ",full_attn_idxs=[1,3],conv_L_cache=4,block_auto_adjust_ff_dim=false"
-
-# Defaults where another one of these is named; as prompts words of evaluation rows.
-OTHERS = {
-    "dataset_name": {"keywords": [], "prompts": ["rows"]},
-    "model_type": {"config_overrides": SMALL},
-}
-
 
 @dataclass
 class TrainArgs:
-    preset: str = "laptop"  # a whole experiment from PRESETS below; flags given beside it win
+    preset: str | None = None  # an experiment from PRESETS below; laptop if no data and no weights are named
 
     # What to learn from
-    dataset_name: list[str] = field(default_factory=lambda: ["installed-python"])  # or Hub ids, files, shards
+    dataset_name: list[str] = field(default_factory=list)  # files, folders, Hub ids, token shards
     mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
     dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # for all data sets; none: content, else text
-    keywords: list[str] = field(default_factory=LIBRARIES.copy)  # the default's documents hold one; none: all
+    keywords: list[str] = field(default_factory=list)  # train only on documents with one of these; none: all
     validation_fraction: float = 0.05  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
@@ -87,8 +65,11 @@ class TrainArgs:
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
-    model_type: str = "lfm2"  # any causal model of transformers, from scratch
-    config_overrides: str = LFM2  # its configuration, by transformers' names; yours replaces it all
+    model_type: str = "qwen3"  # any causal model of transformers, from scratch
+    config_overrides: str = (  # sizes by transformers' names; a flag changes those that it names
+        "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64,"
+        "intermediate_size=344,tie_word_embeddings=true"
+    )
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
 
     # Optimization
@@ -117,7 +98,7 @@ class TrainArgs:
     save_steps: int = 300  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     max_eval_samples: int = 512  # rows per evaluation; 0: all
-    prompts: list[str] = field(default_factory=PROMPTS.copy)  # completed at evaluations; none: off
+    prompts: list[str] = field(default_factory=lambda: ["rows"])  # rows: complete evaluation rows; none: off
 
     # The run
     output_dir: str = "runs/clm"  # one run, one folder
@@ -131,21 +112,34 @@ class TrainArgs:
     hub_private_repo: bool = False  # seen by its owner alone
 
 
+LAPTOP = dict(  # the Python code on this machine: no network, minutes on two cores
+    dataset_name="installed-python", keywords=["pandas", "sklearn", "matplotlib", "seaborn"],
+    prompts=[
+        "import numpy as np\nimport matplotlib.pyplot as plt\n\n"
+        "x = np.random.randn(100)\ny = np.random.randn(100)\n\n# scatter plot of x against y\n",
+        "import numpy as np\nimport pandas as pd\n\n"
+        "x = np.random.randn(100)\ny = np.random.randn(100)\n\n# create a dataframe from x and y\n",
+        "import pandas as pd\n\ndf = pd.DataFrame({'profession': jobs, 'income': incomes, 'name': names})\n\n"
+        "# mean income per profession\n",
+        "from sklearn.ensemble import RandomForestRegressor\n\n"
+        "# fit a random forest with 300 trees to X, y\n",
+    ],
+)
 PRESETS = {
-    "laptop": {},  # the defaults: minutes on two cores, no network
-    "hour": dict(  # an hour on two cores: laptop's text, Qwen3's layers, longer rows
-        model_type="qwen3", block_size=256, max_train_steps=2500, eval_steps=500, save_steps=500,
+    "laptop": LAPTOP,  # the first run: the Python code on this machine, minutes on two cores, no network
+    "hour": LAPTOP | dict(  # laptop's text, a larger model, longer rows: an hour on two cores
+        block_size=256, max_train_steps=2500, eval_steps=500, save_steps=500,
         config_overrides="hidden_size=256,num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=4"
         ",head_dim=64,intermediate_size=688,tie_word_embeddings=true", output_dir="runs/hour",
         muon_learning_rate=5e-3, num_warmup_steps=0.04,
     ),
-    "gpt2": dict(  # laptop's text and sizes, with GPT-2's layers and learned positions
+    "gpt2": LAPTOP | dict(  # laptop's text and sizes, with GPT-2's layers and learned positions
         model_type="gpt2", learning_rate=1e-2, muon_learning_rate=5e-3, num_warmup_steps=0.04,
         config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
         output_dir="runs/gpt2",
     ),
     "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 of 124 M for data science code
-        dataset_name="huggingface-course/codeparrot-ds-train", keywords=[],
+        dataset_name="huggingface-course/codeparrot-ds-train",
         eval_dataset_name=["huggingface-course/codeparrot-ds-valid"], max_eval_samples=0,
         tokenizer_name="huggingface-course/code-search-net-tokenizer",
         model_type="gpt2",
@@ -154,16 +148,17 @@ PRESETS = {
         per_device_train_batch_size=32, gradient_accumulation_steps=8,
         optimizer_type="adamw", learning_rate=5e-4, adam_beta2=0.999,
         num_warmup_steps=1000, max_train_steps=0, logging_steps=50, eval_steps=5000, save_steps=5000,
+        prompts=LAPTOP["prompts"],
         output_dir="runs/codeparrot",
     ),
     "gpt2-124m": dict(  # llm.c's GPT-2 of 124 M, on web text, 0.5 M tokens per step on one device
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
-        keywords=[], tokenizer_name="openai-community/gpt2", keytokens=[], block_size=1024,
+        tokenizer_name="openai-community/gpt2", block_size=1024,
         model_type="gpt2",
         config_overrides="vocab_size=50304,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",  # 50257 in 64 x 786
         per_device_train_batch_size=32, gradient_accumulation_steps=16, optimizer_type="adamw",
         learning_rate=6e-4, num_warmup_steps=700, max_train_steps=19000, lr_scheduler_type="cosine",
-        eval_steps=1000, save_steps=1000, validation_fraction=0.03, prompts=["rows"],
+        eval_steps=1000, save_steps=1000, validation_fraction=0.03,
         output_dir="runs/gpt2-124m",
     ),
 }
@@ -179,69 +174,48 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    args = args or parse_args(TrainArgs, PRESETS, OTHERS)
-    problems = check_settings(args, "causal")  # load_rows raises them, with its own
+    args = args or parse_args(TrainArgs, PRESETS)
+    check_settings(args, "causal")  # raises what settings and model can tell, before any work
     accelerator = Accelerator(
-        **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher
+        **launch_options(),  # precision and compiler: accelerate_configs/ counts, also without a launcher
         log_with=args.report_to,
         project_dir=args.output_dir,
-        kwargs_handlers=[DistributedDataParallelKwargs(
-            gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # the others wait for the first one's rows
+        ],
     )
     check_launch(accelerator)  # every process must see the others
-    hub = Hub(args, accelerator, problems)  # with push_to_hub: makes the repository now
+    hub = Hub(args, accelerator)  # with push_to_hub: makes the repository now
 
-    # ---- Data: rows of T tokens, prepared once per machine; those to evaluate on by name, a single set as ""
-    tokenizer, rows, eval_rows = load_rows(args, accelerator, problems)
-    steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
+    # ---- Data: rows of T tokens; those to evaluate on by name, a single set as ""
+    with accelerator.local_main_process_first():  # it prepares the rows, the others find them in cache_dir
+        tokenizer, rows, eval_rows = load_rows(args)
     keytokens = keytoken_table(args.keytokens, tokenizer, accelerator.device)  # float [V], 1 at key tokens
     if args.show:
         return show_rows(args, accelerator, train_loader(rows, args), tokenizer, keytokens)
 
-    # ---- Model, optimizer, schedule
+    # ---- Model and optimizer
     set_seed(args.seed)
-    model = CausalLMLoss(build_model(args, "causal", tokenizer))  # (batch, row weights) -> loss, rows' losses
+    model = CausalLMLoss(build_model(args, "causal", tokenizer))  # (batch, row weights) -> loss, row losses
     to_device(model, accelerator)  # before the optimizer: on XLA it makes new parameters
-    optimizer = build_optimizer(model, args)  # one of Muon and AdamW, or AdamW alone; grouped weight decay
-    schedule = build_schedule(optimizer, args, steps.last)
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
-    guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
-    means = Means(accelerator, "loss/train", "loss/train_plain")  # weighted, plain; for the log
-
-    # ---- Where the run continues
-    checkpoints = Checkpoints(
-        args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
-        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,
-        # yours: name=thing, with state_dict and load_state_dict; saved as the first process has it
-    )  # fmt: skip
-    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run; eval_only: models alone
-    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)  # drops later records
-    if log.finished:  # an earlier start has done all; what it could not push is pushed now
-        hub.push(step)
-        pushed = hub.finish()
-        log.finish(step)
-        sys.exit(int(not pushed))
-    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last))
-    batches = iter(accelerator.prepare(batches))
-    eval_batches = {name: eval_loader(some, args) for name, some in eval_rows.items()}
-    eval_batches = {name: accelerator.prepare(loader) for name, loader in eval_batches.items()}
-    signals = StopSignals(accelerator)  # from here on a first signal lets the run save; before, it ends it
+    optimizer = build_optimizer(model, args)  # Muon for hidden matrices, AdamW for the rest; or AdamW for all
+    model, optimizer = accelerator.prepare(model, optimizer)
+    eval_batches = {name: accelerator.prepare(eval_loader(part, args)) for name, part in eval_rows.items()}
 
     # A batch is a dict of input_ids [B, T] and, for each row [B], its position in the stream, epoch, row (its
     # number; -1 where the last batch of an evaluation is filled up) and source (the number of its data set).
     def evaluate() -> dict:
-        """{metric: value} over each evaluation set, each row once; {} if a stop signal ends it."""
-        steps.seed(step)
+        """{metric: value} over each evaluation set, each row once."""
+        set_seed(args.seed)
         model.eval()
         record = {}
         for name, loader in eval_batches.items():
             losses, row_numbers = [], []
-            for batch in log.bar(loader):
+            for batch in bar(loader):
                 with torch.no_grad():
                     losses.append(model(batch)[1])  # [B], each the mean over T - 1 predictions
                 row_numbers.append(batch["row"])
-                if signals.agreed():  # the answer of the call before, the same on all processes
-                    return {}  # the run ends now
             losses, row_numbers = accelerator.gather((torch.cat(losses), torch.cat(row_numbers)))
             losses = losses.cpu().double()[row_numbers.cpu() >= 0]  # of all processes
             loss = losses.mean().item()
@@ -257,22 +231,39 @@ def main(args: TrainArgs | None = None) -> None:
         return record
 
     if args.eval_only:
-        record = evaluate()
-        signals.exit_if_stopped(finished=bool(record))
-        return log.evaluation(step, record)
+        return print_evaluation(args, accelerator, evaluate())
 
-    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save should end at once;
-    # then one optimizer step
-    while True:
-        if steps.due(step, args.eval_steps) and (step or args.eval_at_start) and log.evaluated != step:
+    # ---- Schedule, log, and where the run continues
+    steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
+    schedule = build_schedule(optimizer, args, steps.last)  # not prepared, or it would step per process
+    guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
+    log = Log(args, accelerator, steps, guard, "loss/train", "loss/train_plain")  # weighted, plain
+    checkpoints = Checkpoints(
+        args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        log=log,
+        # add your state here as name=object with state_dict and load_state_dict; the first process's is saved
+    )  # fmt: skip
+    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run
+    log.start(step, model, optimizer, tokenizer, hub)  # drops records of later steps from metrics.jsonl
+    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last))
+    batches = iter(accelerator.prepare(batches))
+    signals = StopSignals(accelerator)  # from here on a first signal lets the run save; before, it ends it
+
+    # ---- The loop: evaluate and save when due, then one optimizer step. Step 0 saves, too: a run that cannot
+    # save must fail now, not in an hour.
+    while not log.finished:  # by an earlier start
+        if log.evaluation_due(step):
             with log.timed("evaluation"):
-                if record := evaluate():
-                    samples = complete_prompts(accelerator, model, tokenizer, args.prompts, eval_rows)
-                    log.evaluation(step, record, samples)
-        stopping = step >= steps.last or signals.agreed()
-        if steps.due(step, args.save_steps) or stopping:
+                record = evaluate()
+                samples = complete_prompts(accelerator, model, tokenizer, args.prompts, eval_rows)
+                log.evaluation(step, record, samples)
+        stopping = step >= steps.last or signals.agreed()  # the same on all processes
+        if stopping or steps.due(step, args.save_steps):
             with log.timed("save"):
-                checkpoints.save(step, stopping)  # if it fails: a warning; at step 0 and at the end, an error
+                checkpoints.save(step, stopping)  # a failure is a warning; at step 0 and at the end an error
                 save_model(args, accelerator, model, tokenizer, log.facts)  # these for the model card
                 hub.push(step)
         if stopping:
@@ -290,20 +281,18 @@ def main(args: TrainArgs | None = None) -> None:
             losses += torch.stack([loss.detach(), row_losses.mean()]) / len(micro_batches)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
-        means.add(losses, skipped)
         learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         step += 1
-        log.step(step)
-        if steps.due(step, args.logging_steps):  # losses since the last record, norm and rate of this step
-            log.train(step, means.read(grad_norm=guard.norm), learning_rate, guard.read())
+        log.add(step, losses, skipped)
+        if steps.due(step, args.logging_steps):
+            log.train(step, learning_rate)
 
-    pushed = hub.finish()  # False: a message says how to upload what did not arrive
+    pushed = hub.finish(step)  # waits until the last save has arrived; False: a message says how to upload it
     log.finish(step)
-    finished = step >= steps.last and log.evaluated == step
-    signals.exit_if_stopped(finished)  # status 143 after SIGTERM, 130 after Ctrl-C
+    signals.exit_if_stopped(finished=step >= steps.last)  # status 143 after SIGTERM, 130 after Ctrl-C
     if not pushed:
         sys.exit(1)
 

@@ -17,6 +17,7 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # before an installed package `utils`
@@ -25,18 +26,18 @@ from utils.entry import entry_point  # isort: skip  # first: it handles stop sig
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 
 from data.batches.masking import MaskTokens
 from data.load import eval_loader, load_rows, train_loader
-from utils.display.log import Log
+from utils.display.log import Log, bar, print_evaluation
 from utils.display.preview import show_rows
 from utils.display.samples import fill_masks
 from utils.flags import parse_args
 from utils.launch import check_launch, launch_options
 from utils.learning.losses import MaskedLMLoss, masked_metrics
 from utils.learning.model import build_model, to_device
-from utils.learning.optim import Means, UpdateGuard, build_optimizer, build_schedule
+from utils.learning.optim import UpdateGuard, build_optimizer, build_schedule
 from utils.publishing.export import save_model
 from utils.publishing.hub import Hub
 from utils.settings import check_settings
@@ -44,34 +45,20 @@ from utils.state.checkpoints import Checkpoints
 from utils.state.stop_signals import StopSignals
 from utils.steps import Steps
 
-# Filled at every evaluation: they show what the loss does not. Does it know the language yet?
-PROMPTS = [
-    "Goal of my life is to [MASK].",
-    "If the file does not [MASK], an error is raised.",
-    "The number of [MASK] in the array.",
-]
-ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
-
-# Of the default model_type, by transformers' names. Rotary positions: with learned ones, so small a model
-# learns no word order in so few minutes.
-SMALL = "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256"
-MODERNBERT = SMALL + ",local_attention=16"
-# Defaults where another one of these is named; as prompts words of evaluation rows.
-OTHERS = {"dataset_name": {"prompts": ["rows"]}, "model_type": {"config_overrides": SMALL}}
 EVAL_MASKED = 0.15  # share of the tokens that evaluations hide; keep it, so that runs can be compared
 
 
 @dataclass
 class TrainArgs:
-    preset: str = "laptop"  # a whole experiment from PRESETS below; flags given beside it win
+    preset: str | None = None  # an experiment from PRESETS below; laptop if no data and no weights are named
 
     # What to learn from
-    dataset_name: list[str] = field(default_factory=lambda: ["installed-docs"])  # or Hub ids, files, shards
+    dataset_name: list[str] = field(default_factory=list)  # files, folders, Hub ids, token shards
     mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
     dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
     text_column: list[str] = field(default_factory=list)  # for all data sets; none: content, else text
-    keywords: list[str] = field(default_factory=list)  # documents must hold one; none: all
+    keywords: list[str] = field(default_factory=list)  # train only on documents with one of these; none: all
     validation_fraction: float = 0.05  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a Unigram on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
@@ -84,7 +71,9 @@ class TrainArgs:
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, or another masked model of transformers, from scratch
-    config_overrides: str = MODERNBERT  # its configuration, by transformers' names; yours replaces it all
+    config_overrides: str = (  # sizes by transformers' names; a flag changes those that it names
+        "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256,local_attention=16"
+    )
     model_name_or_path: str | None = None  # continue from these weights and their tokenizer, not from scratch
 
     # Optimization
@@ -111,7 +100,7 @@ class TrainArgs:
     save_steps: int = 1000  # steps; 0: once per epoch
     save_total_limit: int = 2  # newest checkpoints kept
     max_eval_samples: int = 512  # rows per evaluation; 0: all
-    prompts: list[str] = field(default_factory=PROMPTS.copy)  # filled at evaluations; none: off
+    prompts: list[str] = field(default_factory=lambda: ["rows"])  # rows: words of evaluation rows; none: off
 
     # The run
     output_dir: str = "runs/mlm"  # one run, one folder
@@ -125,8 +114,13 @@ class TrainArgs:
     hub_private_repo: bool = False  # seen by its owner alone
 
 
+ENGLISH = ["Goal of my life is to [MASK].", "The film was released in [MASK].", "He was [MASK] in London."]
 PRESETS = {
-    "laptop": {},  # the defaults: minutes on two cores, no network
+    "laptop": dict(  # the first run: the English in your Python packages, minutes on two cores
+        dataset_name="installed-docs",
+        prompts=["Goal of my life is to [MASK].", "If the file does not [MASK], an error is raised.",
+                 "The number of [MASK] in the array."],
+    ),
     "wikitext-roberta": dict(  # Hugging Face's Keras example for TPUs: RoBERTa base on WikiText-103
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", block_size=512,
         model_type="roberta", config_overrides="layer_norm_eps=1e-5,type_vocab_size=1",  # roberta-base's
@@ -162,75 +156,54 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
-    args = args or parse_args(TrainArgs, PRESETS, OTHERS)
+    args = args or parse_args(TrainArgs, PRESETS)
     kind = "pretraining" if args.next_sentence else "masked"  # of transformers' models
-    problems = check_settings(args, kind)  # load_rows raises them, with its own
+    check_settings(args, kind)  # raises what settings and model can tell, before any work
     accelerator = Accelerator(
-        **launch_options(),  # for XLA; elsewhere accelerate_configs/ counts, also without a launcher
+        **launch_options(),  # precision and compiler: accelerate_configs/ counts, also without a launcher
         log_with=args.report_to,
         project_dir=args.output_dir,
-        kwargs_handlers=[DistributedDataParallelKwargs(
-            gradient_as_bucket_view=True, bucket_cap_mb=100, broadcast_buffers=False)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timedelta(hours=3)),  # the others wait for the first one's rows
+        ],
     )
     check_launch(accelerator)  # every process must see the others
-    hub = Hub(args, accelerator, problems)  # with push_to_hub: makes the repository now
+    hub = Hub(args, accelerator)  # with push_to_hub: makes the repository now
 
-    # ---- Data: rows of T tokens, prepared once per machine; those to evaluate on by name, a single set as ""
+    # ---- Data: rows of T tokens; those to evaluate on by name, a single set as ""
     n_special = 0 if args.next_sentence else 2  # <s> and </s> come around a row when it is masked
-    tokenizer, rows, eval_rows = load_rows(args, accelerator, problems, "unigram", n_special)
-    steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
+    with accelerator.local_main_process_first():  # it prepares the rows, the others find them in cache_dir
+        tokenizer, rows, eval_rows = load_rows(args, "unigram", n_special)
     mask = MaskTokens(tokenizer, args.mlm_probability, args.seed)  # a function of (seed, epoch, row)
     eval_mask = MaskTokens(tokenizer, EVAL_MASKED)  # the same masks in every evaluation, for every seed
     if args.show:
         return show_rows(args, accelerator, train_loader(rows, args, collate=mask), tokenizer)
 
-    # ---- Model, optimizer, schedule
+    # ---- Model and optimizer
     set_seed(args.seed)
-    model = MaskedLMLoss(build_model(args, kind, tokenizer))  # batch -> sums over rows and of each row
+    model = MaskedLMLoss(build_model(args, kind, tokenizer))  # batch -> loss_sums, right, in eval mode rows
     to_device(model, accelerator)  # before the optimizer: on XLA it makes new parameters
-    optimizer = build_optimizer(model, args)  # one of Muon and AdamW, or AdamW alone; grouped weight decay
-    schedule = build_schedule(optimizer, args, steps.last)
-    model, optimizer = accelerator.prepare(model, optimizer)  # not the schedule: it would step per process
-    guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
-    names = ["accuracy/train", "loss/train", "loss/train_mlm", *["loss/train_nsp"] * args.next_sentence]
-    means = Means(accelerator, *names)  # in the log: of masked tokens; the whole loss, and its parts
-
-    # ---- Where the run continues
-    checkpoints = Checkpoints(
-        args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
-        model=model, optimizer=optimizer, schedule=schedule, guard=guard, means=means,
-        # yours: name=thing, with state_dict and load_state_dict; saved as the first process has it
-    )  # fmt: skip
-    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run; eval_only: models alone
-    log = Log(args, accelerator, steps, step, model, optimizer, tokenizer, hub)  # drops later records
-    if log.finished:  # an earlier start has done all; what it could not push is pushed now
-        hub.push(step)
-        pushed = hub.finish()
-        log.finish(step)
-        sys.exit(int(not pushed))
-    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last), collate=mask)
-    batches = iter(accelerator.prepare(batches))
-    eval_batches = {name: eval_loader(some, args, collate=eval_mask) for name, some in eval_rows.items()}
-    eval_batches = {name: accelerator.prepare(loader) for name, loader in eval_batches.items()}
-    signals = StopSignals(accelerator)  # from here on a first signal lets the run save; before, it ends it
+    optimizer = build_optimizer(model, args)  # Muon for hidden matrices, AdamW for the rest; or AdamW for all
+    model, optimizer = accelerator.prepare(model, optimizer)
+    eval_batches = {name: accelerator.prepare(eval_loader(part, args, eval_mask))
+                    for name, part in eval_rows.items()}  # fmt: skip
 
     # A batch is a dict of input_ids [B, T], masked; slots [B, K], the positions to predict, and slot_labels;
     # for sentence pairs also token_type_ids, attention_mask and next_sentence_label; and for each row [B] its
     # position in the stream, epoch, row (its number; -1 where the last batch of an evaluation is filled up)
     # and source (the number of its data set).
     def evaluate() -> dict:
-        """{metric: value} over each evaluation set, each row once; {} if a stop signal ends it."""
-        steps.seed(step)
+        """{metric: value} over each evaluation set, each row once."""
+        set_seed(args.seed)
         model.eval()
         record = {}
         for name, loader in eval_batches.items():
             sums, row_numbers = [], []
-            for batch in log.bar(loader):
-                with torch.no_grad():
-                    sums.append(model(batch)["rows"])  # [B, 3 or 6]: losses, predictions, right ones, of each
+            for batch in bar(loader):
+                with torch.no_grad():  # of each row its summed loss, predictions, correct ones: [B, 3 or 6]
+                    sums.append(model(batch)["rows"])
                 row_numbers.append(batch["row"])
-                if signals.agreed():  # the answer of the call before, the same on all processes
-                    return {}  # the run ends now
             sums, row_numbers = accelerator.gather((torch.cat(sums), torch.cat(row_numbers)))
             sums = sums.cpu().double()[row_numbers.cpu() >= 0]  # of all processes
             metrics = masked_metrics(sums)  # adds up, then divides once
@@ -239,22 +212,40 @@ def main(args: TrainArgs | None = None) -> None:
         return record
 
     if args.eval_only:
-        record = evaluate()
-        signals.exit_if_stopped(finished=bool(record))
-        return log.evaluation(step, record)
+        return print_evaluation(args, accelerator, evaluate())
 
-    # ---- The loop: what is due after `step` steps, at 0 too, as a run that cannot save should end at once;
-    # then one optimizer step
-    while True:
-        if steps.due(step, args.eval_steps) and (step or args.eval_at_start) and log.evaluated != step:
+    # ---- Schedule, log, and where the run continues
+    steps = Steps(args, accelerator, rows)  # which rows a step takes, how many steps there are
+    schedule = build_schedule(optimizer, args, steps.last)  # not prepared, or it would step per process
+    guard = UpdateGuard(accelerator, optimizer)  # skips updates that are not finite
+    names = ["accuracy/train", "loss/train", "loss/train_mlm", *["loss/train_nsp"] * args.next_sentence]
+    log = Log(args, accelerator, steps, guard, *names)  # means of these over the steps
+    checkpoints = Checkpoints(
+        args, accelerator, steps, rows.fingerprint, MAY_CHANGE,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        log=log,
+        # add your state here as name=object with state_dict and load_state_dict; the first process's is saved
+    )  # fmt: skip
+    step = checkpoints.load()  # as resume_from_checkpoint says; 0: a new run
+    log.start(step, model, optimizer, tokenizer, hub)  # drops records of later steps from metrics.jsonl
+    batches = train_loader(rows, args, steps.rows_before(step), steps.rows_before(steps.last), mask)
+    batches = iter(accelerator.prepare(batches))
+    signals = StopSignals(accelerator)  # from here on a first signal lets the run save; before, it ends it
+
+    # ---- The loop: evaluate and save when due, then one optimizer step. Step 0 saves, too: a run that cannot
+    # save must fail now, not in an hour.
+    while not log.finished:  # by an earlier start
+        if log.evaluation_due(step):
             with log.timed("evaluation"):
-                if record := evaluate():
-                    samples = fill_masks(accelerator, model, tokenizer, args.prompts, eval_rows)
-                    log.evaluation(step, record, samples)
-        stopping = step >= steps.last or signals.agreed()
-        if steps.due(step, args.save_steps) or stopping:
+                record = evaluate()
+                samples = fill_masks(accelerator, model, tokenizer, args.prompts, eval_rows)
+                log.evaluation(step, record, samples)
+        stopping = step >= steps.last or signals.agreed()  # the same on all processes
+        if stopping or steps.due(step, args.save_steps):
             with log.timed("save"):
-                checkpoints.save(step, stopping)  # if it fails: a warning; at step 0 and at the end, an error
+                checkpoints.save(step, stopping)  # a failure is a warning; at step 0 and at the end an error
                 save_model(args, accelerator, model, tokenizer, log.facts)  # these for the model card
                 hub.push(step)
         if stopping:
@@ -277,20 +268,18 @@ def main(args: TrainArgs | None = None) -> None:
             accuracy += found["right"] / counts[0]
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         skipped = guard.check(grad_norm)  # 1.0 if not finite: the optimizer then changes nothing
-        means.add(torch.cat([torch.stack([accuracy, losses.sum()]), losses]), skipped)
         learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         step += 1
-        log.step(step)
-        if steps.due(step, args.logging_steps):  # losses since the last record, norm and rate of this step
-            log.train(step, means.read(grad_norm=guard.norm), learning_rate, guard.read())
+        log.add(step, torch.cat([torch.stack([accuracy, losses.sum()]), losses]), skipped)
+        if steps.due(step, args.logging_steps):
+            log.train(step, learning_rate)
 
-    pushed = hub.finish()  # False: a message says how to upload what did not arrive
+    pushed = hub.finish(step)  # waits until the last save has arrived; False: a message says how to upload it
     log.finish(step)
-    finished = step >= steps.last and log.evaluated == step
-    signals.exit_if_stopped(finished)  # status 143 after SIGTERM, 130 after Ctrl-C
+    signals.exit_if_stopped(finished=step >= steps.last)  # status 143 after SIGTERM, 130 after Ctrl-C
     if not pushed:
         sys.exit(1)
 

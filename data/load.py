@@ -1,6 +1,6 @@
 """From the settings of a run to its rows and their batches.
 
-    tokenizer, rows, eval_rows = load_rows(args, accelerator, problems)
+    tokenizer, rows, eval_rows = load_rows(args)
     batches = accelerator.prepare(train_loader(rows, args, first, last))      # rows of [B, T]
     eval_batches = accelerator.prepare(eval_loader(eval_rows[""], args))
 
@@ -9,11 +9,9 @@ B rows per micro-batch, T tokens per row (block_size). A batch has the columns o
 data set.
 """
 
-from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
+import contextlib
+import io
 
-import torch.distributed as dist
 from accelerate import PartialState
 from torch.utils.data import DataLoader
 
@@ -24,16 +22,18 @@ from data.tokens.sets import rows_of
 from data.tokens.tokenizer import load_tokenizer
 
 
-def load_rows(args, accelerator, problems: list[str], algorithm: str = "bpe", n_special: int = 0) -> tuple:
+def load_rows(args, algorithm: str = "bpe", n_special: int = 0) -> tuple:
     """(tokenizer, rows, {name: rows to evaluate on}); a single evaluation set is named "".
 
-    The first process of each machine prepares them, the others wait. problems: lines that are told together
-    with those found here. algorithm: of a tokenizer to be trained. n_special: tokens that masking puts around
-    a row. ValueError with one line for each problem, before any work, or where a split has no row.
+    Call it on the first process of each machine first: it prepares them in cache_dir, where the others find
+    them. algorithm: of a tokenizer to be trained. n_special: tokens that masking puts around a row.
+    ValueError with one line for each problem, before any work, or where a split has no row.
 
     rows: len(rows), rows.fingerprint, rows.columns(row, epoch), rows.epochs(position); of those to evaluate
     on also bytes_per_token, nan where it is unknown. With eval_only the rows may be those to evaluate on."""
-    made = once_per_machine(accelerator, partial(make_rows, args, problems, algorithm, n_special))
+    silent = contextlib.redirect_stdout(io.StringIO())  # what happens is told once
+    with contextlib.nullcontext() if PartialState().is_local_main_process else silent:
+        made = make_rows(args, [], algorithm, n_special)
     tokenizer = load_tokenizer(made["tokenizer"])
     tokenizer.model_max_length = args.block_size  # saved with it
     train = {name: rows_of(part) for name, part in made["train"].items()}
@@ -44,7 +44,6 @@ def load_rows(args, accelerator, problems: list[str], algorithm: str = "bpe", n_
         rows = Mixed(args.mixture, args.seed, train)
     else:
         rows = next(iter(train.values()))
-    accelerator.dataloader_config.non_blocking = _pinned()
     rows.prepared = made  # for args.json: a resume finds its rows by it
     return tokenizer, rows, evals
 
@@ -74,25 +73,3 @@ def _pinned() -> bool:
     """From pinned memory a GPU copies batches while it computes. From other memory each copy would make the
     host wait until the GPU has done all its work."""
     return PartialState().device.type not in ("cpu", "mps", "xla")
-
-
-def once_per_machine(accelerator, work: Callable[[], dict]) -> dict:
-    """work(), by the first process of each machine; the others get its result, plain values. All raise its
-    ValueError. By gloo, as NCCL ends a wait after 10 minutes. Without process groups (XLA) all do it, in
-    turn."""
-    if accelerator.num_processes == 1 or not dist.is_initialized():
-        return work()
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    done = mistake = None
-    if accelerator.is_local_main_process:
-        try:
-            done = work()
-        except ValueError as error:
-            mistake = error
-    told = [None] * accelerator.num_processes
-    dist.all_gather_object(told, (done, mistake and str(mistake)), group)
-    if mistake:
-        raise mistake
-    if mistakes := [message for _, message in told if message is not None]:
-        raise ValueError(mistakes[0])
-    return told[accelerator.process_index - accelerator.local_process_index][0]

@@ -96,7 +96,7 @@ class RunData:
     def _sources(self) -> tuple[dict[str, Source], dict[str, Source]]:
         """What to train on, and what to evaluate on."""
         args = self.args
-        if not args.dataset_name:
+        if not args.dataset_name and not (args.eval_only and args.eval_dataset_name):
             self.problems.append("dataset_name: none is given; give installed-python, a Hub id, a file or a "
                                  "folder.")
         if len(args.dataset_name) > 1 or args.mixture:

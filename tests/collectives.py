@@ -84,7 +84,7 @@ def watch(counted, owner, name, phase):
 
 def watch_loop(counted, log_class, steps_class):
     """Phases: "evaluation" and "save", as they are timed, and "step", from the seed of one to its end."""
-    seed, ends, timed = steps_class.seed, log_class.step, log_class.timed
+    seed, ends, timed = steps_class.seed, log_class.add, log_class.timed
 
     @contextlib.contextmanager
     def timed_phase(self, name):
@@ -97,11 +97,11 @@ def watch_loop(counted, log_class, steps_class):
             self.counted_step.__enter__()
         seed(self, step)
 
-    def ended(self, step):
+    def ended(self, step, *more):
         self.steps.counted_step.__exit__(None, None, None)
-        ends(self, step)
+        ends(self, step, *more)
 
-    steps_class.seed, log_class.step, log_class.timed = begins, ended, timed_phase
+    steps_class.seed, log_class.add, log_class.timed = begins, ended, timed_phase
 
 
 def main():
@@ -120,7 +120,7 @@ def main():
     counted = Collectives()
     watch_loop(counted, Log, Steps)
     for owner, name, phase in [
-        (Checkpoints, "load", "load"), (Log, "__init__", "start"), (Log, "finish", "end"),
+        (Checkpoints, "load", "load"), (Log, "start", "start"), (Log, "finish", "end"),
         (Means, "read", "log"), (StopSignals, "agreed", "stop"),
     ]:  # fmt: skip
         watch(counted, owner, name, phase)

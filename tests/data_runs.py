@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from accelerate import Accelerator
 
 from data.load import load_rows
 from data.tokens.tokenizer import train_tokenizer
@@ -28,10 +27,10 @@ def settings(folder, *names, **changes) -> SimpleNamespace:
     return SimpleNamespace(**{**SETTINGS, **own, **changes})
 
 
-def load(folder, *names, algorithm="bpe", n_special=0, problems=(), **changes) -> tuple:
+def load(folder, *names, algorithm="bpe", n_special=0, **changes) -> tuple:
     """(tokenizer, rows, {name: rows to evaluate on}) as a script gets them."""
     args = settings(folder, *names, **changes)
-    return load_rows(args, Accelerator(cpu=True), list(problems), algorithm, n_special)
+    return load_rows(args, algorithm, n_special)
 
 
 def exit_status(main, words) -> int:

@@ -21,13 +21,12 @@ SIZES = "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,num_key_value_
 SIZES += ",intermediate_size=64,tie_word_embeddings=true"
 TINY = {
     "vocab_size": 512, "block_size": 32, "keywords": ["none"], "validation_fraction": 0.1,
-    "config_overrides": SIZES + ",full_attn_idxs=[1],conv_L_cache=4,block_auto_adjust_ff_dim=false",
+    "config_overrides": SIZES + ",head_dim=16",
     "per_device_train_batch_size": 8, "per_device_eval_batch_size": 16, "max_eval_samples": 50,
     "learning_rate": 2e-3, "muon_learning_rate": 2e-3, "max_train_steps": 6, "num_warmup_steps": 2,
     "logging_steps": 1, "eval_steps": 3, "save_steps": 3, "prompts": ["none"],
 }  # fmt: skip
-QWEN3 = {"model_type": "qwen3", "config_overrides": SIZES + ",head_dim=16"}  # changes of TINY
-DROPOUT = QWEN3 | {"config_overrides": QWEN3["config_overrides"] + ",attention_dropout=0.1"}
+DROPOUT = {"config_overrides": TINY["config_overrides"] + ",attention_dropout=0.1"}
 
 
 def write_corpus(path: Path, documents: int = 60) -> Path:

@@ -20,7 +20,7 @@ from utils.state.checkpoints import Checkpoints
 # The same on every CPU. A rounding of bfloat16 in Muon moves a matrix by 4e-5; then small gradients of the
 # embeddings differ, which AdamW divides by their own size: an embedding moves by 2e-4 to 8e-4.
 PRECISION["cpu"] = torch.float32
-MAY_CHANGE = ["output_dir", "resume_from_checkpoint", "save_total_limit", "eval_only"]
+MAY_CHANGE = ["output_dir", "resume_from_checkpoint", "save_total_limit"]
 
 
 @dataclass
@@ -28,7 +28,6 @@ class Args:
     output_dir: str = "out"
     resume_from_checkpoint: str = "auto"
     model_name_or_path: str | None = None
-    eval_only: bool = False
     save_total_limit: int = 2
     learning_rate: float = 1e-2
     max_train_steps: int = 10

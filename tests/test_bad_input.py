@@ -21,7 +21,7 @@ CLM | --learning_rate=--                                | --learning_rate=--: no
 CLM | --dataset_name=--                                 | --dataset_name=--: no value.
 CLM | --learning_rat 1                                  | --learning_rat: no such setting. Did you mean --learning_rate?
 CLM | --learning_rate fast                              | invalid float value: 'fast'
-CLM | --learning_rate 0 --weight_decay -1 --max_train_steps -5 --adam_beta2 1 --seed 4294967296 --save_total_limit 0 --block_size 0 --dataset_name ../no | learning_rate: must be greater than 0, is 0.0. && weight_decay: must be 0 (off) or greater && max_train_steps: must be 0 (off) or greater, is -5. && adam_beta2: must be less than 1 && seed: must be less than 4,294,967,296 && save_total_limit: must be greater than 0 && block_size: must be greater than 0 && '../no': no such file && !warmup
+CLM | --learning_rate 0 --weight_decay -1 --max_train_steps -5 --adam_beta2 1 --seed 4294967296 --save_total_limit 0 --block_size 0 | learning_rate: must be greater than 0, is 0.0. && weight_decay: must be 0 (off) or greater && max_train_steps: must be 0 (off) or greater, is -5. && adam_beta2: must be less than 1 && seed: must be less than 4,294,967,296 && save_total_limit: must be greater than 0 && block_size: must be greater than 0 && !warmup
 CLM | --learning_rate nan --num_train_epochs inf --seed -1 --save_steps -1 --num_warmup_steps nan --max_train_steps 10000000000000000000000 --per_device_train_batch_size 0 --gradient_accumulation_steps 0 | learning_rate: must be a finite number, is nan. && num_train_epochs: must be a finite number, is inf. && seed: must be 0 (off) or greater && save_steps: must be 0 (off) or greater && num_warmup_steps: must be a finite number && max_train_steps: must be less than 9,223,372 && per_device_train_batch_size: must be greater than 0 && gradient_accumulation_steps: must be greater than 0
 CLM | --learning_rate inf                               | learning_rate: must be a finite number, is inf.
 CLM | --learning_rate -1e-3                             | learning_rate: must be greater than 0, is -0.001.
@@ -80,7 +80,7 @@ CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: th
 CLM | --tokenizer_name ../no-words                      | no-words
 CLM | --tokenizer_name no/such-tokenizer                | no/such-tokenizer
 CLM | --tokenizer_name ../unnamed                       | this folder has no tokenizer
-CLM | --model_name_or_path ../unnamed                   | this folder has no tokenizer
+CLM | --model_name_or_path ../unnamed                   | '../unnamed': its weights cannot be read
 CLM | --tokenizer_name ../words/tokenizer.json          | is a file: name the folder that it is in
 CLM | --vocab_size 0                                    | vocab_size: must be greater than 0
 MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
@@ -92,16 +92,15 @@ CLM | --model_type gpt2 --config_overrides n_layr=3,foo | gpt2 has no n_layr (ne
 CLM | --model_type gpt2 --config_overrides n_layers=2 | gpt2 has no n_layers (near: n_layer
 CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with model_name_or_path; leave it out
 CLM | --model_type gpt2 --config_overrides n_layer | Field 'n_layer' expected int
-CLM | --model_type longcat_flash                        | longcat_flash has no
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | Field 'n_positions' expected int, got list
 MLM | --prompts 'no mask here' 'a [MASK]'                | prompts: 'no mask here' has no [MASK]
 MLM | --next_sentence true                              | with next_sentence take --model_type bert
 CLM | --model_type gpt2 --config_overrides n_layer=two | Field 'n_layer' expected int, got str (value: 'two')
 MLM | --config_overrides num_hidden_layers=nan          | Field 'num_hidden_layers' expected int, got str (value: 'nan')
-CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | config_overrides, 'n_head=5,n_embd=192': && divisible
+CLM | --model_type gpt2 --config_overrides n_head=5,n_embd=192 | n_head=5,n_embd=192': && divisible
 CLM | --model_type gpt2 --config_overrides n_positions=64 | block_size, 128: needs n_positions of at least 128
 CLM | --model_name_or_path ../no --tokenizer_name ../words | model_name_or_path, '../no': there is no such folder
-CLM | --model_name_or_path ../no                        | '../no': there is no such folder && tokenizer_name '../no'
+CLM | --model_name_or_path ../no                        | model_name_or_path, '../no': there is no such folder
 CLM | --model_name_or_path ../old --tokenizer_name none | set tokenizer_name too
 # the Hub
 CLM | --push_to_hub true --dataset_name ../corpus.jsonl --keywords none | push_to_hub: found no Hub token

@@ -8,10 +8,10 @@ from utils.check import Check
 
 MODEL = '    model = CausalLMLoss(build_model(args, "causal", tokenizer))'
 OPTIMIZER = "    optimizer = build_optimizer(model, args)"
-SCHEDULE = "    schedule = build_schedule(optimizer, args, steps.last)\n"
+SCHEDULE = "    schedule = build_schedule(optimizer, args, steps.last)"
 GUARD = "    guard = UpdateGuard("
-GIVEN = "guard=guard, means=means,\n"
-EVALUATED = "                    log.evaluation(step, record, samples)\n"
+GIVEN = "        log=log,\n"
+EVALUATED = "                log.evaluation(step, record, samples)\n"
 EVALUATING = "                    losses.append(model(batch)[1])"
 BACKWARD = "accelerator.backward(loss / "
 SEED = "        steps.seed(step)  # from here on random numbers are a function of (seed, step, process)\n"
@@ -19,7 +19,7 @@ STEP = "        optimizer.step()\n"
 CLIP = "        grad_norm = accelerator.clip_grad_norm_("
 LOADER = "steps.rows_before(steps.last))\n    batches = iter"
 PADDING = "[row_numbers.cpu() >= 0]"
-READ = "means.read(grad_norm=guard.norm)"
+READ = "log.train(step, learning_rate"
 MAIN = "\n\n@entry_point\n"
 
 SKIPPED_BLOCK = """    block = model.lm.model.layers[1]
@@ -33,7 +33,7 @@ class SecondHead(CausalLMLoss):
     def __init__(self, lm):
         super().__init__(lm)
         self.shift = torch.nn.Parameter(torch.full([lm.config.hidden_size], 0.5))
-        lm.base_model.embedding_norm.register_forward_hook(lambda module, args, out: out + self.shift)
+        lm.base_model.norm.register_forward_hook(lambda module, args, out: out + self.shift)
 '''
 AVERAGE = """
 
@@ -60,7 +60,7 @@ SECOND_BACKWARD = """\
         lm = accelerator.unwrap_model(model).lm
         accelerator.backward(lm(input_ids=micro_batches[-1]["input_ids"]).logits.square().mean())
 """
-PLATEAU = "    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1)\n"
+PLATEAU = "    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1)"
 NOISE = """        small = accelerator.reduce(small_norm**2, "mean")
         noise = (small - guard.norm**2) / (1 / args.per_device_train_batch_size - 1 / 8)
 """
@@ -77,10 +77,10 @@ FAULTS = {
         [(MAIN, "\n\nSEEN = [0]\n" + MAIN), (SEED, SEED + "        SEEN[0] += 1\n"),
          (BACKWARD, "accelerator.backward(loss * (1 + SEEN[0]) / ")], {}, BOTH),
     "eval() left on": (
-        [(EVALUATED, EVALUATED + "                    accelerator.unwrap_model(model).lm.eval()\n")],
+        [(EVALUATED, EVALUATED + "                accelerator.unwrap_model(model).lm.eval()\n")],
         DROPOUT, [RESUMED]),
     "a schedule of another optimizer": (
-        [(SCHEDULE, SCHEDULE + "    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)\n")], {},
+        [(SCHEDULE, SCHEDULE + "\n    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)")], {},
         ["one checkpoint"]),
     "random numbers in collate": (
         [(LOADER, f"steps.rows_before(steps.last), {NOISY})\n    batches = iter")], {}, [RESUMED]),
@@ -95,11 +95,11 @@ FAULTS = {
         ["the saved model"]),
     "an average without a clone": (
         [(MAIN, AVERAGE + MAIN), (GUARD, "    average = Average(model)\n" + GUARD),
-         (GIVEN, GIVEN.replace("means=means,", "means=means, average=average,")),
+         (GIVEN, GIVEN.replace("log=log,", "log=log, average=average,")),
          (STEP, STEP + "        average.update(model)\n")], {}, ["one checkpoint"]),
     "an answer that differs by process": (
-        [(EVALUATED, EVALUATED + "                    if step == 5 and not accelerator.is_main_process:\n"
-                                 "                        steps.last = step\n")], {}, ["two processes"]),
+        [(EVALUATED, EVALUATED + "                if step == 5 and not accelerator.is_main_process:\n"
+                                 "                    steps.last = step\n")], {}, ["two processes"]),
     "a gradient that is not reduced": (
         [(CLIP, CLIP.replace("        grad_norm", """\
         for weight in model.parameters():
@@ -112,13 +112,13 @@ FAULTS = {
          (STEP, STEP + LATE_AVERAGE)], {}, [STOPPED]),
     "the best loss in a local variable": (
         [(GUARD, "    best = math.inf\n" + GUARD),
-         (EVALUATED, EVALUATED + "                    best = min(best, record['loss/eval'])\n")], {},
+         (EVALUATED, EVALUATED + "                best = min(best, record['loss/eval'])\n")], {},
         [RESUMED]),
     "a parameter beside the model": (
         [(OPTIMIZER, "    scale = torch.nn.Linear(1, 1, bias=False)\n" + OPTIMIZER
                      + "\n    optimizer.add_param_group({'params': [*scale.parameters()]})"),
          (BACKWARD, "accelerator.backward(loss * (1 + scale.weight.sum() * row_losses[0]) / "),
-         (GIVEN, GIVEN.replace("means=means,", "means=means, scale=scale,"))], {}, ["two processes"]),
+         (GIVEN, GIVEN.replace("log=log,", "log=log, scale=scale,"))], {}, ["two processes"]),
     "a second backward, with dropout": ([(CLIP, SECOND_BACKWARD + CLIP)], DROPOUT, ["two processes"]),
     "padding rows in an evaluation": ([(PADDING, "")], {}, ["two processes"]),
     "a gradient for the log": (
@@ -128,8 +128,8 @@ FAULTS = {
         grad_norm"""))], {}, ["other steps"]),
     "dropout in the evaluation": ([("        model.eval()\n", "")], DROPOUT, ["--eval_only"]),
     "a second schedule": (
-        [(SCHEDULE, SCHEDULE + SCHEDULE.replace("schedule =", "second =").replace("last)", "last + 99)")),
-         (GIVEN, GIVEN.replace("means=means,", "means=means, second=second,")),
+        [(SCHEDULE, SCHEDULE + "\n    second = build_schedule(optimizer, args, steps.last + 99)"),
+         (GIVEN, GIVEN.replace("log=log,", "log=log, second=second,")),
          ("        schedule.step()\n", "        schedule.step()\n        second.step()\n")], {},
         ["one checkpoint"]),
     "a block skipped on one process": (
@@ -139,7 +139,7 @@ FAULTS = {
 # What holds: edits, flags, and what is said of it.
 RIGHT = {
     "a clock in the log": (
-        [(READ, READ.replace("guard.norm", "guard.norm, minutes=torch.tensor(time.monotonic() / 60)")),
+        [(READ, READ + ", minutes=torch.tensor(time.monotonic() / 60)"),
          ("import sys\n", "import sys\nimport time\n")],
         {}, "not compared, as different before the stop, too: minutes"),
     "a metric of micro-batches": (
@@ -147,7 +147,7 @@ RIGHT = {
           "                small_norm = 2 * torch.nn.utils.get_total_norm(\n"
           "                    [weight.grad for weight in model.parameters() if weight.grad is not None])\n"
           "            losses += "),
-         (STEP, NOISE + STEP), (READ, READ.replace("guard.norm", "guard.norm, noise=noise"))],
+         (STEP, NOISE + STEP), (READ, READ + ", noise=noise")],
         {}, "not compared: noise, which depends on the size of a micro-batch"),
     "dropout on embeddings": (
         [(OPTIMIZER, """\
@@ -157,7 +157,7 @@ RIGHT = {
         {}, "not compared after step 0"),
     "an evaluation that sets the rate": (
         [(SCHEDULE, PLATEAU),
-         (EVALUATED, EVALUATED + "                    schedule.step(record['loss/eval'])\n"),
+         (EVALUATED, EVALUATED + "                schedule.step(record['loss/eval'])\n"),
          ("        schedule.step()\n", "")], {}, "not compared, as evaluations decide"),
 }  # fmt: skip
 FAST = ("the best loss in a local variable", "a parameter beside the model", "a metric of micro-batches")

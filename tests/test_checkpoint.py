@@ -284,23 +284,6 @@ def test_what_cannot_be_saved_is_refused_at_the_start_or_by_the_first_save(tmp_p
         SmallRun(tmp_path, more={"thing": Text()}).save()
 
 
-def test_evaluation_loads_modules_and_changes_nothing(tmp_path):
-    average = AveragedModel(torch.nn.Linear(2, 2))
-    average.module.weight.data.fill_(7)
-    with pytest.raises(ValueError, match="eval_only: .* has no checkpoint"):
-        SmallRun(tmp_path / "none", eval_only=True)
-    saved = SmallRun(tmp_path, more={"average": average}).train(1).save().train(2).save()
-    flip_a_bit(tmp_path / "checkpoints/step-00000002/state.safetensors")
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    again = AveragedModel(torch.nn.Linear(2, 2))
-    run = SmallRun(tmp_path, more={"average": again}, eval_only=True, eval_dataset_name=["other"])
-    assert run.step == 1 and run.counter.count == 0 and again.module.weight.unique().tolist() == [7]
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    assert not (tmp_path / "none").exists()
-    assert SmallRun(tmp_path, eval_only=True, model_name_or_path="some/model").step == 0
-    del saved
-
-
 # The same experiment?
 
 def test_other_settings_rows_and_models_are_refused_by_name(tmp_path):

@@ -4,22 +4,23 @@ import gzip
 import itertools
 import json
 import math
+import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from tests.checked import ForkedCheck, apply, copy_project
 from tests.forked import run
-from tests.runs import PROJECT, QWEN3, TINY, arguments, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
 from utils.compare import settings
 
 DIFFS = sorted((PROJECT / "docs" / "edits").glob("*.diff"))
@@ -186,7 +187,7 @@ def whole_words(edited, plain):
 def rows_of(check) -> tuple:
     """The tokenizer, training and evaluation rows, and the settings."""
     args = settings(check.module, [*check.flags, "--output_dir", str(check.folder / "first")])
-    return *check.module.load_rows(args, Accelerator(cpu=True), []), args
+    return *check.module.load_rows(args), args
 
 
 def isolated_documents(edited, plain):
@@ -247,13 +248,13 @@ def distillation(edited, plain):
 
 
 def own_model(edited, plain):
-    """LFM2's logits of the same weights, and those of the embeddings that it adds; it begins with none."""
+    """Qwen3's logits of the same weights, and those of the embeddings that it adds; it begins with none."""
     begin, end = (saved(edited, step)["model.skip"] for step in (0, STEPS))
     assert not begin.any() and end.any()
-    kinds = AutoModelForCausalLM, Lfm2ForCausalLM
-    model, lfm2 = (kind.from_pretrained(edited.folder / "first") for kind in kinds)
+    kinds = AutoModelForCausalLM, Qwen3ForCausalLM
+    model, qwen3 = (kind.from_pretrained(edited.folder / "first") for kind in kinds)
     ids = torch.arange(9)[None]
-    expected = lfm2(ids).logits + lfm2.lm_head(end * lfm2.model.embed_tokens(ids))
+    expected = qwen3(ids).logits + qwen3.lm_head(end * qwen3.model.embed_tokens(ids))
     torch.testing.assert_close(model(ids).logits, expected)
 
 
@@ -317,7 +318,7 @@ EDITS = {
     "isolated-documents": Edit(
         isolated_documents, short=True, fails=["the saved model"],
         # These rates: a model that has learned more makes more of the documents before.
-        settings={"config_overrides": QWEN3["config_overrides"],
+        settings={"config_overrides": TINY["config_overrides"],
                   "learning_rate": 7e-3, "muon_learning_rate": 7e-3}),
     "fill-in-the-middle": Edit(fill_in_the_middle, short=True),
     "metric-per-layer": Edit(metric_per_layer, observes=True),
@@ -431,7 +432,30 @@ def test_it_is_short_explained_tested_and_taken_back(diff, tmp_path):
     assert all(len(line) < 112 for file in folder.glob("train_*.py") for line in open(file, encoding="utf-8"))
     apply(diff, folder, "-R")
     assert [script.read_text() for script in sorted(folder.glob("train_*.py"))] == before
-    text, _, hunks = diff.read_text().partition("\n--- ")
+    text, _, hunks = diff.read_text().partition("\ndiff --git ")
     changed = [line for line in hunks.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert 0 < len(changed) <= LONGER.get(diff.stem, 18)
     assert text.strip().endswith(".") and diff.stem in [*EDITS, "own-corpus", "time-budget"]
+
+
+def test_at_most_20_pairs_of_edits_conflict(tmp_path):
+    """In either order, merged by git as README says."""
+    copy_project(tmp_path)
+    env = os.environ | {"GIT_CONFIG_COUNT": "0", "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+
+    def git(*words):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a", *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == 0
+
+    assert git("init") and git("add", ".") and git("commit", "-m", "the scripts as they are")
+    conflicts = []
+    for pair in itertools.combinations(DIFFS, 2):
+        for first, second in (pair, pair[::-1]):
+            assert git("apply", first)
+            merged = git("add", ".") and git("apply", "--3way", second)
+            assert git("reset", "--hard")
+            if merged:
+                break
+        else:
+            conflicts.append(" ".join(diff.stem for diff in pair))
+    assert len(conflicts) <= 20, conflicts

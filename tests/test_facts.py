@@ -25,10 +25,11 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def block(model="m", parameters=1, start=0, micro_batches=None, rows=10**6, **changes):
     """32 rows x 8 micro-batches of 128 tokens, 600 steps."""
     accelerator = Accelerator(cpu=True)
-    args = train_clm.TrainArgs(gradient_accumulation_steps=8, max_train_steps=600, **changes)
+    changes = {"dataset_name": ["texts"], "gradient_accumulation_steps": 8, "max_train_steps": 600} | changes
+    args = train_clm.TrainArgs(**changes)
     steps = Steps(args, accelerator, range(rows), micro_batches)
     facts = {"launch": launch_facts(accelerator, "sdpa"), "model_type": model, "parameters": parameters,
-             "settings": vars(args), "script": train_clm.__file__}  # fmt: skip
+             "size": "", "settings": vars(args), "script": train_clm.__file__}  # fmt: skip
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))])
     return "\n".join(start_lines(args, accelerator, steps, start, optimizer, facts)) + "\n"
 
@@ -37,8 +38,8 @@ def test_the_block_says_what_is_trained_on_what_and_multiplies_the_batch_out():
     text = block("gpt2", 124_000_000, start=100)
     assert "32 rows x 8 micro-batches x 1 process = 256 rows = 32,768 tokens per step\n" in text
     assert "600 steps = 19.7 M tokens = 0.154 passes over 1,000,000 rows\n" in text
-    assert "gpt2 on installed-python, 124.0 M parameters, attention: sdpa" in text  # no longer from scratch
-    assert "gpt2 from scratch on installed-python" in block("gpt2", 124_000_000)
+    assert "gpt2 on texts, 124.0 M parameters, attention: sdpa" in text  # no longer from scratch
+    assert "gpt2 from scratch on texts" in block("gpt2", 124_000_000)
     assert "target     1 process, cpu" in text and "float32" in text
     assert "continues at step 100, in runs/clm; stop it any time; the same command resumes it" in text
     assert "run        begins, in runs/clm" in block()

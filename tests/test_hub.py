@@ -40,12 +40,7 @@ out.mkdir(exist_ok=True)
 
 def open_hub(model_id="ada/model", private=False):
     settings = dict(push_to_hub=True, hub_model_id=model_id, hub_private_repo=private)
-    args = SimpleNamespace(output_dir=str(out), eval_only=False, show=0, **settings)
-    problems = []
-    pushes = hub.Hub(args, Accelerator(cpu=True), problems)
-    if problems:
-        raise ValueError(*problems)
-    return pushes
+    return hub.Hub(SimpleNamespace(output_dir=str(out), **settings), Accelerator(cpu=True))
 
 def save(step):
     "What a save leaves: weights in a new file, the rest rewritten in place, each naming its step."
@@ -194,7 +189,7 @@ def test_the_last_save_arrives_after_each_fault_that_passes(both, tmp_path):
     for step in range(1, 1 + {len(PASSING)}):
         input()
         push(step)
-        tell(pushes.finish())
+        tell(pushes.finish(step))
     """)
     for step, (what, fault) in enumerate(PASSING.items(), 1):
         both.faults = [replace(fault)]
@@ -218,7 +213,7 @@ def test_two_saves_come_while_a_push_hangs_and_the_last_one_arrives(both, tmp_pa
     input()
     push(2)
     push(3)
-    sys.exit(int(not pushes.finish()))
+    sys.exit(int(not pushes.finish(3)))
     """)
     program.until(match)
     program.go()
@@ -232,12 +227,12 @@ def test_a_silent_server_does_not_hold_up_the_exit(both, tmp_path):
     hub.FINISH_SECONDS = 3
     pushes = open_hub()
     push(1)
-    assert pushes.finish()
+    assert pushes.finish(1)
     tell("pushed")
     input()
     push(2)
     push(3)
-    sys.exit(int(not pushes.finish()))
+    sys.exit(int(not pushes.finish(3)))
     """, fresh=True)
     assert program.told() == "pushed"
     both.faults.append(Fault(UPLOAD, "hang", times=ALWAYS))
@@ -265,7 +260,7 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
             time.sleep(0.02)
         tell(pushes.status)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
-    sys.exit(int(not pushes.finish()))
+    sys.exit(int(not pushes.finish(3)))
     """).end(status=1)
     assert re.findall("^> (.*)", output, re.M) == ["step 1 not pushed", "step 2 pushed", "step 3 not pushed"]
     assert "'Step 3' did not reach ada/model" in output and steps(hub) == [2]
@@ -280,11 +275,11 @@ def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
     (out / "model.safetensors.index.json").write_text("{}")
     (out / "adapter.safetensors").write_bytes(b"not ours")
     pushes.push(1)
-    assert pushes.finish()
+    assert pushes.finish(1)
     for path in out.glob("*s*"):
         path.unlink()
     push(2)
-    sys.exit(int(not pushes.finish()))
+    sys.exit(int(not pushes.finish(2)))
     """).end()
     names = {name for name in hub.commits("ada/model")[-1]["files"] if "safetensors" in name}
     assert names == {"model.safetensors", "adapter.safetensors"}
@@ -295,13 +290,13 @@ def test_a_model_that_could_not_be_saved_is_not_pushed(hub, tmp_path):
     Program(hub, tmp_path, """
     pushes = open_hub()
     push(1)
-    assert pushes.finish()
+    assert pushes.finish(1)
     (out / ".export").mkdir()
     pushes.push(2)
-    assert pushes.finish()
+    assert pushes.finish(2)
     (out / ".export").rmdir()
     push(3)
-    assert pushes.finish()
+    assert pushes.finish(3)
     """).end()
     assert [commit["title"] for commit in hub.commits("ada/model")] == ["Step 1", "Step 3"]
 
@@ -316,7 +311,7 @@ def test_the_printed_command_uploads_what_a_push_does(hub, tmp_path):
         (out / name).write_text("---\\nlicense: mit\\n---\\n" + name)
     pushes = open_hub()
     pushes.push(1)
-    assert pushes.finish()
+    assert pushes.finish(1)
     print(pushes.command().replace("ada/model", "ada/by-hand"))
     """).end()
     upload_by_hand(hub, output)

@@ -263,7 +263,7 @@ from data.load import load_rows, train_loader, eval_loader
 from tests.data_runs import settings
 accelerator = Accelerator(cpu=True)
 args = settings(sys.argv[1], sys.argv[2], tokenizer_name=sys.argv[3], max_eval_samples=10)
-tokenizer, rows, evals = load_rows(args, accelerator, [])
+tokenizer, rows, evals = load_rows(args)
 train = [b["position"].tolist() for b in accelerator.prepare(train_loader(rows, args, 8, 40))]
 evaluated = [b["row"].tolist() for b in accelerator.prepare(eval_loader(evals[""], args))]
 print(json.dumps([accelerator.process_index, train, evaluated, rows.fingerprint]))

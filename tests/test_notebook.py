@@ -8,7 +8,7 @@ import sys
 
 from tests import forked
 from tests.forked import free_port
-from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, metrics, write_corpus
+from tests.runs import PATIENCE, PROJECT, TINY, environment, metrics, write_corpus
 from train_clm import PRESETS, TrainArgs
 from utils.flags import parse_args
 
@@ -18,13 +18,14 @@ AFTER = 'print("and the notebook goes on")'
 
 def cell(tmp_path, **changes):
     """The lines, with another data set, folders and a small batch in their places, nothing else."""
-    settings = {name: value for name, value in TINY.items() if name not in ("keywords", "config_overrides")}
+    left_out = "keywords", "config_overrides", "prompts"
+    settings = {name: value for name, value in TINY.items() if name not in left_out}
     settings |= {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")), "model_type": "llama",
                  "cache_dir": str(tmp_path / "cache"), "output_dir": str(tmp_path / "run")}  # fmt: skip
-    words, asked = arguments(settings | changes), "flags.split()"
-    assert asked in LINES and "--model_type llama" in LINES and LINES.endswith("num_processes=2)\n")
-    lines = LINES.replace(asked, repr(words)).replace("processes=2", f"processes=2, use_port='{free_port()}'")
-    return lines + AFTER
+    settings |= {"dataset_name": [settings["dataset_name"]], **changes}
+    lines, count = re.subn(r"TrainArgs\(.*model_type=\"llama\".*\)", f"TrainArgs(**{settings!r})", LINES)
+    assert count == 1 and lines.endswith("num_processes=2)\n")
+    return lines.replace("processes=2", f"processes=2, use_port='{free_port()}'") + AFTER
 
 
 def test_notebook_launcher_trains_and_returns(tmp_path):
@@ -63,7 +64,7 @@ def test_a_mistake_ends_in_its_message(tmp_path):
 
 def test_a_kernels_arguments_are_not_settings(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel-1.json"])
-    assert parse_args(TrainArgs, PRESETS) == TrainArgs()
+    assert parse_args(TrainArgs, PRESETS) == parse_args(TrainArgs, PRESETS, [])
 
 
 def test_the_kernels_ctrl_c_is_its_own_again_after_every_end(tmp_path):

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from tests.checked import MASKED, apply, copy_project
 from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, write_corpus, write_english
+from utils.io.terminal import visible
 from utils.learning.losses import keytoken_table
 
 ROWS = 10  # of the first two steps of eight
@@ -83,92 +84,37 @@ def case(request, workspace):
     return SimpleNamespace(name=request.param, text=text, rows=rows[:ROWS], tokenizer=tokenizer)
 
 
-def blocks(text: str) -> list[tuple[str, list[str]]]:
+def blocks(text: str) -> list[tuple[str, str]]:
     """(facts, lines) of each row."""
-    found = re.findall(r"^(step \d+, row .*)\n((?:  │ .*\n)+)", text, re.M)
-    return [(facts, [line[4:] for line in body.split("\n")[:-1]]) for facts, body in found]
+    return re.findall(r"^(position \d+, [^\n]*)\n((?:(?!\nposition \d).)*)", text, re.M | re.S)
 
 
-def squeezed(text: str) -> str:
-    return re.sub(r"\s", "", text.replace("\\n", "").replace("\x0c", "\\x0c"))
-
-
-def label_text(line: str) -> str:
-    """As it was before it was masked."""
-    return re.sub(r"«([^«»]*?)(?:→[^«»]*)?»", r"\1", line)
-
-
-def test_rows_are_those_of_the_first_steps_decoded(case):
-    found = blocks(case.text)
-    assert len(found) == ROWS
-    for number, ((facts, lines), row) in enumerate(zip(found, case.rows, strict=True)):
-        assert facts.startswith(f"step {1 + number // 8}, row {row['row']:,}")
-        ids = list(row["input_ids"])
-        for slot, label in zip(row.get("slots", []), row.get("slot_labels", []), strict=True):
-            if label != -100:
-                ids[slot] = label
-        real = sum(mask > 0 for mask in row.get("attention_mask", [1] * len(ids)))
-        expected = case.tokenizer.decode(ids[:real], clean_up_tokenization_spaces=False)
-        assert squeezed("".join(map(label_text, lines))) == squeezed(expected)
-        assert f"{real} tokens" in facts and (f"{len(ids) - real} of padding" in facts) == (real < len(ids))
-    batch = re.search(r"^  a batch is (.*)$", case.text, re.M)[1]
-    assert f"input_ids int64 [8, {len(case.rows[0]['input_ids'])}]" in batch
-    assert all(f"{name} int64" in batch for name in case.rows[0] if name not in ("key", "weight"))
-    if case.name == "causal":  # with every space and line, each document's end closing a line
-        eos = case.tokenizer.eos_token
-        assert eos in case.text.split("step 1")[0]
-        for (_, lines), row in zip(found, case.rows, strict=True):
-            expected = case.tokenizer.decode(row["input_ids"]).replace("\x0c", "\\x0c")
-            ended = re.sub(re.escape(eos) + "(?!$)", f"{eos}\n", expected)
-            assert label_text("\n".join(lines)) == ended
-
-
-def test_masks_are_those_of_the_first_steps(case):
-    if "slots" not in case.rows[0]:
-        pytest.skip("nothing is masked")
-
-    def word(token):
-        return squeezed(case.tokenizer.decode([token]))
-
-    kinds = set()
+def test_rows_are_those_of_the_first_steps_with_their_masks_and_labels(case):
+    assert len(blocks(case.text)) == ROWS
+    masks = set()
     for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
-        ids, labels = row["input_ids"], zip(row["slots"], row["slot_labels"], strict=True)
-        expected = [(ids[slot], label) for slot, label in sorted(labels) if label != -100]
-        found = re.findall(r"«([^«»]*)→([^«»]*)»", "\n".join(lines))
-        assert [(squeezed(given), squeezed(label)) for label, given in found] == [
-            (word(given), word(label)) for given, label in expected
-        ]
-        assert f"{len(expected)} to be predicted" in facts
-        kinds |= {"kept" if a == b else a == case.tokenizer.mask_token_id for a, b in expected}
-    assert kinds == {"kept", True, False}
-    assert case.text.split("step 1")[0].count("to be predicted") == 1
-
-
-def test_pairs_have_their_parts_and_their_label(case):
-    if case.name != "pairs":
-        pytest.skip("no pairs")
-    assert "label 0: B, after A and [SEP], follows A; 1: B is from another" in case.text.split("step 1")[0]
-    labels = set()
-    for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
-        labels.add(row["next_sentence_label"])
-        assert facts.endswith(f"label {row['next_sentence_label']}")
-        parts = [line for line in lines if line.endswith("[SEP]")]
-        assert len(parts) == 2 and lines[-1] is parts[-1]
-        assert [part.startswith("[CLS]") for part in parts] == [True, False]
-    assert labels == {0, 1}
-
-
-def test_key_tokens_are_marked_and_rows_weigh_what_the_loss_takes(case):
-    if case.name != "causal":
-        pytest.skip("no key tokens")
-    key = keytoken_table(KEYTOKENS, case.tokenizer, "cpu").nonzero().flatten().tolist()
-    weights = set()
-    for (facts, lines), row in zip(blocks(case.text), case.rows, strict=True):
-        expected = [case.tokenizer.decode([token]).strip() for token in row["input_ids"] if token in key]
-        assert re.findall(r"«([^«»]*)»", "\n".join(lines)) == expected
-        assert f"{len(expected)} key token" in facts and facts.endswith(f"weight {row['weight']:g}")
-        weights.add(row["weight"])
-    assert len(weights) > 1
+        given = dict(fact.split(" ") for fact in facts.split(", "))
+        numbers = {name: value for name, value in row.items() if not isinstance(value, list)}
+        assert {name: float(value) for name, value in given.items()} == pytest.approx(numbers)
+        real = sum(row.get("attention_mask", [1] * len(row["input_ids"])))
+        text = visible(case.tokenizer.decode(row["input_ids"][:real], clean_up_tokenization_spaces=False))
+        expected = [text]
+        if "slots" in row:
+            pairs = sorted(zip(row["slots"], row["slot_labels"], strict=True))
+            labels = [(place, label) for place, label in pairs if label != -100]
+            words = (f"{place} {case.tokenizer.decode([label]).strip()!r}" for place, label in labels)
+            expected.append(f"to predict, by position: {', '.join(words)}")
+            tokens = [(row["input_ids"][place], label) for place, label in labels]
+            masks |= {"kept" if a == b else a == case.tokenizer.mask_token_id for a, b in tokens}
+        assert lines.rstrip("\n") == "\n".join(expected).rstrip("\n")
+    assert masks == ({"kept", True, False} if "slots" in case.rows[0] else set())
+    [columns] = re.findall(r"A batch is (.*)\.$", case.text, re.M)
+    assert f"input_ids int64 [8, {len(case.rows[0]['input_ids'])}]" in columns
+    assert {name.split(" ")[0] for name in re.split(r"(?<=\]), ", columns)} == case.rows[0].keys()
+    if case.name == "causal":
+        key = keytoken_table(KEYTOKENS, case.tokenizer, "cpu")
+        weights = [1 + key[torch.tensor(row["input_ids"])].sum().item() for row in case.rows]
+        assert [row["weight"] for row in case.rows] == weights and len({*weights}) > 1
 
 
 @pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])

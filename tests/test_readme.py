@@ -184,7 +184,7 @@ def project_with_runs(tmp_path_factory):
     [manifest] = copy.glob("cache/rows-*/manifest.json")
     tokens = json.loads(manifest.read_text())["splits"]["train"]["tokens"]
     assert rows == f"{tokens // TINY['block_size']:,}"
-    assert re.search(r"^model +lfm2 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
+    assert re.search(r"^model +qwen3 from scratch on corpus.jsonl, [\d,]+ parameters,", out, re.M)
     publish = re.search(r"^ +publish +hf auth login && hf upload clm runs/clm \. (.*)$", out, re.M)[1]
     assert "--exclude '*/*'" in publish  # checkpoints/, for one
     shutil.copytree(copy / "runs/clm", copy / "runs/other")
@@ -260,7 +260,7 @@ def test_every_path_and_flag_of_its_commands_exists():
         assert (PROJECT / file).exists(), file
     for script, line in re.findall(r"(train_[cm]lm)\.py (--[^`|\n]+)", ALL):
         module = {"train_clm": train_clm, "train_mlm": train_mlm}[script]
-        parse_args(module.TrainArgs, module.PRESETS, module.OTHERS, line.split())
+        parse_args(module.TrainArgs, module.PRESETS, line.split())
 
 
 EDITS = [code for kind, code in BLOCKS if kind == "diff"]

@@ -37,10 +37,10 @@ MORE = {  # behind a command that begins so; behind other commands that train: T
 }
 SAID = {  # what its output holds, by the command's beginning
     "python -m data.prepare --dataset_name transformersbook": r"train: \d+ of 90 documents, \d+ filtered",
-    "python train_clm.py --preset codeparrot --show": r"the first 2 rows of this run",
+    "python train_clm.py --preset codeparrot --show": r"What the model is fed",
     "python train_clm.py --preset codeparrot --push": r"this run is finished",
     "python -m data.convert wikiTokenizedValid": r"train: 38 rows .*\n.*validation: 2 rows ",
-    "python train_mlm.py --preset wikitext-bert-nsp --show": r"label 0: B, after A and \[SEP\], follows A",
+    "python train_mlm.py --preset wikitext-bert-nsp --show": r"next_sentence_label \d",
     "from datasets import": r"repo_name: python/cpython\npath: .*\ncopies: 1\nsize: \d+\ncontent: ",
     "from transformers": r"\[\[0\.\d+, 0\.\d+\]\]",
 }

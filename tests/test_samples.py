@@ -1,19 +1,15 @@
 """What a run prints of its model at evaluations, against the model that it saves; prompts made of rows."""
 
+import json
 import re
 
-import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, BertTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from data.batches.rows import PackedRows
-from data.tokens.tokenizer import train_tokenizer
 from tests import forked
 from tests.checked import MASKED
 from tests.runs import TINY, write_corpus, write_english
-from utils.display.samples import chosen_prompts
 
 
 def trained(folder, script, processes=1, **flags) -> str:
@@ -69,35 +65,14 @@ def test_masks_are_filled_with_the_most_likely_tokens(tmp_path):
         ]
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "wordpiece"])
-def test_prompts_from_rows_are_whole_words_of_them(kind):
-    text = "import os\nprint(os.getcwd())\nfor name in os.listdir('.'):\n    print(name)\n" * 9
-    if kind == "wordpiece":
-        backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-        special = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
-        pieces = trainers.WordPieceTrainer(vocab_size=60, special_tokens=special)
-        backend.train_from_iterator([text], pieces)
-        tokenizer = BertTokenizerFast(tokenizer_object=backend)
-    else:
-        algorithm = ("unigram", 60, "roberta") if kind == "unigram" else ("bpe", 300, "gpt2")
-        tokenizer = train_tokenizer([text], *algorithm)
-    ids, masked = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16), kind != "bpe"
-    rows = PackedRows([ids], 96)
-    prompts = chosen_prompts(["rows"], {"": rows}, tokenizer, masked)
-    assert len(prompts) == min(3, len(rows))
-    for prompt in prompts:
-        words = prompt.split()
-        assert len(words) == 8 and [*filter(lambda word: word == "[MASK]", words)] == ["[MASK]"] * masked
-        assert {*re.findall(r"\w+|#", prompt)} - {"MASK"} <= {*re.findall(r"\w+", text)}, prompt
-    if not masked:  # white space stays
-        assert all(prompt in text for prompt in prompts)
-
-
-def test_prompts_from_rows_of_a_language_without_spaces():
-    text = "我们今天去公园散步然后回家吃饭看书睡觉" * 20
-    tokenizer = train_tokenizer([text], "bpe", 300, "gpt2")
-    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.uint16)
-    for masked in (False, True):
-        for prompt in chosen_prompts(["rows"], {"": PackedRows([ids], 16)}, tokenizer, masked):
-            assert len(prompt.replace(" [MASK]", "?")) == 16 and ("[MASK]" in prompt) == masked
+@pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
+def test_without_prompts_samples_begin_like_evaluation_rows(script, tmp_path):
+    data = write_english(tmp_path / "a.jsonl")
+    more = MASKED if script == "train_mlm.py" else {}
+    said = trained(tmp_path, script, dataset_name=data, prompts=["rows"], **more)
+    text = "".join("".join(json.loads(line)["text"] for line in open(data)).split())
+    lines = re.findall(r"^> (.*)$|^(.*)  ->  ", said[said.index("step 6/6  eval") :], re.M)
+    assert len(lines) == 3
+    for line in map("".join, lines):
+        parts = ["".join(part.replace("\\n", "").split()) for part in line.split("[MASK]")]
+        assert len(parts) == 1 + (script == "train_mlm.py") and all(part in text for part in parts), line

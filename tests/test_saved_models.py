@@ -18,7 +18,7 @@ from transformers import (
 
 from tests import forked
 from tests.runs import PROJECT, arguments, metrics, write_corpus
-from train_clm import PROMPTS
+from train_clm import PRESETS
 
 ROBERTA = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2,intermediate_size=64"
 KINDS = {
@@ -114,7 +114,7 @@ def test_a_pipeline_takes_what_is_shorter_than_the_positions(saved):
         pytest.skip("fills, does not generate")
     pipe = pipeline("text-generation", model=str(saved.path))
     positions = pipe.model.config.max_position_embeddings
-    for prompt in COURSE + PROMPTS:
+    for prompt in COURSE + PRESETS["laptop"]["prompts"]:
         assert pipe(prompt)[0]["generated_text"].startswith(prompt)
     ids = pipe.tokenizer("x = 1\n" * 200)["input_ids"]
     for length in (1, 2, positions - 2, positions - 1):

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 import train_clm
 import train_mlm
 from tests.runs import PROJECT
-from utils.flags import ELSEWHERE, parse_args
+from utils.flags import ELSEWHERE, named_values, parse_args
 from utils.io.mistakes import user_mistakes
 from utils.learning.optim import build_schedule
 from utils.settings import number_problems, use_saved_model
@@ -46,7 +46,7 @@ def test_weights_come_with_their_tokenizer_and_configuration():
         args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=[*words])
         return args.tokenizer_name, args.config_overrides
 
-    default = None, train_clm.LFM2
+    default = None, train_clm.TrainArgs.config_overrides
     assert parsed() == default == parsed("--model_name_or_path", "none")
     assert parsed("--model_name_or_path", "runs/a", "--preset", "codeparrot") == ("runs/a", "")
     given = parsed("--model_name_or_path=a", "--tokenizer_name", "b", "--config_overrides", "n_layer=2")
@@ -65,14 +65,13 @@ def test_passes_that_are_given_take_the_place_of_steps():
 
 
 def test_evaluating_a_run_takes_its_settings(tmp_path):
-    settings = asdict(train_clm.TrainArgs(dataset_name=["texts"], keywords=[], block_size=64, prompts=["a"]))
+    settings = asdict(train_clm.TrainArgs("laptop", ["texts"], block_size=64, prompts=["a"]))
     known = {"settings": settings | {"not_known_any_more": 1}, "run_id": "x", "starts": []}
     (tmp_path / "args.json").write_text(json.dumps(known))
 
     def parsed(*words):
         words = ["--output_dir", str(tmp_path), *words]
-        known = dict(presets=train_clm.PRESETS, others=train_clm.OTHERS)
-        args = parse_args(train_clm.TrainArgs, argv=words, **known)
+        args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, words)
         return args.dataset_name, args.keywords, args.block_size, args.prompts
 
     own, usual = (["texts"], [], 64, ["a"]), parsed()
@@ -80,8 +79,9 @@ def test_evaluating_a_run_takes_its_settings(tmp_path):
     assert parsed("--eval_only", "false") == usual
     assert parsed("--eval_only") == parsed("--eval_only=True", "--preset", "laptop") == own
     other = parsed("--eval_only", "true", "--dataset_name", "other")
-    assert other == (["other"], [], 64, train_clm.OTHERS["dataset_name"]["prompts"])
-    assert parsed("--eval_only", "true", "--model_name_or_path", "weights") == usual
+    assert other == (["other"], [], 64, ["rows"])
+    weights = parsed("--eval_only", "true", "--model_name_or_path", "weights")
+    assert weights == ([], [], 128, ["rows"])
     assert parsed("--eval_only", "true", "--preset", "codeparrot")[0] != own[0]
     (tmp_path / "args.json").write_text("[1]")
     assert parsed("--eval_only", "true") == usual
@@ -251,17 +251,28 @@ def test_our_value_error_is_the_users_mistake_a_librarys_is_not(capsys):
         json.loads("{")
 
 
-def test_other_model_types_and_data_get_defaults_of_their_own_but_what_a_preset_names_stays():
+def test_a_preset_and_sizes_go_with_their_data_and_model_type():
     def parsed(script, *words):
-        args = parse_args(script.TrainArgs, script.PRESETS, script.OTHERS, [*words])
-        return args.config_overrides, args.prompts
+        args = parse_args(script.TrainArgs, script.PRESETS, [*words])
+        return args.preset, args.dataset_name, args.keywords, args.prompts, args.config_overrides
 
-    assert parsed(train_clm, "--model_type", "llama")[0] == train_clm.SMALL
-    assert parsed(train_clm, "--model_type", "lfm2")[0] == parsed(train_clm)[0] == train_clm.LFM2
-    assert parsed(train_clm, "--model_type", "opt", "--config_overrides", "a=1")[0] == "a=1"
-    gpt2 = train_clm.PRESETS["gpt2"]["config_overrides"]
-    assert parsed(train_clm, "--preset", "gpt2", "--model_type", "llama")[0] == gpt2
-    assert parsed(train_mlm, "--model_type", "roberta")[0] == train_mlm.SMALL
-    assert parsed(train_mlm, "--dataset_name", "texts")[1] == ["rows"]
-    kept = parsed(train_mlm, "--preset", "wikitext-bert-nsp", "--dataset_name", "texts")
-    assert kept[1] == train_mlm.ENGLISH
+    sizes = train_clm.TrainArgs.config_overrides
+    laptop = train_clm.PRESETS["laptop"]
+    assert parsed(train_clm) == ("laptop", ["installed-python"], laptop["keywords"], laptop["prompts"], sizes)
+    assert parsed(train_clm, "--dataset_name", "a") == (None, ["a"], [], ["rows"], sizes)
+    assert parsed(train_clm, "--preset", "hour", "--dataset_name", "a")[1:4] == (["a"], [], ["rows"])
+    assert parsed(train_clm, "--model_name_or_path", "b")[:4] == (None, [], [], ["rows"])
+    assert parsed(train_clm, "--model_type", "opt")[4] == sizes == parsed(train_clm, "--preset", "gpt2",
+                                                                         "--model_type", "llama")[4]
+    for words, expected in {
+        ("--config_overrides", "hidden_size=256"): sizes.replace("hidden_size=128", "hidden_size=256"),
+        ("--preset", "gpt2", "--config_overrides", "n_layer=2"):
+            train_clm.PRESETS["gpt2"]["config_overrides"].replace("n_layer=4", "n_layer=2"),
+        ("--model_type", "opt", "--config_overrides", "ffn_dim=9"): f"{sizes},ffn_dim=9",
+        ("--config_overrides", "none"): "",
+        ("--config_overrides", '{"rope_parameters": {"rope_theta": 5}, "head_dim": 8'): None,
+    }.items():
+        assert parsed(train_clm, *words)[4] == (words[-1] if expected is None else expected)
+    nested = parsed(train_clm, "--config_overrides", '{"rope_parameters": {"rope_theta": 5}}')[4]
+    assert json.loads(nested) == named_values(sizes) | {"rope_parameters": {"rope_theta": 5}}
+    assert parsed(train_mlm)[1] == ["installed-docs"]

@@ -228,8 +228,8 @@ def test_a_skipped_update_has_a_line_with_its_rows(workspace, one_process):
     """Weights whose products are not finite: nothing learns, and metrics.jsonl says when."""
     broken = shutil.copytree(one_process, workspace / "broken", ignore=lambda *_: ["checkpoints"])
     weights = load_file(broken / "model.safetensors")
-    for name in ("w1", "w2", "w3"):
-        weights[f"model.layers.0.feed_forward.{name}.weight"].fill_(1e15)
+    for name in ("gate", "up", "down"):
+        weights[f"model.layers.0.mlp.{name}_proj.weight"].fill_(1e15)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     folder = trained(workspace, "skips", model_name_or_path=broken, config_overrides="", max_train_steps=3)
     lines = metrics(folder)
@@ -273,8 +273,8 @@ SLOW = {"per_device_eval_batch_size": 1, "max_eval_samples": 0}
 
 @pytest.mark.parametrize("during", ["first", "last"])
 def test_a_stop_during_an_evaluation_loses_nothing(during, workspace, whole):
-    """The last step is saved with its evaluation due, before the first one there is nothing to save; the same
-    command evaluates and leaves the same lines."""
+    """The evaluation goes on, then the run is saved; after the last step it is finished. The same command
+    leaves the same lines."""
     settings = flags(workspace, f"{during}-cut", **SLOW)
     log, file = workspace / f"{during}-log", workspace / f"{during}-cut" / "metrics.jsonl"
     seen = '"step": 6' if during == "last" else ""
@@ -283,9 +283,10 @@ def test_a_stop_during_an_evaluation_loses_nothing(during, workspace, whole):
         time.sleep(0.001)
     process.terminate()
     process.join(PATIENCE)
-    assert process.exitcode == 143, log.read_text()
+    assert process.exitcode == (0 if during == "last" else 143), log.read_text()
     logged = [json.loads(line) for line in file.open()]
-    assert [line["step"] for line in logged if "loss/eval" in line] == [0, 3][: 2 * (during == "last")]
+    evaluated = [line["step"] for line in logged if "loss/eval" in line]
+    assert evaluated in ([[0, 3, 6]] if during == "last" else [[], [0]])  # []: before the loop
     cut = trained(workspace, f"{during}-cut", **SLOW)
     assert metrics(cut) == metrics(whole)
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -192,8 +192,10 @@ class Check:
 
     def _evaluated(self) -> tuple:
         record = json.loads((self.folder / "first.log").read_text().strip().splitlines()[-1])
-        unequal, summary = compare.differences([self._evaluation()], [record], self.clocks, 1e-6)
-        return summary * bool(unequal), f"with seed {self.eval_seed}: {summary}", SEEDED
+        beside = sorted(self._evaluation().keys() - record.keys() - self.clocks)  # of what output_dir lacks
+        unequal, summary = compare.differences([self._evaluation()], [record], [*self.clocks, *beside], 1e-6)
+        skipped = f"; not compared, as it evaluates the model alone: {', '.join(beside)}" * bool(beside)
+        return summary * bool(unequal), f"with seed {self.eval_seed}: {summary}{skipped}", SEEDED
 
     def _saved_model(self) -> tuple:
         args = compare.settings(self.module, last_ones([*self.flags, "--output_dir", str(self.first)]))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from utils.display.metrics import read_metrics
@@ -20,7 +19,7 @@ CLOCK = ("seconds", "tokens_per_second", "mfu", "save_seconds", "peak_memory")
 
 def settings(script, flags: list[str]):
     """The settings of a script, a module, with these flags."""
-    return parse_args(script.TrainArgs, script.PRESETS, getattr(script, "OTHERS", None), flags)
+    return parse_args(script.TrainArgs, script.PRESETS, flags)
 
 
 def records(run: Path, last: float = math.inf) -> list[dict]:
@@ -129,7 +128,7 @@ def loss_by_transformers(script, args) -> float:
     quiet_libraries()
     with contextlib.redirect_stdout(io.StringIO()):
         special = ("unigram", 0 if pairs else 2) if masked else ()
-        tokenizer, _, eval_rows = script.load_rows(args, Accelerator(cpu=True), [], *special)
+        tokenizer, _, eval_rows = script.load_rows(args, *special)
         model = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(args.output_dir)
     args.per_device_eval_batch_size = args.max_eval_samples
     mask = script.MaskTokens(tokenizer, script.EVAL_MASKED) if masked else None

@@ -4,6 +4,7 @@ import argparse
 import ast
 import difflib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -47,6 +48,7 @@ ELSEWHERE = {
 }
 PATHS = re.compile(r"_(name|path|dir|checkpoint)$")  # settings that may name a place on this machine
 NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-(inf|nan)", re.I)
+OF_ITS_DATA = {"keywords", "prompts"}  # of a preset
 LENGTH = {"num_train_epochs", "max_train_steps"}
 OF_A_START = {"model_name_or_path", "tokenizer_name", "output_dir", "eval_only", "show"}
 ELSEWHERE = {name: there for names, there in ELSEWHERE.items() for name in names.split()}
@@ -80,53 +82,101 @@ class _Parser(HfArgumentParser):
         return "\n".join(lines) + "\n"
 
 
-def parse_args(args_class: type, presets: dict[str, dict[str, Any]],
-               others: dict[str, dict[str, Any]] | None = None, argv: list[str] | None = None) -> Any:
+def parse_args(args_class: type, presets: dict[str, dict[str, Any]], argv: list[str] | None = None) -> Any:
     """The defaults of `args_class`, changed by the preset (`--preset NAME`), changed by the other flags.
 
-    others: {setting: defaults where it is not the preset's, of settings that the preset does not name}.
-    --num_train_epochs takes the place of max_train_steps. --model_name_or_path comes with its own
-    configuration and tokenizer. Without it --eval_only evaluates the run in output_dir, whose settings are
-    the defaults then. `none` switches an optional setting off and empties a list. A field's trailing comment
-    is its help text. ValueError for unknown flags, with what takes their place or has a similar name, and for
-    wrong values."""
+    Where neither a preset nor data nor weights are named, the first preset counts. --config_overrides changes
+    the sizes that it names and keeps the others. --num_train_epochs takes the place of max_train_steps.
+    --model_name_or_path comes with its own configuration and tokenizer. Without it --eval_only evaluates the
+    run in output_dir, whose settings are the defaults then. `none` switches an optional setting off and
+    empties a list. A field's trailing comment is its help text. ValueError for unknown flags, with what takes
+    their place or has a similar name, and for wrong values."""
     if argv is None:  # a notebook's kernel has flags of its own
         argv = [] if sys.argv[0].endswith("kernel_launcher.py") else sys.argv[1:]
-    parser, asked = (_Parser(args_class, allow_abbrev=False, add_help=add) for add in (True, False))
+    parser = _Parser(args_class, allow_abbrev=False)
     parser.presets = presets
-    if dashes := [word for word in argv if word.endswith("=--")]:  # argparse would drop the value
-        parser.error(f"{', '.join(dashes)}: no value.")
-    asked.set_defaults(**dict.fromkeys(get_type_hints(args_class)))  # None: not given
-    given = vars(asked.parse_known_args(argv)[0])
-    flags = [word.split("=")[0] for word in argv]
-    if twice := [f"--{name}" for name, values in given.items()  # argparse would drop the first list
-                 if isinstance(values, list) and values != ["none"] and flags.count(f"--{name}") > 1]:
-        parser.error(f"{', '.join(twice)}: given twice; one flag takes all values, separated by spaces.")
-    preset = given.get("preset") or parser.get_default("preset")
-    if preset not in presets:
-        raise ValueError(f"--preset {preset}: unknown. Known presets: {', '.join(presets)}.")
-    parser.set_defaults(**presets[preset])
+    given = _given(args_class, parser, argv)
     weights = (given.get("model_name_or_path") or "none").lower() != "none"
-    if given.get("eval_only") and not weights:
-        folder = given.get("output_dir") or parser.get_default("output_dir")
-        run = read_args(os.path.expanduser(folder)).get("settings", {})
-        if given.get("preset") in (None, run.get("preset")):
-            same = (get_type_hints(args_class).keys() & run.keys()) - OF_A_START
-            parser.set_defaults(**{name: run[name] for name in same})
-    for name, defaults in (others or {}).items():
-        if given.get(name) is not None and as_list(given[name]) != as_list(parser.get_default(name)):
-            parser.set_defaults(**{n: value for n, value in defaults.items() if n not in presets[preset]})
-    if given.get("num_train_epochs") or presets[preset].keys() & LENGTH == {"num_train_epochs"}:
-        parser.set_defaults(max_train_steps=0)
-    if weights:
-        parser.set_defaults(config_overrides="", tokenizer_name=given["model_name_or_path"])
+    _set_defaults(args_class, parser, given, weights)
+    sizes = parser.get_default("config_overrides")
     options = dict(return_remaining_strings=True, look_for_args_file=False)
     args, unknown = parser.parse_args_into_dataclasses(argv, **options)
     if unknown:
         parser.error("\n".join(_explained(unknown, parser)))
+    if given.get("config_overrides") and not weights:
+        args.config_overrides = merge_overrides(sizes, given["config_overrides"])
     _apply_none(args)
     expand_home(args)
     return args
+
+
+def _given(args_class: type, parser: _Parser, argv: list[str]) -> dict[str, Any]:
+    """The flags of the command line: None, or [], for a setting that is not among them."""
+    if dashes := [word for word in argv if word.endswith("=--")]:  # argparse would drop the value
+        parser.error(f"{', '.join(dashes)}: no value.")
+    asked = _Parser(args_class, allow_abbrev=False, add_help=False)
+    asked.set_defaults(**dict.fromkeys(get_type_hints(args_class)))
+    given, flags = vars(asked.parse_known_args(argv)[0]), [word.split("=")[0] for word in argv]
+    if twice := [f"--{name}" for name, values in given.items()  # argparse would drop the first list
+                 if isinstance(values, list) and values != ["none"] and flags.count(f"--{name}") > 1]:
+        parser.error(f"{', '.join(twice)}: given twice; one flag takes all values, separated by spaces.")
+    return given
+
+
+def _set_defaults(args_class: type, parser: _Parser, given: dict[str, Any], weights: bool) -> None:
+    """What counts where no flag is given. weights: model_name_or_path is among the flags."""
+    preset = given.get("preset") or parser.get_default("preset")
+    if not (preset or weights or given.get("dataset_name")):
+        preset = next(iter(parser.presets))
+    if preset and preset not in parser.presets:
+        raise ValueError(f"--preset {preset}: unknown. Known presets: {', '.join(parser.presets)}.")
+    settings = {"preset": preset} | parser.presets.get(preset, {})
+    if given.get("eval_only") and not weights:
+        folder = given.get("output_dir") or settings.get("output_dir") or parser.get_default("output_dir")
+        run = read_args(os.path.expanduser(folder)).get("settings", {})
+        if given.get("preset") in (None, run.get("preset")):
+            same = (get_type_hints(args_class).keys() & run.keys()) - OF_A_START
+            settings |= {name: run[name] for name in same}
+    if (data := given.get("dataset_name")) and data != as_list(settings.get("dataset_name")):
+        settings = {name: value for name, value in settings.items() if name not in OF_ITS_DATA}
+    parser.set_defaults(**settings)
+    if given.get("num_train_epochs") or settings.keys() & LENGTH == {"num_train_epochs"}:
+        parser.set_defaults(max_train_steps=0)
+    if weights:
+        parser.set_defaults(config_overrides="", tokenizer_name=given["model_name_or_path"])
+    elif given.get("model_type") not in (None, parser.get_default("model_type")):
+        parser.set_defaults(config_overrides=args_class.config_overrides)  # the preset's are of its own type
+
+
+def merge_overrides(sizes: str, changes: str) -> str:
+    """The overrides `sizes` with the values that `changes` names; `none` drops them all. Text that cannot be
+    read is returned as it is."""
+    if changes.lower() == "none":
+        return ""
+    try:
+        merged = named_values(sizes) | named_values(changes)
+    except ValueError:
+        return changes
+    if any(isinstance(value, dict) for value in merged.values()):
+        return json.dumps(merged)
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in merged.items()}
+    return ",".join(f"{name}={text}" for name, text in texts.items())
+
+
+def named_values(text: str) -> dict[str, Any]:
+    """'n_layer=4,n_embd=256', or a JSON object for parts of it -> {"n_layer": 4, "n_embd": 256}."""
+    if text.startswith("{"):
+        return json.loads(text)
+    items = (item.partition("=") for item in re.split(r",(?![^[]*\])", text) if item.strip())
+    return {name.strip(): _parsed(value.strip()) for name, _, value in items}
+
+
+def _parsed(text: str) -> Any:
+    """A number, list, true, false or none; else the text itself."""
+    try:
+        return json.loads({"none": "null"}.get(text.lower(), text.lower()))
+    except ValueError:
+        return text
 
 
 def answer_help(script: Path) -> None:
@@ -141,7 +191,7 @@ def answer_help(script: Path) -> None:
     with suppress(Exception):  # an edit may need more: then the script itself answers
         nodes = [node for node in ast.parse(script.read_text()).body if plain(node)]
         exec(compile(ast.Module(nodes, []), script, "exec"), known)
-        parse_args(known["TrainArgs"], known["PRESETS"], known.get("OTHERS"))
+        parse_args(known["TrainArgs"], known["PRESETS"])
 
 
 def _apply_none(args: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils import DistributedType, DynamoBackend, parse_flag_from_env
+from accelerate.utils import DataLoaderConfiguration, DistributedType, DynamoBackend, parse_flag_from_env
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from utils import patches
@@ -54,14 +54,13 @@ def launcher_environment() -> dict[str, str]:
 
 
 def launch_options() -> dict:
-    """For Accelerator(...). On a TPU accelerate's bf16 turns weights and optimizer state into bfloat16, and
-    its launcher does not pass the YAML's choice on. So there accelerate gets "no", and utils/xla.py uses
-    autocast. Elsewhere accelerate reads the environment."""
-    if not is_xla():
-        return {}
-    if not is_xla(check_is_tpu=True):
+    """For Accelerator(...): batches are copied to the device during its work. On a TPU accelerate's bf16
+    turns weights and optimizer state into bfloat16, and its launcher does not pass the YAML's choice on. So
+    there accelerate gets "no", and utils/xla.py uses autocast. Elsewhere accelerate reads the environment."""
+    options = {"dataloader_config": DataLoaderConfiguration(non_blocking=not is_xla())}
+    if is_xla() and not is_xla(check_is_tpu=True):
         os.environ.setdefault("LOCAL_RANK", "0")  # else it is -1 on XLA's CPU: no process would print
-    return {"mixed_precision": "no"}
+    return options | ({"mixed_precision": "no"} if is_xla() else {})
 
 
 def claim_threads() -> None:

@@ -26,7 +26,7 @@ def main() -> None:
     from utils.state.things import collect_state
     from utils.steps import Steps
 
-    log_step, save, seed, seeded = Log.step, Checkpoints.save, Steps.seed, []
+    log_step, save, seed, seeded = Log.add, Checkpoints.save, Steps.seed, []
 
     def note(accelerator, **line):
         if accelerator.is_main_process:
@@ -37,8 +37,8 @@ def main() -> None:
         seed(self, step)
         seeded[:] = [torch.get_rng_state()]
 
-    def step_and_stop(self, step):
-        log_step(self, step)
+    def step_and_stop(self, step, *positional):
+        log_step(self, step, *positional)
         random = bool(seeded) and not torch.equal(seeded[0], torch.get_rng_state())
         variables = {}
         if self.accelerator.num_processes == 1:  # a state_dict may wait for the other processes
@@ -57,7 +57,7 @@ def main() -> None:
             unequal = [name for name, *texts in of_all if len({*texts}) > 1]
             note(self.accelerator, step=step, unequal=unequal)
 
-    Steps.seed, Log.step, Checkpoints.save = seed_and_remember, step_and_stop, save_and_compare
+    Steps.seed, Log.add, Checkpoints.save = seed_and_remember, step_and_stop, save_and_compare
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -21,19 +21,18 @@ POSITIVE = """block_size vocab_size per_device_train_batch_size per_device_eval_
 SHARES = "validation_fraction mlm_probability adam_beta2".split()  # below 1
 
 
-def check_settings(args: Any, kind: str) -> list[str]:
-    """A line for each problem that can be seen before the data is read.
+def check_settings(args: Any, kind: str) -> None:
+    """ValueError with a line for each problem that can be seen before the data is read.
 
-    kind: of the model, as in utils/learning/model.py. An edited script may lack a setting. ValueError at once
-    for what keeps accelerate from starting."""
+    kind: of the model, as in utils/learning/model.py. An edited script may lack a setting."""
     quiet_libraries()
     expand_home(args)  # parse_args does it, too, but main may be called with settings
     use_saved_model(args)
+    args.push_to_hub = args.push_to_hub and not (args.eval_only or args.show)
     problems = number_problems(args)
     for name in ["cache_dir"] if args.eval_only else ["output_dir", "cache_dir"]:
         problems += folder_problems(name, getattr(args, name))
-    blocking = tracker_problems(args.report_to) + launch_problems()
-    problems += blocking
+    problems += tracker_problems(args.report_to) + launch_problems()
     special = {"masked": 2, "pretraining": 3}.get(kind, 1)  # a row of one token has nothing to predict
     if 0 < args.block_size <= special:
         problems.append(f"block_size: must be more than {special}, is {args.block_size}.")
@@ -42,14 +41,13 @@ def check_settings(args: Any, kind: str) -> list[str]:
             problems.append(f"prompts: {prompt!r} has no [MASK], which stands for the word to be filled in.")
     problems += _schedule_problems(args)
     problems += check_model(args, kind) if not problems else []
-    if blocking:
+    if problems:
         raise ValueError("\n".join(problems))
-    return problems
 
 
 def use_saved_model(args: Any) -> None:
-    """eval_only without model_name_or_path evaluates output_dir: its model, with the state of its newest
-    checkpoint, if any. The run may have begun with other weights, which its settings still name."""
+    """eval_only without model_name_or_path evaluates the model in output_dir, of its newest save. The run may
+    have begun with other weights, which its settings still name."""
     folder = Path(args.output_dir)
     if not args.eval_only or args.model_name_or_path:
         return

@@ -23,9 +23,7 @@ class Steps:
         self._rows_each = args.per_device_train_batch_size * accelerator.num_processes
         self._sums = [0]  # rows before each step, extended on demand
         first, self.last = self.rows_before(1), args.max_train_steps
-        if getattr(args, "eval_only", False):  # it has no training rows
-            self.last = self.last or 1
-        elif len(rows) < first:
+        if len(rows) < first:
             fits = max(1, len(rows) * args.per_device_train_batch_size // first)
             raise ValueError(f"dataset_name: too few rows of {args.block_size} tokens: it gives {len(rows)}, "
                              f"and one step takes {first}. Take more text, or lower block_size or "

@@ -106,7 +106,7 @@ def watch_steps() -> dict:
     from utils.display.log import Log
     from utils.steps import Steps
 
-    seed, ended, found, host, garbage = Steps.seed, Log.step, {}, [], [0.0, 0]
+    seed, ended, found, host, garbage = Steps.seed, Log.add, {}, [], [0.0, 0]
     profiler, start = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), [0.0]
     wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
 
@@ -124,7 +124,7 @@ def watch_steps() -> dict:
         start[0] = time.perf_counter()
         seed(steps, step)
 
-    def end(log, step):  # after it `step` steps are done
+    def end(log, step, *more):  # after it `step` steps are done
         if step - 1 in ALONE:
             host.append(1000 * (time.perf_counter() - start[0]))
         if step == SEEN.stop:
@@ -134,9 +134,9 @@ def watch_steps() -> dict:
             found["garbage"] = f"{1000 * garbage[0] / step:.2f} ms a step, {garbage[1]} of all objects"
             found["launches"] = f"{counted(profiler) / len(SEEN):,.0f} a step"
             found.update(kernels(profiler))
-        ended(log, step)
+        ended(log, step, *more)
 
-    Steps.seed, Log.step = begin, end
+    Steps.seed, Log.add = begin, end
     return found
 
 

@@ -88,7 +88,6 @@ def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, c
 def train_with_trainer(argv: list[str]) -> None:
     """HF Trainer at its defaults on the rows, model, batch and steps of train_clm.py with these settings."""
     import torch
-    from accelerate import Accelerator
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
@@ -97,8 +96,8 @@ def train_with_trainer(argv: list[str]) -> None:
     from utils.flags import parse_args
     from utils.learning.model import build_model
 
-    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, train_clm.OTHERS, argv)
-    tokenizer, packed, evals = load_rows(args, Accelerator(), [])
+    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv)
+    tokenizer, packed, evals = load_rows(args)
     [held_out] = evals.values()
     set_seed(args.seed)
     lm = build_model(args, "causal", tokenizer)

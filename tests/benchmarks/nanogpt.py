@@ -57,13 +57,12 @@ Models = list[tuple[int, float, Path]]  # step, seconds of training, where the m
 
 def write_bins(folder: Path) -> None:
     """The rows of train_clm.py's default, one after the other, as nanoGPT's prepare.py writes ids."""
-    from accelerate import Accelerator
 
     import train_clm
     from data.load import load_rows
 
     args = train_clm.TrainArgs(cache_dir=str(folder / "cache"), output_dir=str(folder / "none"))
-    tokenizer, train, evals = load_rows(args, Accelerator(), [])
+    tokenizer, train, evals = load_rows(args)
     tokenizer.save_pretrained(folder)
     for name, rows in ("train", train), ("val", evals[""]):
         rows.ids(np.arange(len(rows))).astype(np.uint16).tofile(folder / f"{name}.bin")

@@ -56,7 +56,8 @@ def start_lines(args, accelerator, steps, step: int, optimizer, facts: dict) -> 
     data = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     origin = "" if step else f" with the weights of {weights}" if weights else " from scratch"
     model = f"{facts['model_type']}{origin}"
-    model += f" on {data}, {_millions(facts['parameters'])} parameters, attention: {launch['attention']}"
+    model += f" on {data}, {_millions(facts['parameters'])} parameters{facts['size']}"
+    model += f", attention: {launch['attention']}"
     lines = [f"run        {begins}, in {args.output_dir}; stop it any time{again}", f"target     {target}",
              f"batch      {batch}", f"steps      {length}", f"model      {model}"]
     lines += describe_groups(optimizer)

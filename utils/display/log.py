@@ -1,6 +1,6 @@
 """What a run says, a record at a time: lines and a bar on the terminal, metrics.jsonl, curves.png, trackers.
 
-All processes make the same calls; only the main process writes and prints. With eval_only nothing is written.
+All processes make the same calls; only the main process writes and prints.
 """
 
 import dataclasses
@@ -13,19 +13,22 @@ import shutil
 import sys
 from pathlib import Path
 
+from accelerate import PartialState
+from tqdm.auto import tqdm
+
 from utils import xla
 from utils.devices import peak_memory
 from utils.display.curves import draw_curves
 from utils.display.facts import environment_of, launch_facts, start_lines
 from utils.display.metrics import Metrics, by_set, finite, newest
-from utils.display.progress import Progress, bar, duration, readable
+from utils.display.progress import Progress, duration, on_terminal, readable
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.files import replacing
 from utils.io.secrets import without_secrets
 from utils.io.terminal import visible
-from utils.learning.model import EXAMPLES, pipeline_tag
-from utils.learning.optim import describe_groups
+from utils.learning.model import EXAMPLES, beside_default, pipeline_tag
+from utils.learning.optim import Means, describe_groups
 from utils.learning.xla_attention import attention_name
 
 UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
@@ -37,27 +40,42 @@ TRY = {  # the commands that try a saved model: their labels, options of pipelin
 
 
 class Log:
-    """The run from `step` on.
+    """All that a run says. losses: the names of those that `add` is given; guard: of the run's optimizers.
 
     facts: what the model card says. evaluated: the last step whose evaluation is in metrics.jsonl, or None.
     finished: an earlier start has done the last step and said so."""
 
-    def __init__(self, args, accelerator, steps, step: int, model, optimizer, tokenizer, hub):
-        self.args, self.accelerator, self.steps, self.hub = args, accelerator, steps, hub
+    def __init__(self, args, accelerator, steps, guard, *losses: str):
+        self.args, self.accelerator, self.steps, self.guard = args, accelerator, steps, guard
+        self.means, self.writes = Means(accelerator, *losses), accelerator.is_main_process
+        self.hub = self.metrics = self.throughput = self.progress = None  # made by `start`
+        self.facts, self.evaluated, self.finished = {}, None, False
+        self.skipped, self.advised = 0, False  # updates; whether few evaluated rows were told
+
+    def state_dict(self) -> dict:
+        return {"means": self.means.state_dict(), "guard": self.guard.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.means.load_state_dict(state["means"])
+        self.guard.load_state_dict(state["guard"])
+
+    def start(self, step: int, model, optimizer, tokenizer, hub) -> None:
+        """The run from `step` on: drops records of later steps, and prints what will be done."""
+        args, accelerator, self.hub = self.args, self.accelerator, hub
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
         launch = launch_facts(accelerator, attention_name(lm.config, args))
-        self.advised = False  # whether few rows were told
-        self.metrics = Metrics(args, step, accelerator.is_main_process and not args.eval_only)
-        self.finished = not args.eval_only and self.metrics.finished == step == steps.last
-        kept = self.metrics.kept
-        results, self.evaluated = newest(kept, "loss/eval")
-        self.skipped = sum(line.get("event") == "skipped_update" for line in kept)
+        self.metrics = Metrics(args, step, self.writes)
+        self.finished = self.metrics.finished == step == self.steps.last
+        results, self.evaluated = newest(self.metrics.kept, "loss/eval")
+        self.skipped = sum(line.get("event") == "skipped_update" for line in self.metrics.kept)
         peak = (peak_flops(launch["device"]) or 0) * launch["processes"]
         flops = flops_per_token(lm, args.block_size, getattr(args, "mlm_probability", 1.0))
-        self.throughput = Throughput(steps, flops, peak or None, step=step, seconds=self.metrics.seconds)
-        self.progress = Progress(steps.last, step, accelerator.is_main_process and not args.eval_only)
+        seconds = self.metrics.seconds
+        self.throughput = Throughput(self.steps, flops, peak or None, step=step, seconds=seconds)
+        self.progress = Progress(self.steps.last, step, self.writes)
         self.facts = dict(
-            step=step, last=steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
+            step=step, last=self.steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
+            size=beside_default(args, lm, tokenizer),
             repo_id=hub.repo_id, tried=self.metrics.known.get("tried", ""), sample="",
             pipeline_tag=pipeline_tag(lm), model_type=lm.config.model_type, mask_token=tokenizer.mask_token,
             settings=without_secrets(dataclasses.asdict(args)),
@@ -67,47 +85,45 @@ class Log:
         command = ["python", self.facts["script"], *sys.argv[1:]]
         self.facts["command"] = without_secrets(shlex.join(command))
         self._count(step)
-        if not args.eval_only:
-            self._start(step, optimizer, launch)
-
-    def _start(self, step: int, optimizer, launch: dict) -> None:
-        settings, accelerator = self.facts["settings"], self.accelerator
         if self.finished:
             again = "A new run needs another --output_dir."
-            text = f"{self.args.output_dir}: this run is finished, {step} steps; nothing to do. {again}"
+            text = f"{args.output_dir}: this run is finished, {step} steps; nothing to do. {again}"
             return accelerator.print(text)
-        if accelerator.is_main_process:
-            lines = start_lines(self.args, accelerator, self.steps, step, optimizer, self.facts)
+        self._begin(step, optimizer)
+
+    def _begin(self, step: int, optimizer) -> None:
+        settings, launch = self.facts["settings"], self.facts["launch"]
+        if self.writes:
+            lines = start_lines(self.args, self.accelerator, self.steps, step, optimizer, self.facts)
             self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
             rows = getattr(self.steps.rows, "prepared", None)
             self.metrics.start(step, settings, rows, launch, environment_of())
             script = Path(self.facts["script"])
             with replacing(Path(self.args.output_dir, script.name)) as copy:
                 shutil.copyfile(script, copy)
-        project = Path(self.facts["script"]).stem
-        start_trackers(accelerator, project, self.args.output_dir, self.metrics.run_id, settings, step)
-
-    def bar(self, batches):
-        """The batches of an evaluation behind a bar, which a terminal shows while they last."""
-        return bar(batches, "evaluating", is_main_process=self.accelerator.is_main_process)
+        project, output_dir = Path(self.facts["script"]).stem, self.args.output_dir
+        start_trackers(self.accelerator, project, output_dir, self.metrics.run_id, settings, step)
 
     def timed(self, name: str):
         """What runs inside is left out of tokens/s: "evaluation" or "save"."""
         return self.throughput.apart(name)
 
-    def step(self, step: int) -> None:
-        """After each step."""
+    def add(self, step: int, losses, skipped) -> None:
+        """After each step. losses [names]: the step's, on this process; skipped, 0-d: as guard.check says."""
+        self.means.add(losses, skipped)
         self._count(step)
         self.progress.update(step)
 
-    def train(self, step: int, means: dict, learning_rate: float, skipped: list[int]) -> None:
-        """A record of training. means: losses and grad_norm; skipped: for each update since the last record 1
-        if it was skipped, else 0."""
-        steps, main = self.steps, self.metrics
+    def train(self, step: int, learning_rate: float, **numbers) -> None:
+        """A record of the steps since the last one, with the norm of the newest gradient. numbers: other 0-d
+        tensors, of which the mean over processes is logged."""
+        steps, means = self.steps, self.means.read(grad_norm=self.guard.norm, **numbers)
+        skipped = self.guard.read()
         for done, skip in enumerate(skipped, step - len(skipped) + 1):
             if skip:
-                positions = [steps.rows_before(done - 1), steps.rows_before(done)]  # of rows: first, end
-                main.write({"step": step, "event": "skipped_update", "update": done, "positions": positions})
+                rows = [steps.rows_before(done - 1), steps.rows_before(done)]  # first, end
+                event = {"step": step, "event": "skipped_update", "update": done, "positions": rows}
+                self.metrics.write(event)
                 self.skipped += 1
         record = {"step": step, "epoch": steps.epoch(step)}
         record |= {f"epoch/{name}": epoch for name, epoch in steps.epochs(step).items()}
@@ -118,14 +134,13 @@ class Log:
             record["peak_memory"] = peak
         self._record(record)
 
+    def evaluation_due(self, step: int) -> bool:
+        """Every eval_steps, at the last step, and at step 0 with eval_at_start; once, also over resumes."""
+        due = self.steps.due(step, self.args.eval_steps) and (step or self.args.eval_at_start)
+        return bool(due) and self.evaluated != step
+
     def evaluation(self, step: int, record: dict, samples=()) -> None:
         """A record of an evaluation, samples of what the model can do, and new curves."""
-        if self.args.eval_only:
-            of = f"{self.args.model_name_or_path} ({self.facts['model_type']})"
-            rows = ", ".join(self.args.eval_dataset_name or self.args.dataset_name)
-            after = f", after step {step}" * bool(step)
-            lines = [without_secrets(f"{of} evaluated on {rows}{after}"), *_table(record)]
-            return self.accelerator.print(*lines, json.dumps(finite(record)), sep="\n")
         errors = finite(by_set(record, "loss/eval_stderr")).values()  # None: of a single row
         error = max((math.inf if error is None else error for error in errors), default=0)
         if error > UNSURE and not self.advised:
@@ -149,7 +164,7 @@ class Log:
         """Results and commands to try next; after a stop signal how to resume."""
         self.progress.close()
         self.accelerator.end_training()
-        if step < self.steps.last or self.evaluated != step:
+        if step < self.steps.last:
             where = f"at step {step} of {self.steps.last}"
             lines = [f"Stopped {where} and saved; run the same command to resume."]
             return self.accelerator.print(*lines, *self._published(), sep="\n")
@@ -195,6 +210,19 @@ class Log:
 
     def _published(self) -> list[str]:
         return [f"Published: {self.hub.published}"] * bool(self.hub.published)
+
+
+def bar(batches):
+    """The batches of an evaluation behind a bar, which a terminal shows while they last."""
+    hidden = not (PartialState().is_main_process and on_terminal())
+    return tqdm(batches, "evaluating", disable=hidden, leave=False, dynamic_ncols=True)
+
+
+def print_evaluation(args, accelerator, record: dict) -> None:
+    """What --eval_only found: lines to read, then all of it as JSON."""
+    rows = ", ".join(args.eval_dataset_name or args.dataset_name)
+    title = without_secrets(f"{args.model_name_or_path} evaluated on {rows}")
+    accelerator.print(title, *_table(record), json.dumps(finite(record)), sep="\n")
 
 
 def _table(values: dict) -> list[str]:

@@ -26,12 +26,6 @@ def on_terminal() -> bool:
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def bar(iterable, description="", is_main_process=True):
-    """A tqdm bar for evaluation: the main process shows it on a terminal and removes it at the end."""
-    hidden = not (is_main_process and on_terminal())
-    return tqdm(iterable, description, disable=hidden, leave=False, dynamic_ncols=True)
-
-
 class Progress:
     """On the main process: a line per log interval and evaluation; on a terminal a bar below them."""
 

@@ -4,14 +4,13 @@ such a model can be built, which is tried on the meta device without memory."""
 import contextlib
 import copy
 import difflib
-import json
-import re
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import CONFIG_MAPPING, AutoConfig
 
+from utils.flags import named_values
 from utils.io.files import is_missing_folder
 
 MODEL_CLASSES = {
@@ -46,7 +45,7 @@ def configure(args, kind, tokenizer=None):
             raise ValueError(f"unknown to transformers{_near(args.model_type, CONFIG_MAPPING)}")
         if overrides:
             blamed = f"config_overrides, {overrides!r}"
-            values = parse_overrides(config, overrides)
+            values = parse_overrides(config, overrides, getattr(type(args), "config_overrides", ""))
         source = blamed if weights else "config_overrides"
         problems += _fit_tokenizer(config, values, kind, tokenizer, weights, source)
         config, model, too_short = _fit_positions(config, values, kind, args.block_size, weights, source)
@@ -151,36 +150,21 @@ def setting(config, name):
     return config.to_dict().get(config.attribute_map.get(name, name))
 
 
-def parse_overrides(config, overrides) -> dict:
-    """`named_values` under the names of the configuration. ValueError for names that it lacks; transformers
-    checks the values' types."""
-    chosen = named_values(overrides)
+def parse_overrides(config, overrides: str, usual: str = "") -> dict:
+    """'n_layer=4,n_embd=256' -> {"n_layer": 4, "n_embd": 256}. ValueError for names that the configuration
+    lacks, but for those of the sizes `usual`; transformers checks the values' types."""
+    chosen, of_other_types = named_values(overrides), named_values(usual)
     defaults, other_names = config.to_dict(), config.attribute_map
     known = {*defaults, *other_names}
+    chosen = {name: value for name, value in chosen.items()
+              if name in known or (name, value) not in of_other_types.items()}  # fmt: skip
     if unknown := [f"{name}{_near(name, known)}" for name in chosen if name not in known]:
         rest = ",".join(f"{name}={value}" for name, value in chosen.items() if name in known)
         remedy = f"give name=value,... by the names of its configuration{', such as ' * bool(rest)}{rest}"
-        remedy += ', or "" for its usual sizes'
         raise ValueError(f"{config.model_type} has no {', '.join(unknown)}; {remedy}")
     chosen = {other_names.get(name, name): value for name, value in chosen.items()}
     real = (name for name, value in chosen.items() if isinstance(defaults.get(name), float))
     return chosen | {name: float(chosen[name]) for name in real}
-
-
-def named_values(text) -> dict:
-    """'n_layer=4,n_embd=256', or a JSON object for parts of it -> {"n_layer": 4, "n_embd": 256}."""
-    if text.startswith("{"):
-        return json.loads(text)
-    items = (item.partition("=") for item in re.split(r",(?![^[]*\])", text) if item.strip())
-    return {name.strip(): _value(value.strip()) for name, _, value in items}
-
-
-def _value(text):
-    """A number, true, false or none; else the text itself."""
-    try:
-        return json.loads({"none": "null"}.get(text.lower(), text.lower()))
-    except ValueError:
-        return text
 
 
 def _near(name, known):

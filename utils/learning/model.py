@@ -172,6 +172,17 @@ def _sees_next(forward, ids, logits) -> bool:
     return bool((changed - logits)[:, :-1].abs().max() > 1e-4 * logits.abs().max())
 
 
+def beside_default(args, lm, tokenizer) -> str:
+    """", 1.6 x the default's": the parameters of lm beside those of the script's default model with this
+    tokenizer; "" for the default itself."""
+    default = type(args)()
+    if (args.model_type, args.config_overrides) == (default.model_type, default.config_overrides):
+        return ""
+    kind = "causal" if pipeline_tag(lm) == "text-generation" else "masked"
+    _, model, problems = configure(default, kind, tokenizer)
+    return "" if problems else f", {lm.num_parameters() / model.num_parameters():.2g} x the default's"
+
+
 def pipeline_tag(lm) -> str:
     """The pipeline of transformers that runs the model: "text-generation" or "fill-mask"."""
     return "text-generation" if re.search(r"CausalLM|LMHead", type(lm).__name__) else "fill-mask"

@@ -4,7 +4,7 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import get_scheduler
 
-from utils.learning.configuration import named_values
+from utils.flags import named_values
 from utils.learning.muon import MuonAdamW, hidden_matrices
 from utils.xla import sync
 
@@ -66,8 +66,8 @@ def build_schedule(optimizer, args, last):
     """transformers' schedule lr_scheduler_type over `last` optimizer steps, with lr_scheduler_kwargs.
     num_warmup_steps, and num_decay_steps among the kwargs, are steps, or below 1 a share of all steps.
 
-    Step it once per update, and leave it out of accelerator.prepare, which would step it once per process.
-    ValueError for a warm-up or options that do not fit."""
+    optimizer: prepared or not. Step it once per update, and leave it out of accelerator.prepare, which would
+    step it once per process. ValueError for a warm-up or options that do not fit."""
     name, options = args.lr_scheduler_type, named_values(args.lr_scheduler_kwargs or "")
     counts = args.num_warmup_steps, options.get("num_decay_steps", 0)
     warmup, decay = (int(count * (last if count < 1 else 1)) for count in counts)
@@ -78,7 +78,7 @@ def build_schedule(optimizer, args, last):
         raise ValueError(f"lr_scheduler_kwargs: {name} takes none")
     options |= {"num_decay_steps": decay} if decay else {}
     total = max(last, warmup + 1)  # polynomial divides by the steps after the warm-up
-    return get_scheduler(name, optimizer, warmup, total, options)
+    return get_scheduler(name, getattr(optimizer, "optimizer", optimizer), warmup, total, options)
 
 
 class UpdateGuard:

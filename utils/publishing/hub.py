@@ -38,27 +38,23 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write (http
 
 
 class Hub:
-    """The repository of a run. All processes make it; the main process pushes, if push_to_hub is set and the
-    run trains. A save that comes while another one is pushed is not pushed, unless it is the last.
+    """The repository of a run. All processes make it; the main process pushes, if push_to_hub is set. A
+    save that comes while another one is pushed is not pushed, unless it is the last.
 
-    repo_id: user/name, or "" without pushes; url: of the model's page; status: a few words on the last push.
-    problems: what is wrong so far. Without any the repository is made now; a line is added, on all processes,
-    if we may not write there or the Hub does not answer within seconds."""
+    The repository is made now: ValueError on all processes if we may not write there or the Hub does not
+    answer within seconds. repo_id: user/name, or "" without pushes; url: of the model's page; status: a few
+    words on the last push."""
 
-    def __init__(self, args, accelerator, problems: list[str]):
+    def __init__(self, args, accelerator):
         self.output_dir = Path(args.output_dir)
         self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
         self.api, self.repo_id, self.url, self.status = HfApi(), "", "", ""
         self.named = repo_name(args)
         self.thread, self.error = threading.Thread(), ""  # of the last push
         self.newest = self.arrived = self.refused = self.told = None  # steps of saves
-        if not args.push_to_hub or args.eval_only or args.show or problems:
+        if not args.push_to_hub:
             return
-        try:
-            where = self.named, args.hub_private_repo
-            repo_id = on_main_process(accelerator, open_repository, self.api, *where)
-        except ValueError as error:
-            return problems.append(str(error))
+        repo_id = on_main_process(accelerator, open_repository, self.api, self.named, args.hub_private_repo)
         self.repo_id = repo_id if accelerator.is_main_process else ""
         self.url = self.repo_id and f"{self.api.endpoint}/{self.repo_id}"
         os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{SILENCE}s")  # default: 300 s for each try
@@ -92,9 +88,11 @@ class Hub:
         self.thread = threading.Thread(target=self._upload, args=(step, message), daemon=True)
         self.thread.start()
 
-    def finish(self) -> bool:
-        """Push the newest save until it arrives, for at most ten minutes, or 20 s after a stop signal. If it
-        does not arrive, print how to upload it and return False."""
+    def finish(self, step: int) -> bool:
+        """Push the save of this step until it arrives, for at most ten minutes, or 20 s after a stop signal.
+        If it does not arrive, print how to upload it and return False."""
+        if self.newest != step:  # an earlier start has saved it
+            self.push(step)
         deadline, again, pause = time.monotonic() + FINISH_SECONDS, 0.0, 1
         if self.newest != self.arrived:
             tqdm.write(f"hub        waits up to {FINISH_SECONDS // 60} minutes until {self.repo_id} has "

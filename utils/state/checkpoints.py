@@ -45,8 +45,8 @@ class Checkpoints:
     things: {name: a module, an optimizer, a torch.Generator, or what has state_dict and load_state_dict},
     "model" among them. What is not sharded is saved as the main process has it.
 
-    Locks output_dir until the process ends; with eval_only nothing is locked or written. ValueError if it is
-    in use, or for a thing that cannot be saved."""
+    Locks output_dir until the process ends. ValueError if it is in use, or for a thing that cannot be
+    saved."""
 
     def __init__(self, args, accelerator, steps, rows_fingerprint: str, may_change, **given):
         self.args, self.accelerator, self.steps = args, accelerator, steps
@@ -64,8 +64,7 @@ class Checkpoints:
         keep_alive(accelerator)
         sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
         self._writers = accelerator.num_processes if sharded else 1
-        if not args.eval_only:
-            on_main_process(accelerator, self._open)
+        on_main_process(accelerator, self._open)
 
     def _open(self):
         self._lock = folders.lock_output_dir(self.args.output_dir)
@@ -171,14 +170,11 @@ class Checkpoints:
 
     def load(self) -> int:
         """Restore everything from the checkpoint that resume_from_checkpoint means. Returns its step, 0
-        without one. With eval_only it restores modules only.
+        without one.
 
         ValueError on all processes if no checkpoint is valid, it is another experiment's, or it does not fit
         the things."""
-        step, evaluates, weights = 0, self.args.eval_only, self.args.model_name_or_path
-        own = weights == self.args.output_dir and folders.list_checkpoints(self.folder)
-        if evaluates and weights and not own:
-            return 0
+        step = 0
         if chosen := on_main_process(self.accelerator, folders.choose, self.folder, self.args):
             step, self._exported = self._restore(Path(chosen)), Path(chosen).parent == self.folder
         return step
@@ -187,9 +183,8 @@ class Checkpoints:
         try:
             state, targets = folders.read_state(folder), {}
             saved, there = state["things"], tensors_of(folder)
-            if not self.args.eval_only:  # its settings are the run's, but for those that are given
-                check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
-                                 self.things.get("schedule"))
+            check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
+                             self.things.get("schedule"))
             here = self._common(saved, folder)
             things.reshard(self.model)
             for name, thing in here.items():
@@ -207,11 +202,9 @@ class Checkpoints:
 
     def _common(self, saved, folder) -> dict:
         """The things that are to be restored and that the checkpoint has."""
-        modules = {name: thing for name, thing in self.things.items() if isinstance(thing, torch.nn.Module)}
-        wanted = modules if self.args.eval_only else self.things
         if self.accelerator.is_main_process:
-            for name in sorted(wanted.keys() - saved.keys()):
+            for name in sorted(self.things.keys() - saved.keys()):
                 logger.warning("%s: not in %s, so it starts anew", name, folder)
             for name in sorted(saved.keys() - self.things.keys()):
                 logger.warning("%s: in %s, but not given to Checkpoints now", name, folder)
-        return {name: thing for name, thing in wanted.items() if name in saved}
+        return {name: thing for name, thing in self.things.items() if name in saved}

@@ -38,16 +38,16 @@ def choose(folder: Path, args) -> str | None:
     """The verified checkpoint that resume_from_checkpoint means, None if the run begins anew. Sets aside, on
     disk, what is damaged or replaced. ValueError if no checkpoint is valid, or an older one was meant."""
     own, wanted = list_checkpoints(folder)[::-1], args.resume_from_checkpoint
-    if wanted == "none" and not args.eval_only:
+    if wanted == "none":
         for path in own:
             set_aside(path)
         if own:
             logger.warning("checkpoints of the run before were renamed to replaced-* in %s", folder)
         return None
     candidates = own
-    if wanted not in ("auto", "none"):
+    if wanted != "auto":
         inside = Path(wanted).resolve().parent == folder.resolve()
-        if not own or args.eval_only:
+        if not own:
             candidates = [Path(wanted)]
         elif not inside:
             logger.warning("%s has checkpoints of its own: continuing with them, not with %s", folder, wanted)
@@ -59,17 +59,13 @@ def choose(folder: Path, args) -> str | None:
         if not (problem := verify_checksums(path)):
             for other, damage in damaged.items():
                 logger.warning("%s is damaged (%s): going back to %s", other, damage, path)
-                if not args.eval_only:
-                    set_aside(other, "bad-")
+                set_aside(other, "bad-")
             return str(path)
         damaged[path] = problem
     if damaged:
         there = ", ".join(path.name for path in own[::-1]) or "none"
         raise ValueError(f"resume_from_checkpoint {wanted}: no checkpoint is valid ({problem}). In {folder}: "
                          f"{there}. Repair one, or begin anew with --resume_from_checkpoint none")
-    if args.eval_only:
-        raise ValueError(f"eval_only: {folder} has no checkpoint: name a model (--model_name_or_path), or "
-                         "another --output_dir")
     return None
 
 
