@@ -30,8 +30,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 from data.load import eval_loader, load_rows, train_loader
 from utils.display.log import Log, bar, print_evaluation
-from utils.display.preview import show_rows
-from utils.display.samples import complete_prompts
+from utils.display.samples import complete_prompts, show_rows
 from utils.flags import parse_args
 from utils.launch import check_launch, launch_options
 from utils.learning.losses import CausalLMLoss, keytoken_row_weights, keytoken_table

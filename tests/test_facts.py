@@ -13,7 +13,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 import train_clm
 from tests import forked
 from tests.runs import environment
-from utils.display.facts import launch_facts, start_lines
+from utils.display.start import launch_facts, start_lines
 from utils.io.mistakes import lost_peer
 from utils.launch import launch_problems
 from utils.steps import Steps
@@ -109,10 +109,10 @@ def test_torch_tpu_is_refused_as_accelerate_would_train_on_the_cpu(monkeypatch, 
 
 def test_each_doubt_about_devices_has_its_line_and_a_sound_launch_has_none(monkeypatch):
     assert "warning" not in block()
-    monkeypatch.setattr("utils.display.facts.has_bf16", lambda device: False)
+    monkeypatch.setattr("utils.display.start.has_bf16", lambda device: False)
     monkeypatch.setattr(Accelerator, "mixed_precision", "bf16")
     assert "warning    mixed_precision: bf16 is emulated and slow here" in block()
-    monkeypatch.setattr("utils.display.facts.device_name", str)
+    monkeypatch.setattr("utils.display.start.device_name", str)
     monkeypatch.setattr(Accelerator, "device", torch.device("xpu"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     assert "warning    num_processes: 1 of 8 devices are used" in block()

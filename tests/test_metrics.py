@@ -29,10 +29,18 @@ from transformers import (
 
 from tests.runs import PATIENCE, PROJECT
 from utils.display import throughput
-from utils.display.metrics import Metrics, newest, read_args, read_metrics
-from utils.display.progress import duration, readable
+from utils.display.metrics import (
+    Metrics,
+    duration,
+    log_to_trackers,
+    newest,
+    read_args,
+    read_metrics,
+    readable,
+    start_trackers,
+    tracker_problems,
+)
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
-from utils.display.trackers import log_to_trackers, start_trackers, tracker_problems
 from utils.io.files import replacing
 
 
@@ -311,8 +319,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():
 
 RUN = """
 import sys
-from utils.display.log import bar
-from utils.display.progress import Progress
+from utils.display.log import Progress, bar
 progress = Progress(40, 0)
 for step in range(1, 41):
     progress.update(step)
@@ -361,7 +368,7 @@ def test_on_a_terminal_the_lines_stand_above_one_bar():
 
 NOISE = """
 import sys, warnings
-from utils.display.progress import quiet_libraries
+from utils.display.start import quiet_libraries
 quiet_libraries()
 import datasets, transformers
 transformers.utils.logging.get_logger("transformers.x").warning("transformers warns")

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from utils.display.metrics import read_metrics
-from utils.display.progress import quiet_libraries
+from utils.display.start import quiet_libraries
 from utils.flags import parse_args
 
 CLOCK = ("seconds", "tokens_per_second", "mfu", "save_seconds", "peak_memory")

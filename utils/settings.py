@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from utils.display.metrics import read_args
-from utils.display.progress import quiet_libraries
-from utils.display.trackers import tracker_problems
+from utils.display.metrics import read_args, tracker_problems
+from utils.display.start import quiet_libraries
 from utils.flags import expand_home
 from utils.launch import launch_problems
 from utils.learning.configuration import one_line

@@ -19,11 +19,19 @@ from tqdm.auto import tqdm
 from utils import xla
 from utils.devices import peak_memory
 from utils.display.curves import draw_curves
-from utils.display.facts import environment_of, launch_facts, start_lines
-from utils.display.metrics import Metrics, by_set, finite, newest
-from utils.display.progress import Progress, duration, on_terminal, readable
+from utils.display.metrics import (
+    Metrics,
+    by_set,
+    duration,
+    finite,
+    format_metric,
+    log_to_trackers,
+    newest,
+    readable,
+    start_trackers,
+)
+from utils.display.start import environment_of, launch_facts, start_lines
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
-from utils.display.trackers import log_to_trackers, start_trackers
 from utils.io.files import replacing
 from utils.io.secrets import without_secrets
 from utils.io.terminal import visible
@@ -31,6 +39,13 @@ from utils.learning.model import EXAMPLES, beside_default, pipeline_tag
 from utils.learning.optim import Means, describe_groups
 from utils.learning.xla_attention import attention_name
 
+SHOWN = {  # name in the line -> metric, format
+    "eval loss": ("loss/eval", ".4f"),
+    "perplexity": ("perplexity", ",.2f"),
+    "accuracy": ("accuracy", ".1%"),
+    "tok/s": ("tokens_per_second", ",.0f"),
+}
+BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {elapsed}, left {remaining}, {rate_fmt}"
 UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
 TRY = {  # the commands that try a saved model: their labels, options of pipeline()
     "text-generation": {"generate": ", do_sample=False, repetition_penalty=1.2",
@@ -210,6 +225,48 @@ class Log:
 
     def _published(self) -> list[str]:
         return [f"Published: {self.hub.published}"] * bool(self.hub.published)
+
+
+class Progress:
+    """On the main process: a line per log interval and evaluation; on a terminal a bar below them."""
+
+    def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
+        self.total_steps, self.is_main_process = total_steps, is_main_process
+        options = dict(dynamic_ncols=True, bar_format=BAR_FORMAT, smoothing=0)
+        hidden = not (is_main_process and on_terminal())
+        self.bar = tqdm(total=total_steps, initial=step, disable=hidden, **options)
+
+    def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = "") -> None:
+        """Move the bar; show a record of training or evaluation, seconds left, the status of pushes."""
+        if not self.is_main_process:
+            return
+        self.bar.update(step - self.bar.n)
+        if record is None:
+            return
+        train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
+        shown = {"loss": (train, ".4f"), **SHOWN}
+        texts = {name: format_metric(record, *how) for name, how in shown.items()}
+        if math.isfinite(record.get("loss/eval_stderr") or math.nan):  # with a single set of several rows
+            texts["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
+        texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # these fit a narrow terminal
+        texts["skipped"] = str(record.get("skipped_updates") or "")
+        texts["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
+        line = "  ".join(f"{name} {text}" for name, text in texts.items() if text)
+        self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
+
+    def write(self, text: str) -> None:
+        """Print above the bar."""
+        if self.is_main_process:
+            text = visible(text)
+            tqdm.write(text, file=sys.stdout) if not self.bar.disable else print(text, flush=True)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def on_terminal() -> bool:
+    """Whether stderr, where bars go, is a terminal that can move its cursor."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def bar(batches):

@@ -1,8 +1,9 @@
-"""metrics.jsonl, what a run measures, and args.json, what it is: settings, versions, starts."""
+"""A run's numbers: in metrics.jsonl, on trackers, as text; and args.json: its settings, versions, starts."""
 
 import contextlib
 import json
 import math
+import os
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -117,3 +118,67 @@ def by_set(record: Mapping, metric: str) -> dict[str, Any]:
     """{evaluation set: value} of the keys METRIC/NAME. A single set has the key METRIC and the name ""."""
     named = {key: value for key, value in record.items() if f"{key}/".startswith(f"{metric}/")}
     return {key[len(metric) + 1 :]: value for key, value in named.items()}
+
+
+def tracker_problems(report_to: list[str]) -> list[str]:
+    """A line for each tracker that is not installed, which accelerate would leave out silently, and if wandb
+    cannot log in."""
+    from accelerate.tracking import get_available_trackers
+
+    installed = [*map(str, get_available_trackers())]
+    problems = [f"report_to: {name!r} is no tracker that is installed here; `pip install` it, or give some "
+                f"of {' '.join([*installed, 'none'])}, separated by spaces."
+                for name in report_to if name not in [*installed, "all"]]  # fmt: skip
+    if "wandb" in installed and {"wandb", "all"} & {*report_to} and os.environ.get("RANK", "0") == "0":
+        import wandb
+
+        try:
+            wandb.login()  # on a terminal it asks for the key
+        except Exception as error:  # of wandb's own kinds
+            problems.append(f"report_to: {error} WANDB_MODE=offline needs no login.")
+    return problems
+
+
+def start_trackers(accelerator, project: str, output_dir, run_id: str, settings: dict, step: int) -> None:
+    """accelerator.init_trackers, so that a resumed run (step > 0) continues its curves."""
+    if not accelerator.log_with:
+        return
+    name = Path(output_dir).resolve().name
+    options = {
+        "wandb": {"id": run_id, "name": name, "resume": "allow"},
+        "trackio": {"name": f"{name}-{run_id}", "resume": "allow"},
+        "tensorboard": {"purge_step": step + 1 if step else None},
+    }
+    accelerator.init_trackers(project, init_kwargs=options)
+    plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in settings.items()}
+    for tracker in accelerator.trackers:
+        if not step or tracker.name != "tensorboard":  # there it would make each start another run
+            tracker.store_init_configuration(plain)
+
+
+def log_to_trackers(accelerator, record: dict) -> None:
+    """Send the numbers of a record of metrics.jsonl to the trackers, if any, at the record's step."""
+    numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+    accelerator.log(numbers, step=record["step"])
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min 20 s, 5 h 12 min, 3 d 4 h"""
+    seconds = round(seconds)
+    for big, small, size, part in (("d", "h", 86400, 3600), ("h", "min", 3600, 60), ("min", "s", 60, 1)):
+        if seconds >= size:
+            return f"{seconds // size} {big} {seconds % size // part} {small}"
+    return f"{seconds} s"
+
+
+def format_metric(record: Mapping, metric: str, spec: str) -> str:
+    """1.65; with several evaluation sets: books 1.65, news 2.10; "" without the metric"""
+    texts = {name: "-" if v is None else format(v, spec) for name, v in by_set(record, metric).items()}
+    return ", ".join(f"{name} {text}".lstrip() for name, text in texts.items())
+
+
+def readable(value) -> str:
+    """0.3333, 12.18, 65,024"""
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -18,8 +18,7 @@ from huggingface_hub.utils import disable_progress_bars, filter_repo_objects
 from huggingface_hub.utils._http import default_client_factory
 from tqdm import tqdm
 
-from utils.display.metrics import newest, read_metrics
-from utils.display.progress import readable
+from utils.display.metrics import newest, read_metrics, readable
 from utils.io.mistakes import on_main_process
 from utils.io.secrets import without_secrets
 from utils.publishing.export import ASIDE

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from utils.display.metrics import by_set
-from utils.display.progress import duration, readable
+from utils.display.metrics import by_set, duration, readable
 from utils.flags import as_list
 from utils.io.files import replacing
 from utils.learning.model import EXAMPLES

@@ -1,8 +1,12 @@
-"""A few lines on what a run will do, before its first step, with warnings of what the user may not expect."""
+"""Before the first step: what libraries may print, and lines on what the run will do, with warnings of what the
+user may not expect."""
 
 import importlib.metadata
+import logging
 import math
+import os
 import platform
+import warnings
 
 import torch
 
@@ -11,6 +15,35 @@ from utils.display.throughput import device_name
 from utils.launch import PRECISIONS, counted
 from utils.learning.optim import describe_groups, further_rates
 from utils.xla import is_xla, xla_precision
+
+
+def quiet_libraries(level: int = logging.ERROR) -> None:
+    """Show libraries' messages from `level` on, and no progress bars of theirs; TRANSFORMERS_VERBOSITY and
+    the like override that. Warnings of our own modules are for the user."""
+    import huggingface_hub.utils
+    import transformers
+
+    # datasets reads these when it is imported, which takes 60 MB and half a second: only if it is needed.
+    os.environ.setdefault("DATASETS_VERBOSITY", logging.getLevelName(level).lower())
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    for name in ("transformers", "huggingface_hub", "accelerate", "torch", "fsspec", "httpx"):
+        if f"{name.upper()}_VERBOSITY" not in os.environ:
+            logging.getLogger(name).setLevel(level)
+    if os.environ.get("RANK", "0") == "0":  # waiting for the Hub is no silence
+        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)
+        for name in ("transformers.models", "transformers.integrations"):  # a model without its kernels
+            logging.getLogger(name).setLevel(min(level, logging.WARNING))
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_worth_a_line)
+    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("default", category=UserWarning, module=r"(__main__|train_|utils\.|data\.)")
+    warnings.filterwarnings("ignore", message=r"std\(\)")  # of one row there is no standard error
+    transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.disable_progress_bars()
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Short convolutions, which the default has, are fast without a kernel of their own."""
+    return "causal_conv1d" not in record.getMessage()
 
 
 def launch_facts(accelerator, attention: str) -> dict:
