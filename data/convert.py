@@ -26,7 +26,7 @@ from data.tokens.encode import id_count, token_dtype
 from data.tokens.shards import FORMAT, MANIFEST, NAME, SHARD_MB, SPLITS, finish, write_shards
 from data.tokens.tokenizer import load_tokenizer
 from utils.io.mistakes import user_mistakes
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.io.urls import Folder, explained
 
 

@@ -22,7 +22,7 @@ from data.tokens.sets import DataSet, open_set
 from data.tokens.shards import Shards
 from data.tokens.tokenizer import load_tokenizer, trained_tokenizer
 from utils.io.files import write_json
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 
 # The settings that shape the rows, where a run has them.
 SHAPE = """dataset_name mixture dataset_config_name eval_dataset_name text_column keywords validation_fraction

@@ -23,7 +23,7 @@ from tests.runs import PATIENCE, PROJECT
 from tests.small_run import SmallRun
 from utils.io.files import checksum_file, seal, verify_checksums
 from utils.io.mistakes import RunFailed
-from utils.state.folders import list_checkpoints, lock_output_dir
+from utils.state.resume import list_checkpoints, lock_output_dir
 
 
 def same(a: dict, b: dict) -> bool:
@@ -330,7 +330,7 @@ import os, random, signal, sys, time
 import torch
 from tests.small_run import SmallRun
 from utils.io.files import verify_checksums
-from utils.state.folders import list_checkpoints
+from utils.state.resume import list_checkpoints
 folder, trials = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(1)  # forking below
 delays, step, inside = random.Random(0), 0, 0
@@ -519,7 +519,7 @@ def test_any_number_of_processes_continues_what_any_other_saved(several, tmp_pat
 HOLD = """
 import os, sys, time
 from tests.runs import PATIENCE
-from utils.state.folders import lock_output_dir
+from utils.state.resume import lock_output_dir
 lock = lock_output_dir(sys.argv[1])
 print("held", flush=True)
 os.fork()

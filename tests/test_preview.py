@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from tests.checked import MASKED, apply, copy_project
 from tests.forked import finish, start, start_all
 from tests.runs import PROJECT, TINY, write_corpus, write_english
-from utils.io.terminal import visible
+from utils.io.text import visible
 from utils.learning.losses import keytoken_table
 
 ROWS = 10  # of the first two steps of eight

@@ -14,7 +14,7 @@ from tests import forked
 from tests.data_runs import save_tokenizer
 from tests.hub_server import TOKEN, HubServer
 from tests.runs import TINY, metrics, write_corpus
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 
 S3_ID, S3_KEY = "AKIALOOPBACKADA4242Q", "s3-Secret/of+ada"
 PROXY, QUERY, OVERRIDE = "proxy-pass-4242", "query-token-4242", "hf_inAConfigOverride424242"

@@ -18,7 +18,7 @@ from utils.flags import ELSEWHERE, named_values, parse_args
 from utils.io.mistakes import user_mistakes
 from utils.learning.optim import build_schedule
 from utils.settings import number_problems, use_saved_model
-from utils.state.experiment import changed_settings, check_experiment, experiment
+from utils.state.resume import changed_settings, check_experiment, experiment
 from utils.steps import Steps
 
 

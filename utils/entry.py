@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from utils.io.mistakes import user_mistakes
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.state.stop_signals import handle_stop_signals, restore_handlers
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -23,7 +23,7 @@ def main() -> None:
     sys.path[0] = str(Path(sys.argv[0]).parent)
     from utils.display.log import Log  # the script's own
     from utils.state.checkpoints import Checkpoints
-    from utils.state.things import collect_state
+    from utils.state.stateful import collect_state
     from utils.steps import Steps
 
     log_step, save, seed, seeded = Log.add, Checkpoints.save, Steps.seed, []
@@ -51,7 +51,7 @@ def main() -> None:
     def save_and_compare(self, step, *positional, **named):
         save(self, step, *positional, **named)
         if self.accelerator.num_processes > 1:
-            states = {name: collect_state(name, thing, self.model) for name, thing in self.things.items()}
+            states = {name: collect_state(name, obj, self.model) for name, obj in self.objects.items()}
             texts = [f"{record} {text_of(tensors)}" for record, tensors in states.values()]
             of_all = zip(states, *gather_object([texts]), strict=True)
             unequal = [name for name, *texts in of_all if len({*texts}) > 1]

@@ -31,7 +31,7 @@ from fsspec.utils import infer_compression
 
 from data.documents.names import JSON_LINES, digest, split_files, states, suffix
 from utils.io.mistakes import of_network
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.io.urls import explained
 
 LFS = b"version https://git-lfs.github.com/spec/"  # the beginning of what a clone has without Git LFS

@@ -12,7 +12,7 @@ from datasets.exceptions import DatasetsError
 
 from data.documents.files import UNIT_BYTES, table_rows
 from data.documents.names import digest, is_saved
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 
 
 def splits(source) -> list[str]:

@@ -12,7 +12,7 @@ from collections import Counter, deque
 
 import fsspec
 
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.io.urls import explained, open_url
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")

@@ -18,7 +18,7 @@ from functools import partial
 
 from data.documents import files, installed
 from data.documents.names import digest, is_files, is_saved
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.io.urls import explained
 
 PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"

@@ -33,8 +33,7 @@ from utils.display.metrics import (
 from utils.display.start import environment_of, launch_facts, start_lines
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.io.files import replacing
-from utils.io.secrets import without_secrets
-from utils.io.terminal import visible
+from utils.io.text import visible, without_secrets
 from utils.learning.model import EXAMPLES, beside_default, pipeline_tag
 from utils.learning.optim import Means, describe_groups
 from utils.learning.xla_attention import attention_name

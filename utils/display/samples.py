@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 from transformers import FillMaskPipeline, GenerationConfig, TextGenerationPipeline
 
-from utils.io.terminal import in_one_line, visible
+from utils.io.text import in_one_line, visible
 from utils.learning.losses import eval_mode, keytoken_row_weights
 
 # Always the most likely token. The scores of tokens that have occurred are divided by 1.2 (CTRL, arXiv

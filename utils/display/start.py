@@ -1,5 +1,4 @@
-"""Before the first step: what libraries may print, and lines on what the run will do, with warnings of what the
-user may not expect."""
+"""Before the first step: what libraries may print, what the run will do, and warnings of what surprises users."""
 
 import importlib.metadata
 import logging

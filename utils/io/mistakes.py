@@ -10,8 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from utils.io.secrets import without_secrets
-from utils.io.terminal import tolerate_any_reader, visible
+from utils.io.text import tolerate_any_reader, visible, without_secrets
 
 NETWORK_MODULES = {"aiobotocore", "aiohttp", "botocore", "fsspec", "gcsfs", "httpcore", "httpcore2", "httpx",
                    "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"}

@@ -8,7 +8,7 @@ import fsspec
 
 from utils.io.files import flush
 from utils.io.mistakes import of_network
-from utils.io.secrets import HIDDEN, without_secrets
+from utils.io.text import HIDDEN, without_secrets
 
 
 @contextlib.contextmanager

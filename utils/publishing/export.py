@@ -8,9 +8,9 @@ from pathlib import Path
 
 from utils.io.files import save_tokenizer
 from utils.io.mistakes import RunFailed, on_main_process
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.publishing.model_card import write_model_card
-from utils.state.things import clean_name, named_tensors
+from utils.state.stateful import clean_name, named_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from utils.display.metrics import newest, read_metrics, readable
 from utils.io.mistakes import on_main_process
-from utils.io.secrets import without_secrets
+from utils.io.text import without_secrets
 from utils.publishing.export import ASIDE
 from utils.publishing.model_card import repo_name
 from utils.state.stop_signals import requested

@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from utils.io.files import flush, seal, write_file
 from utils.io.mistakes import RunFailed, on_main_process
-from utils.io.secrets import without_secrets
-from utils.state import folders, things
-from utils.state.experiment import check_experiment, experiment
+from utils.io.text import without_secrets
+from utils.state import resume, stateful
 from utils.state.stop_signals import keep_alive
 from utils.state.tensors import own_part, read_tensors, safetensors_chunks, tensors_of
 from utils.xla import sync
@@ -42,32 +41,34 @@ class Checkpoints:
     """Saves to and loads from output_dir/checkpoints. All processes make the same calls.
 
     rows_fingerprint: of the training rows; may_change: the settings that may differ when the run continues.
-    things: {name: a module, an optimizer, a torch.Generator, or what has state_dict and load_state_dict},
+    objects: {name: a module, an optimizer, a torch.Generator, or what has state_dict and load_state_dict},
     "model" among them. What is not sharded is saved as the main process has it.
 
-    Locks output_dir until the process ends. ValueError if it is in use, or for a thing that cannot be
+    Locks output_dir until the process ends. ValueError if it is in use, or for an object that cannot be
     saved."""
 
-    def __init__(self, args, accelerator, steps, rows_fingerprint: str, may_change, **given):
+    def __init__(self, args, accelerator, steps, rows_fingerprint: str, may_change, **objects):
         self.args, self.accelerator, self.steps = args, accelerator, steps
         self.fingerprint, self.may_change = rows_fingerprint, set(may_change)
-        self.things = given if accelerator.scaler is None else {"scaler": accelerator.scaler} | given
-        self.model, self.folder = given["model"], Path(args.output_dir, "checkpoints")
+        self.objects = objects if accelerator.scaler is None else {"scaler": accelerator.scaler} | objects
+        self.model, self.folder = objects["model"], Path(args.output_dir, "checkpoints")
         self._exported = False  # the model in output_dir is this run's
         self._lock = None
-        for name, thing in given.items():
-            if isinstance(thing, AcceleratedScheduler):
+        for name, obj in self.objects.items():
+            if isinstance(obj, torch.Generator):
+                self.objects[name] = obj = stateful.GeneratorState(obj)
+            if isinstance(obj, AcceleratedScheduler):
                 raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once "
                                  "for each process; leave it out there")
-            if not hasattr(thing, "load_state_dict") and not isinstance(thing, torch.Generator):
-                raise ValueError(f"checkpoints: {name}, a {type(thing).__name__}, has no load_state_dict")
+            if not hasattr(obj, "load_state_dict"):
+                raise ValueError(f"checkpoints: {name}, a {type(obj).__name__}, has no load_state_dict")
         keep_alive(accelerator)
         sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
         self._writers = accelerator.num_processes if sharded else 1
         on_main_process(accelerator, self._open)
 
     def _open(self):
-        self._lock = folders.lock_output_dir(self.args.output_dir)
+        self._lock = resume.lock_output_dir(self.args.output_dir)
         for left in self.folder.glob(".tmp-*"):  # by a killed run
             shutil.rmtree(left, ignore_errors=True)
 
@@ -87,8 +88,8 @@ class Checkpoints:
         if self._any(not finite):
             raise RunFailed(f"weights are not finite after step {step}, so they were not saved; "
                             f"{self._newest()}. Lower the learning rate, or look at the rows before it")
-        run = experiment(self.args, self.steps, step, self.fingerprint)
-        state = dict(format=folders.FORMAT, step=step, things=records, **run)
+        run = resume.experiment(self.args, self.steps, step, self.fingerprint)
+        state = dict(format=resume.FORMAT, step=step, things=records, **run)
         aside, entries, failure = folder.with_name(f".tmp-{folder.name}"), {}, ""
         try:
             entries = self._write(aside, parts)
@@ -109,20 +110,20 @@ class Checkpoints:
         return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
 
     def _newest(self) -> str:
-        good = folders.list_checkpoints(self.folder)
+        good = resume.list_checkpoints(self.folder)
         return f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint"
 
     def _collect(self):
-        """(what state.json holds of the things, {name: (tensor, offsets)} that this process writes, whether
+        """(what state.json holds of the objects, {name: (tensor, offsets)} that this process writes, whether
         its weights are finite)"""
         records, parts, sums = {}, {}, []
-        things.reshard(self.model)
-        for name, thing in self.things.items():
-            records[name], tensors = things.collect_state(name, thing, self.model)
+        stateful.reshard(self.model)
+        for name, obj in self.objects.items():
+            records[name], tensors = stateful.collect_state(name, obj, self.model)
             for key, tensor in tensors.items():
                 if part := own_part(tensor, self.accelerator.is_main_process):
                     parts[key] = part
-                    if thing is self.model and isinstance(tensor, torch.nn.Parameter):
+                    if obj is self.model and isinstance(tensor, torch.nn.Parameter):
                         sums.append(part[0].sum(dtype=torch.float32))  # isfinite takes ten times as long
         return records, parts, not sums or bool(torch.stack(sums).isfinite().all())
 
@@ -149,7 +150,7 @@ class Checkpoints:
                 seal(aside, entries)
                 aside.rename(folder)
                 flush(self.folder)
-                folders.delete_old(self.folder, self.args.save_total_limit)
+                resume.delete_old(self.folder, self.args.save_total_limit)
         except Exception as error:  # training goes on without this checkpoint
             failure = "" if folder.exists() else str(error) or repr(error)
         if failure:
@@ -173,27 +174,27 @@ class Checkpoints:
         without one.
 
         ValueError on all processes if no checkpoint is valid, it is another experiment's, or it does not fit
-        the things."""
+        the objects."""
         step = 0
-        if chosen := on_main_process(self.accelerator, folders.choose, self.folder, self.args):
+        if chosen := on_main_process(self.accelerator, resume.choose_checkpoint, self.folder, self.args):
             step, self._exported = self._restore(Path(chosen)), Path(chosen).parent == self.folder
         return step
 
     def _restore(self, folder) -> int:
         try:
-            state, targets = folders.read_state(folder), {}
-            saved, there = state["things"], tensors_of(folder)
-            check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
-                             self.things.get("schedule"))
-            here = self._common(saved, folder)
-            things.reshard(self.model)
-            for name, thing in here.items():
-                targets |= things.find_targets(name, thing, saved[name], there, self.model)
+            state, targets = resume.read_state(folder), {}
+            saved, stored = state["things"], tensors_of(folder)
+            resume.check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
+                                    self.objects.get("schedule"))
+            common = self._common(saved, folder)
+            stateful.reshard(self.model)
+            for name, obj in common.items():
+                targets |= stateful.find_targets(name, obj, saved[name], stored, self.model)
             read_tensors(folder, targets)
-            for name, thing in here.items():
-                things.restore_state(thing, saved[name], targets)
+            for name, obj in common.items():
+                stateful.restore_state(obj, saved[name], targets)
             return state["step"]
-        except folders.Unfit as error:
+        except resume.CheckpointMismatch as error:
             raise ValueError(f"{folder} {error}") from error
         except (Exception, CheckpointException) as error:  # its checksums are right, but its content is not
             cause = f"{type(error).__name__}: {error}"
@@ -201,10 +202,10 @@ class Checkpoints:
                              "before it") from error
 
     def _common(self, saved, folder) -> dict:
-        """The things that are to be restored and that the checkpoint has."""
+        """The objects that are to be restored and that the checkpoint has."""
         if self.accelerator.is_main_process:
-            for name in sorted(self.things.keys() - saved.keys()):
+            for name in sorted(self.objects.keys() - saved.keys()):
                 logger.warning("%s: not in %s, so it starts anew", name, folder)
-            for name in sorted(saved.keys() - self.things.keys()):
+            for name in sorted(saved.keys() - self.objects.keys()):
                 logger.warning("%s: in %s, but not given to Checkpoints now", name, folder)
-        return {name: thing for name, thing in self.things.items() if name in saved}
+        return {name: obj for name, obj in self.objects.items() if name in saved}

@@ -1,5 +1,5 @@
-"""What a checkpoint holds of a module, an optimizer, a generator or anything with state_dict, and how it is
-put back. The model's tensors have transformers' names; all others begin with their thing's name and "/"."""
+"""What a checkpoint holds of a module, an optimizer, or anything with state_dict, and how it is put back.
+The model's tensors have transformers' names; all others begin with their object's name and "/"."""
 
 import re
 
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from utils.state.folders import Unfit
+from utils.state.resume import CheckpointMismatch
 from utils.state.tensors import flatten, unflatten
 
 # Settings of an optimizer's group that depend on the device: a resumed run uses its own.
@@ -39,55 +39,68 @@ def reshard(model) -> None:
             module.reshard()
 
 
-def bare(thing):
+class GeneratorState:
+    """A torch.Generator as an object with state_dict."""
+
+    def __init__(self, generator: torch.Generator):
+        self.generator = generator
+
+    def state_dict(self) -> dict:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.generator.set_state(state["state"])
+
+
+def unwrapped(obj):
     """Without accelerate's wrapper of optimizers."""
-    while isinstance(thing, AcceleratedOptimizer):
-        thing = thing.optimizer
-    return thing
+    while isinstance(obj, AcceleratedOptimizer):
+        obj = obj.optimizer
+    return obj
 
 
-def collect_state(name: str, thing, model) -> tuple[dict, dict]:
+def collect_state(name: str, obj, model) -> tuple[dict, dict]:
     """(what state.json holds of it, {name: tensor}). Nothing is copied."""
-    if thing is model:  # a loss module, whose `lm` is transformers' model
-        tensors = named_tensors(thing)
+    if obj is model:  # a loss module, whose `lm` is transformers' model
+        tensors = named_tensors(obj)
         short = {key: key.removeprefix("lm.") for key in tensors}
         return {}, {key if short[key] in tensors else short[key]: tensor for key, tensor in tensors.items()}
-    if isinstance(thing, Module):
-        return {}, {f"{name}/{key}": tensor for key, tensor in named_tensors(thing).items()}
-    thing, tensors = bare(thing), {}
-    state = {"state": thing.get_state()} if isinstance(thing, torch.Generator) else thing.state_dict()
-    record = {"state": flatten(state, tensors, name)}
-    if isinstance(thing, Optimizer):
+    if isinstance(obj, Module):
+        return {}, {f"{name}/{key}": tensor for key, tensor in named_tensors(obj).items()}
+    obj, tensors = unwrapped(obj), {}
+    record = {"state": flatten(obj.state_dict(), tensors, name)}
+    if isinstance(obj, Optimizer):
         named = {weight: clean_name(key) for key, weight in model.named_parameters()}
-        record["class"] = type(thing).__name__
+        record["class"] = type(obj).__name__
         record["parameters"] = [[named.get(weight, "not of the model") for weight in group["params"]]
-                                for group in thing.param_groups]  # fmt: skip
+                                for group in obj.param_groups]  # fmt: skip
     return record, tensors
 
 
-def find_targets(name: str, thing, record: dict, there: dict, model) -> dict:
-    """{name: tensor to be filled} for a thing that a checkpoint holds as `record`. there: {name: description}
-    of all tensors of the checkpoint. Raises Unfit if they are not those of the thing."""
-    now, here = collect_state(name, thing, model)
-    saved = {key: item for key, item in there.items() if key.startswith(f"{name}/")}
-    if isinstance(thing, Module):
-        if thing is model:
-            saved = {key: item for key, item in there.items() if "/" not in key}
+def find_targets(name: str, obj, record: dict, stored: dict, model) -> dict:
+    """{name: tensor to be filled} for an object that a checkpoint holds as `record`. stored: {name:
+    description} of all tensors of the checkpoint. Raises CheckpointMismatch if they do not fit the object."""
+    now, tensors = collect_state(name, obj, model)
+    saved = {key: item for key, item in stored.items() if key.startswith(f"{name}/")}
+    if isinstance(obj, Module):
+        if obj is model:
+            saved = {key: item for key, item in stored.items() if "/" not in key}
         old = {key: f"{item.properties.dtype} {[*item.size]}" for key, item in saved.items()}
-        new = {key: f"{tensor.dtype} {[*tensor.shape]}" for key, tensor in here.items()}
+        new = {key: f"{tensor.dtype} {[*tensor.shape]}" for key, tensor in tensors.items()}
         if other := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
-            told = (f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} here" for key in other[:3])
-            differ = f"{len(other)} tensors differ: {'; '.join(told)}".replace("torch.", "")
-            raise Unfit(f"does not fit: {name} {ANOTHER.format(differ)}")
-        return here
-    if isinstance(thing := bare(thing), Optimizer):
+            first = (f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} here" for key in other[:3])
+            differ = f"{len(other)} tensors differ: {'; '.join(first)}".replace("torch.", "")
+            raise CheckpointMismatch(f"does not fit: {name} {ANOTHER.format(differ)}")
+        return tensors
+    if isinstance(obj := unwrapped(obj), Optimizer):
         if any(record[key] != now[key] for key in ("class", "parameters")):
             sizes = [" + ".join(str(len(group)) for group in each["parameters"]) for each in (record, now)]
             differ = f"{record['class']} of {sizes[0]} tensors, here {now['class']} of {sizes[1]}, or renamed"
-            raise Unfit(f"does not fit: {name} {ANOTHER.format(differ)}")
-        weights = [weight for group in thing.param_groups for weight in group["params"]]
-        here |= {f"{name}/state/{i}": weight for i, weight in enumerate(weights)}
-    return {key: _like(here.get(key, here.get(key.rpartition("/")[0])), item) for key, item in saved.items()}
+            raise CheckpointMismatch(f"does not fit: {name} {ANOTHER.format(differ)}")
+        weights = [weight for group in obj.param_groups for weight in group["params"]]
+        tensors |= {f"{name}/state/{i}": weight for i, weight in enumerate(weights)}
+    similar = {key: tensors.get(key, tensors.get(key.rpartition("/")[0])) for key in saved}
+    return {key: _like(similar[key], item) for key, item in saved.items()}
 
 
 def _like(tensor, item) -> torch.Tensor:
@@ -99,16 +112,14 @@ def _like(tensor, item) -> torch.Tensor:
     return torch.empty_like(tensor, dtype=item.properties.dtype, requires_grad=False)
 
 
-def restore_state(thing, record: dict, targets: dict) -> None:
+def restore_state(obj, record: dict, targets: dict) -> None:
     """Puts back what `collect_state` took, once the targets are filled; modules are filled already."""
-    if isinstance(thing, Module):
+    if isinstance(obj, Module):
         return
-    thing, state = bare(thing), unflatten(record["state"], targets)
-    if isinstance(thing, torch.Generator):
-        return thing.set_state(state["state"])
-    if isinstance(thing, Optimizer):
-        groups = thing.state_dict()["param_groups"]
+    obj, state = unwrapped(obj), unflatten(record["state"], targets)
+    if isinstance(obj, Optimizer):
+        groups = obj.state_dict()["param_groups"]
         for group, saved in zip(groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in OF_THE_DEVICE})
         state = {"state": state["state"], "param_groups": groups}
-    thing.load_state_dict(state)
+    obj.load_state_dict(state)
