@@ -5,19 +5,19 @@ the file, so an edit of it counts in both ways. ACCELERATE_* variables win, as d
 Accelerator(...) in a script.
 """
 
+import dataclasses
 import importlib.util
 import os
 from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DataLoaderConfiguration, DistributedType, DynamoBackend, parse_flag_from_env
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-from utils import patches
-from utils.devices import device_type, granted_cores, has_bf16, local_processes
-from utils.xla import is_xla
+from utils.devices import device_type, granted_cores, has_bf16, is_xla, local_processes
 
 CONFIGS = Path(__file__).resolve().parent.parent / "accelerate_configs"
 STANDS_IN = "STANDS_IN_FOR_LAUNCHER"  # a variable: the YAML file that was read in the place of a launcher
@@ -55,8 +55,8 @@ def launcher_environment() -> dict[str, str]:
 
 def launch_options() -> dict:
     """For Accelerator(...): batches are copied to the device during its work. On a TPU accelerate's bf16
-    turns weights and optimizer state into bfloat16, and its launcher does not pass the YAML's choice on. So
-    there accelerate gets "no", and utils/xla.py uses autocast. Elsewhere accelerate reads the environment."""
+    turns weights and optimizer state into bfloat16, and its launcher does not pass the YAML's choice on: it
+    gets "no", and `forward_on_xla` uses autocast. Elsewhere accelerate reads the environment."""
     options = {"dataloader_config": DataLoaderConfiguration(non_blocking=not is_xla())}
     if is_xla() and not is_xla(check_is_tpu=True):
         os.environ.setdefault("LOCAL_RANK", "0")  # else it is -1 on XLA's CPU: no process would print
@@ -118,8 +118,8 @@ def launch_problems() -> list[str]:
 def check_launch(accelerator) -> None:
     """ValueError if several processes were started and each takes itself for the only one (a GPU
     configuration without GPUs), or if the environment makes accelerate divide each loss a second time."""
-    patches.wait_on_cpus(accelerator)
-    patches.keep_losses_in_float32(accelerator)
+    wait_on_cpus(accelerator)
+    keep_losses_in_float32(accelerator)
     if line := launch_line(accelerator):
         accelerator.print(line)
     if (steps := accelerator.gradient_accumulation_steps) != 1:
@@ -136,6 +136,22 @@ def check_launch(accelerator) -> None:
         f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
         f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
     )
+
+
+def wait_on_cpus(accelerator) -> None:
+    """accelerate 1.15 passes GPU numbers to the barrier of processes that run on CPUs: it fails or hangs on a
+    machine with fewer GPUs than processes."""
+    if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
+        accelerator.wait_for_everyone = dist.barrier
+
+
+def keep_losses_in_float32(accelerator) -> None:
+    """accelerate 1.15 lets FSDP2 round to bfloat16 what the model returns: an evaluation's 5.7065 becomes
+    5.7090, a training loss of 4.68 becomes 4.66."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    policy = getattr(plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def counted(number: int, noun: str) -> str:

@@ -102,9 +102,9 @@ def lower_for_tpus():
 def record(folder: str, script: str, *flags: str) -> None:
     """In a process of its own: graphs of a script."""
     Recorder(Path(folder))
-    import utils.xla
+    import utils.devices
 
-    utils.xla.is_tpu = lambda: True
+    utils.devices.is_tpu = lambda: True
     lower_for_tpus()
     sys.argv = [script, *flags]
     runpy.run_path(script, run_name="__main__")

@@ -173,8 +173,8 @@ def test_an_update_that_is_not_finite_changes_neither_weights_nor_optimizer(kind
     """Also the first one, which makes the optimizer's state; the next ones are as without it."""
     from accelerate import Accelerator
 
+    from utils.devices import sync
     from utils.learning.optim import UpdateGuard, build_optimizer
-    from utils.xla import sync
 
     args = SimpleNamespace(optimizer_type=kind, learning_rate=0.1, muon_learning_rate=0.1, weight_decay=0.1,
                            adam_beta2=0.99)  # fmt: skip

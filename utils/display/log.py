@@ -16,8 +16,7 @@ from pathlib import Path
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from utils import xla
-from utils.devices import peak_memory
+from utils.devices import compiled_graphs, is_xla, peak_memory
 from utils.display.curves import draw_curves
 from utils.display.metrics import (
     Metrics,
@@ -202,7 +201,7 @@ class Log:
     def _summary(self, step: int) -> str:
         facts, folder = self.facts, self.args.output_dir
         results = {"steps": step, "tokens": facts["tokens"], "time": duration(facts["seconds"])}
-        results |= {"compiled graphs": xla.compiled_graphs()} if xla.is_xla() else {}
+        results |= {"compiled graphs": compiled_graphs()} if is_xla() else {}
         results |= facts["results"] | {"model": self.hub.published or folder}
         results["curves"] = f"{folder}/curves.png"
         text = facts["tried"] or EXAMPLES[facts["pipeline_tag"]]

@@ -1,4 +1,4 @@
-"""Before the first step: what libraries may print, what the run will do, and warnings of what surprises users."""
+"""Before the first step: what libraries may print, what the run will do, warnings of what surprises users."""
 
 import importlib.metadata
 import logging
@@ -9,11 +9,10 @@ import warnings
 
 import torch
 
-from utils.devices import has_bf16, local_processes
+from utils.devices import has_bf16, is_xla, local_processes, xla_precision
 from utils.display.throughput import device_name
 from utils.launch import PRECISIONS, counted
 from utils.learning.optim import describe_groups, further_rates
-from utils.xla import is_xla, xla_precision
 
 
 def quiet_libraries(level: int = logging.ERROR) -> None:

@@ -2,14 +2,20 @@
 are written out in many operations. Names of weights and what is saved stay the same."""
 
 import inspect
+import threading
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers import masking_utils
 
 from utils.devices import device_type
+
+# Per thread, as some TPUs run two processes as threads of one. ModelLoss sets it around each forward pass.
+in_forward = threading.local()  # .rows_in_order: this forward's rows have positions 0, 1, 2, ...
+_search = masking_utils.find_packed_sequence_indices  # transformers' own
 
 
 def use_fast_products(block_size: int) -> None:
@@ -37,6 +43,17 @@ def use_one_kernel_gelu(model) -> None:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if type(module).__name__ in written_out:
             model.set_submodule(name, nn.GELU(approximate="tanh"))
+
+
+def skip_search_for_documents() -> None:
+    """transformers 5.24 looks for positions that start again within a row (packed documents). That waits for
+    the device in each forward, and with torch.compile it prevents the causal kernel. A batch without
+    position_ids has none: nothing is searched while `in_forward.rows_in_order` is set."""
+    masking_utils.find_packed_sequence_indices = _search_unless_in_order
+
+
+def _search_unless_in_order(position_ids):
+    return None if getattr(in_forward, "rows_in_order", False) else _search(position_ids)
 
 
 @torch.no_grad()

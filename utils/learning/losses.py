@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from utils import patches
 from utils.learning.fused_head import IGNORED, ChunkSoftmax, linear_cross_entropy
+from utils.learning.kernels import in_forward, skip_search_for_documents
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
@@ -44,7 +44,7 @@ class ModelLoss(nn.Module):
 
     def __init__(self, lm, token_loss=None):
         super().__init__()
-        patches.skip_search_for_documents()  # in _run
+        skip_search_for_documents()  # in _run
         self.lm, self.token_loss = lm, token_loss
         tables = {type(part).__name__ for part in lm.modules() for child in part.children()
                   if isinstance(child, nn.Embedding)}  # fmt: skip
@@ -65,11 +65,11 @@ class ModelLoss(nn.Module):
     def _run(self, part, batch):
         """`part`, the model or its base, on a batch."""
         inputs = self.model_inputs(batch)
-        patches.in_forward.rows_in_order = "position_ids" not in inputs
+        in_forward.rows_in_order = "position_ids" not in inputs
         try:
             return part(**inputs, **self.options)
         finally:
-            patches.in_forward.rows_in_order = False
+            in_forward.rows_in_order = False
 
     def _transform(self, hidden):
         """The layers between the base model and the vocabulary projection."""

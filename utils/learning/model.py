@@ -9,12 +9,12 @@ import torch
 from accelerate.utils import DynamoBackend
 from transformers import AutoTokenizer, GenerationConfig
 
+from utils.devices import forward_on_xla, is_xla
 from utils.io.files import is_missing_folder
 from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
 from utils.learning.fused_head import CompilerSoftmax
 from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_one_kernel_gelu
 from utils.learning.xla_attention import use_xla_attention
-from utils.xla import forward_on_xla, is_xla
 
 EXAMPLES = {"text-generation": "The", "fill-mask": "It is [MASK]."}  # prompts by pipeline
 
@@ -87,15 +87,15 @@ def to_device(model, accelerator) -> None:
     # Moving to XLA makes new parameters, and ties come apart. recompute_mapping=False: weights that were
     # loaded as different ones stay different, whatever the configuration says.
     model.lm.tie_weights(recompute_mapping=False)
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+    device, compiled = accelerator.device.type, accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
+    if device == "xla" or compiled and device != "cpu":
+        model.chunk_softmax = CompilerSoftmax()
+    if compiled:
         import torch._dynamo  # not at the top: it takes a second
 
-        if accelerator.device.type != "cpu":
-            model.chunk_softmax = CompilerSoftmax()
         # Per function: blocks of all kinds share one, and evaluation has graphs of its own.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    if accelerator.device.type == "xla":
-        model.chunk_softmax = CompilerSoftmax()
+    if device == "xla":
         use_xla_attention()
         forward_on_xla(model)
 

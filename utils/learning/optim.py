@@ -4,9 +4,9 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import get_scheduler
 
+from utils.devices import sync
 from utils.flags import named_values
 from utils.learning.muon import MuonAdamW, hidden_matrices
-from utils.xla import sync
 
 GIVE_UP = 20  # updates in a row that are not finite
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-from utils.xla import is_tpu, xla_precision
+from utils.devices import is_tpu, xla_precision
 
 DROPOUTS = "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"  # transformers' names
 

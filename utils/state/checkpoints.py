@@ -24,13 +24,13 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.tensor import DTensor
 
+from utils.devices import sync
 from utils.io.files import flush, seal, write_file
 from utils.io.mistakes import RunFailed, on_main_process
 from utils.io.text import without_secrets
 from utils.state import resume, stateful
 from utils.state.stop_signals import keep_alive
 from utils.state.tensors import own_part, read_tensors, safetensors_chunks, tensors_of
-from utils.xla import sync
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from: the newest valid one of the same settings, rows and length. Also what
+"""Which checkpoint a run continues from: the newest valid one of the same settings, rows and length. What
 becomes of the others, and the lock that keeps two runs out of one folder."""
 
 import json
