@@ -51,9 +51,9 @@ class TrainArgs:
     # What to learn from
     dataset_name: list[str] = field(default_factory=list)  # files, folders, Hub ids, token shards
     mixture: list[float] = field(default_factory=list)  # of several: their shares of the tokens, sum 1
-    dataset_config_name: list[str] = field(default_factory=list)  # configuration of a Hub data set
+    dataset_config_name: str | None = None  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # or several; none: a split, or held out
-    text_column: list[str] = field(default_factory=list)  # for all data sets; none: content, else text
+    text_column: str | None = None  # for all data sets; none: content, else text
     keywords: list[str] = field(default_factory=list)  # train only on documents with one of these; none: all
     validation_fraction: float = 0.05  # of the documents, where the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus

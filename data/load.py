@@ -11,15 +11,26 @@ data set.
 
 import contextlib
 import io
+import json
+import os
+from pathlib import Path
 
 from accelerate import PartialState
 from torch.utils.data import DataLoader
 
+from data.batches.mixture import Mixed
 from data.batches.order import evaluation_order, evaluation_rows
 from data.batches.rows import Order, PackedRows
-from data.open import make_rows
-from data.tokens.sets import rows_of
-from data.tokens.tokenizer import load_tokenizer
+from data.documents.source import sources_of_run
+from data.open import open_all
+from data.prepare import prepare_all
+from data.tokens.shards import Shards
+from data.tokens.tokenizer import load_tokenizer, trained_tokenizer
+from utils.io.text import without_secrets
+
+# The settings that shape the rows, where a run has them.
+SHAPE = """dataset_name mixture dataset_config_name eval_dataset_name text_column keywords validation_fraction
+    block_size max_train_samples seed next_sentence""".split()
 
 
 def load_rows(args, algorithm: str = "bpe", n_special: int = 0) -> tuple:
@@ -31,21 +42,55 @@ def load_rows(args, algorithm: str = "bpe", n_special: int = 0) -> tuple:
 
     rows: len(rows), rows.fingerprint, rows.columns(row, epoch), rows.epochs(position); of those to evaluate
     on also bytes_per_token, nan where it is unknown. With eval_only the rows may be those to evaluate on."""
+    shape = {name: getattr(args, name, None) for name in SHAPE} | {"n_special": n_special}
+    shape = without_secrets(shape)  # it is written, and a password may change
     silent = contextlib.redirect_stdout(io.StringIO())  # what happens is told once
     with contextlib.nullcontext() if PartialState().is_local_main_process else silent:
-        made = make_rows(args, [], algorithm, n_special)
-    tokenizer = load_tokenizer(made["tokenizer"])
+        name, folder, train, evals = _shards_of_run(args, shape) or _prepared(args, algorithm, n_special)
+    tokenizer = load_tokenizer(folder)
     tokenizer.model_max_length = args.block_size  # saved with it
-    train = {name: rows_of(part) for name, part in made["train"].items()}
-    evals = {name: rows_of(part) for name, part in made["evals"].items()}
-    if len(train) > 1:
-        from data.batches.mixture import Mixed
+    T, first = args.block_size - n_special, args.max_train_samples
+    sources = {name: shards.rows(T, first) for name, shards in train.items()}
+    rows = Mixed(args.mixture, args.seed, sources) if len(sources) > 1 else next(iter(sources.values()))
+    rows.prepared = dict(shape=shape, tokenizer_name=name, tokenizer=folder)  # for args.json
+    for group, data_sets in (("train", train), ("evals", evals)):
+        rows.prepared[group] = {name: shards.place for name, shards in data_sets.items()}
+    return tokenizer, rows, {name: shards.rows(T) for name, shards in evals.items()}
 
-        rows = Mixed(args.mixture, args.seed, train)
-    else:
-        rows = next(iter(train.values()))
-    rows.prepared = made  # for args.json: a resume finds its rows by it
-    return tokenizer, rows, evals
+
+def _shards_of_run(args, shape: dict) -> tuple | None:
+    """(tokenizer_name of the settings, the tokenizer's folder or name, shards to train on by name, to
+    evaluate on) as args.json of the run to continue names them, if they are whole: then its source may have
+    changed, or be gone."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        prepared = json.loads(Path(args.output_dir, "args.json").read_text())["rows"]
+        same = args.resume_from_checkpoint != "none" and prepared["shape"] == json.loads(json.dumps(shape))
+        name = prepared["tokenizer_name"]
+        if not same or not (args.eval_only or args.tokenizer_name in (None, name)):
+            return None
+        places = prepared["train"], prepared["evals"]
+        train, evals = [{name: Shards(**place) for name, place in group.items()} for group in places]
+        folders = {shards.name: shards for shards in [*train.values(), *evals.values()]}
+        if not any(shards.check() for shards in folders.values()):
+            names = ", ".join(map(without_secrets, args.dataset_name))
+            print(f"data       the rows that this run began with: {names} is not read", flush=True)
+            return name, prepared["tokenizer"], train, evals
+
+
+def _prepared(args, algorithm: str, n_special: int) -> tuple:
+    """As _shards_of_run, prepared now or found in the cache. ValueError: the user's mistakes, a line each."""
+    train, evals, tokenizer = open_all(args, *sources_of_run(args), n_special)
+    if tokenizer is None:
+        first_rows = args.max_train_samples * (args.block_size - n_special)
+        read_bytes = first_rows and max(1_000_000, 4 * first_rows)
+        settings = dict(vocab_size=args.vocab_size, algorithm=algorithm, model_type=args.model_type)
+        settings |= dict(read_bytes=read_bytes, cache_dir=args.cache_dir)
+        folder = trained_tokenizer([*train.values()], args.mixture or [1.0], **settings)
+        tokenizer = load_tokenizer(folder)
+    train, evals = prepare_all(args, train, evals, tokenizer, n_special)
+    of_rows = (shards.tokenizer for shards in train.values())
+    folder = next(filter(os.path.isdir, of_rows), tokenizer.name_or_path)
+    return args.tokenizer_name, folder, train, evals
 
 
 def train_loader(rows, args, first: int = 0, last: int | None = None, collate=None) -> DataLoader:

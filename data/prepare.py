@@ -4,21 +4,119 @@
 
 Memory grows only by the hashes that find exact duplicates: about 80 bytes per document. It uses all cores.
 After a kill the same command resumes, to the same bytes. A finished folder with damaged files is made again
-whole.
+whole. `prepare_all` does the same for the data sets of a run, in its cache_dir.
 """
 
 import argparse
+import json
 import os
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
-from data.documents.filters import Accounting, hold_out_of
+from data.documents.filters import Accounting, HoldOut, hold_out_of
 from data.documents.source import Corpus, add_source_flags, check_numbers, open_corpus, source_of
+from data.tokens.cache import cache_path
 from data.tokens.encode import TokenMaker
-from data.tokens.preparation import Preparation
-from data.tokens.shards import SHARD_MB
-from data.tokens.tokenizer import load_tokenizer
+from data.tokens.pairs import PairMaker
+from data.tokens.preparation import NO_LIMIT, Recipe, delete_shards, make_shards
+from data.tokens.shards import MANIFEST, SHARD_MB, Shards
+from data.tokens.tokenizer import load_tokenizer, no_text
+from utils.io.files import write_json
 from utils.io.mistakes import user_mistakes
 from utils.io.urls import Folder
+
+CHARACTERS_PER_TOKEN = 8  # generous: so much text is held out at least for a row of validation
+
+
+def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -> tuple[dict, dict]:
+    """The data sets of open_all as {name: Shards on this machine}: to train on, to evaluate on. With
+    eval_only those to train on may be those to evaluate on."""
+    size, pairs = args.block_size - n_special, getattr(args, "next_sentence", False)
+    hold_out, corpora, parts = held_out(args, train, evals, size)
+    of_text = any(isinstance(data, Corpus) for data in (*train.values(), *evals.values()))
+    maker = PairMaker(tokenizer, size, args.seed) if pairs and of_text else TokenMaker(tokenizer)
+    shards_of = partial(as_shards, maker=maker, size=size, cache_dir=args.cache_dir)
+    eval_shards = {name: data and shards_of(data, "validation") for name, data in evals.items()}
+    if args.eval_only and all(eval_shards.values()):
+        return dict(list(eval_shards.items())[:1]), eval_shards
+    train_shards = {}
+    for name, data in train.items():
+        divided = evals.get(name, data) is None
+        left_out = corpora if divided else corpora + parts  # of one that is divided the rule does this
+        shards = shards_of(data, "train", hold_out if divided else None, left_out, args.max_train_samples)
+        train_shards[name] = shards
+        eval_shards |= {name: shards.of("validation")} if divided else {}
+    tokens = [data.name for data in train.values() if isinstance(data, Shards)]
+    if args.eval_dataset_name and tokens and corpora:
+        print(f"data       {', '.join(tokens)} is trained on as it is, also on what is evaluated on; only "
+              "rows that are prepared from text leave that out", flush=True)
+    return train_shards, eval_shards
+
+
+def held_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[Corpus], list[Corpus]]:
+    """(one rule for all data sets of which documents are held out, the corpora to evaluate on, what the rule
+    holds out of each data set), fixed before the first row is made. size: tokens of text in a row."""
+    rules, divided = [HoldOut(0.0)], [train[name] for name, data in evals.items() if data is None]
+    unread = max(args.max_train_samples * size or NO_LIMIT, 1 << 14)
+    least = 1 + getattr(args, "next_sentence", False)
+    settings = args.validation_fraction, CHARACTERS_PER_TOKEN * size, least, unread
+    for corpus in divided:
+        path = cache_path(args.cache_dir, "hold-out", [corpus.fingerprint, settings]).with_suffix(".json")
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, hold_out_of(corpus, *settings).settings)
+        fraction, more = json.loads(path.read_text())
+        rules.append(HoldOut(fraction, frozenset(more)))
+    more = frozenset().union(*(rule.more for rule in rules))
+    rule = HoldOut(max(rule.fraction for rule in rules), more)
+    corpora = [data for data in evals.values() if isinstance(data, Corpus)]
+    return rule, corpora, [rule.corpus(corpus) for corpus in divided]
+
+
+def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None, evaluated=(),
+              max_rows: int = 0, *, maker: TokenMaker, size: int, cache_dir) -> Shards:
+    """A data set as token shards on this machine. Text is prepared by one process, and stays in the cache.
+
+    split: what the documents are for. hold_out: the rule for documents that become the split validation.
+    evaluated: corpora whose documents are not trained on. max_rows: take the first rows of `size` tokens and
+    read little more; 0: all. ValueError where a split gets no row."""
+    if isinstance(data, Shards):
+        return data.local(cache_dir, data.entries(max_rows * max(size, data.width)))
+    recipe = Recipe({split: data}, maker, hold_out, evaluated, max_rows * size)
+    folder = cache_path(cache_dir, maker.cache, recipe.settings)
+    if Path(folder, MANIFEST).exists():
+        print(f"data       {data.name}: rows from {folder}", flush=True)
+    shards = Shards(folder, split, make_shards(Folder(folder), recipe))
+    for name in [split, *["validation"] * (hold_out is not None)]:
+        if name not in shards.with_rows(size):
+            raise ValueError(_no_row(shards.of(name), data, maker, size, hold_out))
+    return shards
+
+
+def _no_row(shards: Shards, corpus: Corpus, maker: TokenMaker, size: int, hold_out: HoldOut | None) -> str:
+    """Why the split has no row, and the remedy."""
+    split, accounts = shards.split, {}
+    for name in ("train", split):
+        accounts[name] = Accounting(**shards.manifest["accounting"].get(name, {}))
+    account, train = accounts[split], accounts["train"]
+    if not train.kept + train.validation + train.evaluated + account.kept:
+        return no_text(corpus, train if train.read else account)
+    message = (f"the {split} split of {corpus.name}, column {corpus.text_column}, has {account.kept:,} "
+               "documents")
+    if maker.no_row:
+        return f"next_sentence: {message}, {maker.no_row}"
+    remedy = "lower block_size or take more text"
+    if split == "train" and train.evaluated and not train.kept:
+        remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
+    elif hold_out and train.kept + train.validation == 1 and account.kept == 0:
+        remedy = "one document cannot be divided: name other text to evaluate on, --eval_dataset_name FILE"
+    elif hold_out and split == "validation":
+        remedy += ", raise validation_fraction or set eval_dataset_name"
+    return f"block_size {size}: {message}, {account.tokens:,} tokens, not one whole row; {remedy}"
+
+
+# ---- The command
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -43,13 +141,13 @@ def prepare(args: argparse.Namespace) -> dict:
     if problems:
         raise ValueError("\n".join(problems))
     folder, tokenizer = Folder(os.path.expanduser(args.output_dir)), load_tokenizer(args.tokenizer_name)
-    corpora = open_text(args)
-    preparation = Preparation(folder, corpora, TokenMaker(tokenizer), shard_mb=args.shard_mb)
+    corpora, hold_out = open_text(args), None
     if "validation" not in corpora and args.validation_fraction:
-        preparation.hold_out = hold_out_of(corpora["train"], args.validation_fraction, size=0, least=1)
-    manifest = preparation.make()
+        hold_out = hold_out_of(corpora["train"], args.validation_fraction, size=0, least=1)
+    recipe = Recipe(corpora, TokenMaker(tokenizer), hold_out, shard_mb=args.shard_mb)
+    manifest = make_shards(folder, recipe)
     if "train" not in manifest["splits"]:
-        preparation.empty()
+        delete_shards(folder)
         counts = Accounting(**manifest["accounting"].get("train", {}))
         raise ValueError(f"dataset_name: {corpora['train'].name} gives nothing to train on. Check keywords, "
                          f"or take more text: {counts.line()}.")

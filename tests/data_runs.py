@@ -11,11 +11,11 @@ from data.load import load_rows
 from data.tokens.tokenizer import train_tokenizer
 
 SETTINGS = dict(
-    dataset_name=[], mixture=[], dataset_config_name=[], eval_dataset_name=[], text_column=[], keywords=[],
+    dataset_name=[], keywords=[], dataset_config_name=None, text_column=None, eval_dataset_name=[],
     validation_fraction=0.1, tokenizer_name=None, vocab_size=400, block_size=16, max_train_samples=0,
     streaming=False, model_type="gpt2", model_name_or_path=None, seed=42, eval_only=False,
     per_device_train_batch_size=4, per_device_eval_batch_size=4, max_eval_samples=0,
-    resume_from_checkpoint="auto",
+    resume_from_checkpoint="auto", mixture=[],
 )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ CLM | --validation_fraction 1                           | validation_fraction: m
 CLM | --validation_fraction 0                           | validation_fraction: must be greater than 0
 CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.0005 0.9995 | mixture: 0.0005 is not a share && '../no.jsonl': no such file
-CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --text_column a b | text_column: one for all data sets, not 2 && no such file
+CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --text_column a b | b: no such setting
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --max_train_samples 3 --tokenizer_name no/where | max_train_samples: not for && tokenizer_name 'no/where'
 CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: the shares sum to 1.1 && '../no.jsonl': no such file
 # tokenizer

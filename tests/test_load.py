@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from data.documents.source import sources_of_run
 from data.load import eval_loader, train_loader
-from data.open import RunData
+from data.open import open_all
+from data.prepare import held_out
 from data.tokens.tokenizer import load_tokenizer
 from tests import forked
 from tests.data_runs import all_ids, files_of, load, make_texts, save_tokenizer, settings, write_jsonl
@@ -263,7 +265,8 @@ from data.load import load_rows, train_loader, eval_loader
 from tests.data_runs import settings
 accelerator = Accelerator(cpu=True)
 args = settings(sys.argv[1], sys.argv[2], tokenizer_name=sys.argv[3], max_eval_samples=10)
-tokenizer, rows, evals = load_rows(args)
+with accelerator.local_main_process_first():
+    tokenizer, rows, evals = load_rows(args)
 train = [b["position"].tolist() for b in accelerator.prepare(train_loader(rows, args, 8, 40))]
 evaluated = [b["row"].tolist() for b in accelerator.prepare(eval_loader(evals[""], args))]
 print(json.dumps([accelerator.process_index, train, evaluated, rows.fingerprint]))
@@ -287,9 +290,9 @@ def test_two_processes_see_together_what_one_sees_and_the_first_prepares(tmp_pat
     assert two[0][3] == two[1][3] == one[3]
 
 
-def test_a_mistake_that_the_first_process_finds_is_the_message_of_all(tmp_path, tokenizer):
+def test_a_mistake_in_the_data_is_the_message_of_the_first_process_and_ends_all(tmp_path, tokenizer):
     done = forked.run_code(TWO, [tmp_path, tmp_path / "gone.jsonl", tokenizer], processes=2)
-    assert done.returncode == 1 and done.stderr.count("ValueError: dataset_name") == 2
+    assert done.returncode == 1 and done.stderr.count("ValueError: dataset_name") == 1
 
 
 def test_who_waits_for_another_run_says_so(tmp_path, tokenizer):
@@ -315,6 +318,8 @@ def test_the_documents_that_are_evaluated_on_are_those_of_the_rows(tmp_path, tok
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
     known, _, evals = load(tmp_path, name, tokenizer_name=tokenizer)
     args = settings(tmp_path, name, tokenizer_name=tokenizer)
-    [corpus] = RunData(args, [], 0).evaluated()
+    train, no_evals, _ = open_all(args, *sources_of_run(args))
+    _, corpora, [corpus] = held_out(args, train, no_evals, args.block_size)
+    assert not corpora
     text = "<|endoftext|>".join(document[corpus.text_column] for document in corpus)
     assert known.decode(all_ids(evals[""]).ravel())[:-20] in text

@@ -144,12 +144,12 @@ def test_a_damaged_shard_is_told_and_the_folder_made_again_whole(tmp_path, token
     assert run(source, folder, tokenizer) == 2
 
 
-@pytest.mark.parametrize("setting", ["keywords", "text_column"])
-def test_settings_of_text_are_refused_where_there_are_shards_alone(setting, tmp_path, tokenizer):
+@pytest.mark.parametrize(("setting", "value"), [("keywords", ["nope"]), ("text_column", "nope")])
+def test_settings_of_text_are_refused_where_there_are_shards_alone(setting, value, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(100))
     assert run(source, tmp_path / "shards", tokenizer) == 0
     with pytest.raises(ValueError, match=f"{setting}: for text, and .*shards holds tokens: leave it out"):
-        load(tmp_path, tmp_path / "shards", **{setting: ["nope"]})
+        load(tmp_path, tmp_path / "shards", **{setting: value})
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../a.npy", "train-../a.npy", 7])

@@ -34,7 +34,7 @@ COURSE = {  # Hugging Face course, chapter 7.6, its loop with Accelerate
 }  # fmt: skip
 # keras.io's mlm_training_tpus, and transformers' examples/tensorflow/language-modeling-tpu for its tokenizer
 KERAS = {
-    "dataset_name": ["Salesforce/wikitext"], "dataset_config_name": ["wikitext-103-raw-v1"],
+    "dataset_name": ["Salesforce/wikitext"], "dataset_config_name": "wikitext-103-raw-v1",
     "vocab_size": 25_000, "tokenizer_name": None, "model_type": "roberta", "block_size": 512,
     "mlm_probability": 0.15,
     "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "gradient_accumulation_steps": 1,
@@ -43,7 +43,7 @@ KERAS = {
     "eval_steps": 0, "save_steps": 0, "max_eval_samples": 0, "next_sentence": False,
 }  # fmt: skip
 AMD = {  # "Pre-training BERT using Hugging Face & PyTorch on an AMD GPU": its code, and Trainer's defaults
-    "dataset_name": ["Salesforce/wikitext"], "dataset_config_name": ["wikitext-103-raw-v1"],
+    "dataset_name": ["Salesforce/wikitext"], "dataset_config_name": "wikitext-103-raw-v1",
     "tokenizer_name": "google-bert/bert-base-cased", "model_type": "bert", "next_sentence": True,
     "mlm_probability": 0.15, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8,
     "gradient_accumulation_steps": 1, "learning_rate": 5e-5, "weight_decay": 0, "adam_beta2": 0.999,

@@ -12,28 +12,14 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from data.batches.order import drawn_order, endless_order
-from data.batches.rows import Key, PackedRows, batch_of
+from data.batches.rows import PackedRows, RowKey, batch_of
 
 WINDOW = 1000  # positions; shares are thousandths
 
 
-def share_problems(shares: Sequence[float], names: Sequence[str]) -> list[str]:
-    """What is wrong with the shares of these data sets, one line each."""
-    if len(shares) != len(names):
-        return [f"mixture: {len(shares)} shares for {len(names)} data sets. Quote a glob, or the shell makes "
-                "many names of it: --dataset_name 'texts/*.txt'; a mixture needs a share of each: --mixture "
-                "0.6 0.4"]
-    wrong = [share for share in shares
-             if not 0 <= share <= 1 or abs(share * WINDOW - round(share * WINDOW)) > 1e-3]
-    problems = [f"mixture: {share} is not a share; give 0, or thousandths such as 0.125." for share in wrong]
-    if not problems and sum(round(share * WINDOW) for share in shares) != WINDOW:
-        problems.append(f"mixture: the shares sum to {sum(shares):g}, not to 1.")
-    return problems
-
-
 class Mixed(Dataset):
-    """The rows of several data sets, name -> rows of one kind, as one endless stream of rows. shares: as
-    share_problems wants them; a data set with share 0 is never used."""
+    """The rows of several data sets, name -> rows of one kind, as one endless stream of rows. shares:
+    thousandths that sum to 1; a data set with share 0 is never used."""
 
     bytes_per_token = float("nan")
 
@@ -63,7 +49,7 @@ class Mixed(Dataset):
         return min(bisect.bisect_right(range(10**18), size, key=lambda position: self.before(position)[i]) - 1
                    for i, size in sizes.items())
 
-    def keys(self, first: int, last: int, seed: int) -> Iterator[Key]:
+    def keys(self, first: int, last: int, seed: int) -> Iterator[RowKey]:
         """The keys of the positions first to last - 1; source: the number of the data set."""
         used = zip(self.sources.values(), self.before(first).tolist(), strict=True)
         orders, position = [endless_order(len(rows), start, seed) for rows, start in used], first
@@ -82,6 +68,6 @@ class Mixed(Dataset):
         """Of rows of the first data set."""
         return next(iter(self.sources.values())).columns(row, epoch)
 
-    def __getitems__(self, keys: list[Key]) -> dict:
+    def __getitems__(self, keys: list[RowKey]) -> dict:
         """As PackedRows."""
         return batch_of(keys, self.sources.values())

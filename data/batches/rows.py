@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 
 from data.batches.order import endless_order
 
-Key = tuple[int, int, int, int]  # position in the stream, epoch, row, source; row -1: padding
+RowKey = tuple[int, int, int, int]  # position in the stream, epoch, row, source; row -1: padding
 
 
 class PackedRows(Dataset):
@@ -57,7 +57,7 @@ class PackedRows(Dataset):
         """The columns of these rows: {name: [B, ...], any integer type}."""
         return {"input_ids": self.ids(row)}
 
-    def keys(self, first: int, last: int, seed: int) -> Iterator[Key]:
+    def keys(self, first: int, last: int, seed: int) -> Iterator[RowKey]:
         """The keys of the positions first to last - 1: each row once per epoch."""
         rows = endless_order(len(self), first, seed)
         for position in range(first, last):
@@ -67,10 +67,27 @@ class PackedRows(Dataset):
         """{data set: passes over it before a position}, where there are several."""
         return {}
 
-    def __getitems__(self, keys: list[Key]) -> dict:
+    def __getitems__(self, keys: list[RowKey]) -> dict:
         """{"input_ids": [B, T], other columns of the rows, "position", "epoch", "row", "source": [B]}, int64
         tensors."""
         return batch_of(keys, [self])
+
+
+class PairRows(PackedRows):
+    """Pairs from rows [n, T + 3]: token ids, then the span: where A ends, where B ends, the label."""
+
+    blanks = {"input_ids": 0, "token_type_ids": 0, "next_sentence_label": -100}
+    blanks |= {"attention_mask": 1}  # all of a blank row: where all is masked, kernels may give NaN
+    more = 3
+
+    def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
+        """input_ids, token_type_ids, attention_mask [B, T], next_sentence_label [B] (0: B follows A)."""
+        whole = self.ids(row)
+        end_of_a, length, label = np.moveaxis(whole[:, -3:].astype(np.int64), 1, 0)[:, :, None]  # [B, 1] each
+        place = np.arange(self.block_size)
+        real = place < length
+        return {"input_ids": whole[:, :-3], "token_type_ids": real & (place >= end_of_a),
+                "attention_mask": real, "next_sentence_label": label[:, 0]}
 
 
 class Order(Sampler):
@@ -82,11 +99,11 @@ class Order(Sampler):
     def __len__(self) -> int:
         return self.last - self.first
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[RowKey]:
         return self.rows.keys(self.first, self.last, self.seed)
 
 
-def batch_of(keys: list[Key], sources: Iterable[PackedRows]) -> dict:
+def batch_of(keys: list[RowKey], sources: Iterable[PackedRows]) -> dict:
     """The columns of these rows, int64 tensors [B, ...], with blanks in rows numbered -1."""
     position, epoch, row, source = np.array(keys, np.int64).T
     batch = {"position": position, "epoch": epoch, "row": row, "source": source}

@@ -95,7 +95,7 @@ def _described(value, column: str) -> str:
     return f"column {column}: {kind}"
 
 
-def wanted(documents: Iterable[tuple], counts: Accounting, seen: set[int], evaluated=()) -> Iterator[tuple]:
+def trainable(documents: Iterable[tuple], counts: Accounting, seen: set[int], evaluated=()) -> Iterator:
     """Those of `readable` to train on: not evaluated on, nor seen before. `seen` gets their hashes."""
     for text, number, size in documents:
         if number in evaluated:
@@ -111,7 +111,7 @@ def wanted(documents: Iterable[tuple], counts: Accounting, seen: set[int], evalu
 
 def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
     """(text, its hash, bytes) of each document of a corpus to train on, in order."""
-    return wanted(readable(corpus.documents(), corpus, counts), counts, set())
+    return trainable(readable(corpus.documents(), corpus, counts), counts, set())
 
 
 # ---- Hold-out
@@ -136,13 +136,13 @@ class HoldOut:
     def corpus(self, corpus: Corpus) -> Corpus:
         """The documents of a corpus that are held out."""
 
-        def rows():
+        def read_held_out():
             for text, number, _ in clean_documents(corpus, Accounting()):
                 if self(text, number):
                     yield {corpus.text_column: text}
 
         fingerprint = digest(corpus.fingerprint, corpus.keywords, self.settings)
-        return replace(corpus, readers=[rows], fingerprint=fingerprint)
+        return replace(corpus, units=[read_held_out], fingerprint=fingerprint)
 
 
 def drawn_place(text: str) -> float:

@@ -48,10 +48,10 @@ def open_units(source) -> tuple[str, list[partial]]:
         else:
             builder, units = datasets.load_dataset_builder(name, config), dataset.num_shards
             fingerprint = digest(split, builder.hash, builder.config.data_files)
-    return fingerprint, [partial(_rows, dataset, unit, units) for unit in range(units)]
+    return fingerprint, [partial(read_unit, dataset, unit, units) for unit in range(units)]
 
 
-def _rows(dataset, unit: int, units: int) -> Iterator[dict]:
+def read_unit(dataset, unit: int, units: int) -> Iterator[dict]:
     """The rows of one of `units` units, each a contiguous part."""
     dataset = dataset.shard(units, unit, contiguous=True)
     if isinstance(dataset, datasets.Dataset):

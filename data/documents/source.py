@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from data.documents import files, installed
-from data.documents.names import digest, is_files, is_saved
+from data.documents.names import SUFFIXES, digest, is_files, is_saved
 from utils.io.text import without_secrets
 from utils.io.urls import explained
 
@@ -55,7 +55,7 @@ class Corpus:
     source: Source
     text_column: str
     fingerprint: str  # changes when the documents may have changed; part of cache keys
-    readers: list[Unit]  # in order
+    units: list[Unit]  # in order
     splits: Collection[str] = ("train",)  # that the source has
 
     @property
@@ -68,61 +68,66 @@ class Corpus:
 
     def documents(self, unit: int | None = None) -> Iterator[dict]:
         """The columns of each document, of all units or one."""
-        return _rows(self.readers if unit is None else [self.readers[unit]])
+        return read_units(self.units if unit is None else [self.units[unit]])
 
     __iter__ = documents
 
 
-def _rows(units: list[Unit], start: int = 0, stop: int | None = None) -> Iterator[dict]:
-    return itertools.islice(itertools.chain.from_iterable(unit() for unit in units), start, stop)
+def read_units(units: list[Unit]) -> Iterator[dict]:
+    return itertools.chain.from_iterable(unit() for unit in units)
 
 
-def open_corpus(source: Source) -> Corpus:
-    """Opens a source of text and reads its beginning. ValueError, with the remedy, where that fails."""
-    name, split, splits = without_secrets(source.dataset_name), source.split, splits_of(source)
-    named, reader, local = re.sub(r"\[.*?\]", "", split).split("+"), _reader(source), is_local(source)
+def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
+    """Opens a source of text and reads its beginning. evaluate: of a source whose name gives no split use the
+    first of EVALUATED. ValueError, with the remedy, where that fails."""
+    splits, local = splits_of(source), is_local(source)
+    if evaluate and source.split == "train":
+        source = replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
+    name, split = without_secrets(source.dataset_name), source.split
+    named = re.sub(r"\[.*?\]", "", split).split("+")
     if missing := {*named} - {*splits}:
         raise ValueError(f"dataset_name {name!r} has no split {sorted(missing)[0]!r}, but "
                          f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
     if [split] != named and local:
         raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
                          "cut the files instead")
-    fingerprint, units = reader.open_units(source)
+    fingerprint, units = _reader(source).open_units(source)
     column, wikitext = _text_column(source, units)
     if source.dataset_config_name and local:
         raise ValueError(f"dataset_config_name: {source.dataset_config_name} is of a data set of the Hub; "
                          f"of {name} name the wanted files, and give `none` here with a preset")
     if wikitext:
-        units = [partial(articles, partial(_rows, units))]
+        units = [partial(articles, partial(read_units, units))]
     fingerprint = digest(fingerprint, column, sorted(set(source.keywords)))
     return Corpus(source, column, fingerprint, units, splits)
 
 
 def _text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     """(the column of the text, whether its rows are the lines of WikiText), by the first rows."""
-    name, given = without_secrets(source.dataset_name), source.text_column
-    wanted, columns, text = [given] if given else ["content", "text"], {}, ""  # name -> whether it holds text
+    name, named = without_secrets(source.dataset_name), source.text_column
+    candidates, columns, text = [named] if named else ["content", "text"], {}, ""  # columns: which hold text
     with explained(f"dataset_name {name!r}", "read", (OSError,)):
-        for row in _rows(units, 0, 100):
+        for row in itertools.islice(read_units(units), 100):
             for column, value in row.items():
                 columns[column] = columns.get(column, False) or isinstance(value, str)
-            texts = (row[column] for column in wanted if isinstance(row.get(column), str))
+            texts = (row[column] for column in candidates if isinstance(row.get(column), str))
             if text := next((text for text in texts if text.strip()), ""):
                 break
-    columns.pop("file", None) if given != "file" else None
+    columns.pop("file", None) if named != "file" else None
     if not columns:
         raise ValueError(f"dataset_name {name!r} holds no readable documents: it is empty or no row valid")
-    there = [column for column in wanted if column in columns]
-    if not there and "input_ids" in columns:
+    present = [column for column in candidates if column in columns]
+    if not present and "input_ids" in columns:
         raise ValueError(f"dataset_name {name} holds token ids: run `python -m data.convert {name} tokens/ "
                          "--tokenizer_name ...` once, and name tokens/ here.")
-    if not there:
-        has = f"no column {given!r}" if given else "neither a column content nor text"
+    if not present:
+        has = f"no column {named!r}" if named else "neither a column content nor text"
         raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
-    column = next((column for column in there if columns[column]), there[0])
-    if len(there) > 1:
-        print(f"data       {name}: the text is its column {column}, not {there[1 - there.index(column)]}; "
-              "--text_column chooses", flush=True)
+    column = next((column for column in present if columns[column]), present[0])
+    if len(present) > 1:
+        other = present[1 - present.index(column)]
+        print(f"data       {name}: the text is its column {column}, not {other}; --text_column chooses",
+              flush=True)
     return column, [*columns] == ["text"] and bool(TITLE.match(text))
 
 
@@ -164,12 +169,32 @@ def data_sets_with(config: str, names: Iterable[str]) -> set[str]:
     return having or {*remote} or {*names}
 
 
-def evaluation_source(source: Source) -> Source:
-    """The source of an evaluation set: its split, unless named, is the first of EVALUATED that exists."""
-    if source.split != "train":
-        return source
-    splits = splits_of(source)
-    return replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
+def sources_of_run(args) -> tuple[dict[str, Source], dict[str, Source]]:
+    """What a run trains on, and what it evaluates on, by their names in the log."""
+    config, names, eval_names = args.dataset_config_name, args.dataset_name, args.eval_dataset_name
+    having = data_sets_with(config, [*names, *eval_names]) if config else ()
+    keywords, streaming = tuple(filter(None, args.keywords)), args.streaming or args.max_train_samples > 0
+    source = partial(Source, text_column=args.text_column)
+    train = partial(source, keywords=keywords, divide=not eval_names, streaming=streaming)
+    evaluate = partial(source, divide=False, streaming=args.streaming)
+    return tuple({short: kind(name, config if name in having else None)
+                  for short, name in zip(short_names(group), group, strict=True)}
+                 for kind, group in ((train, names), (evaluate, eval_names)))  # fmt: skip
+
+
+def short_names(names: list[str]) -> list[str]:
+    """The names of data sets in the log: "" for a single one, else the ends of their full names."""
+    if len(names) == 1:
+        return [""]
+    short, endings = [], "|".join(map(re.escape, SUFFIXES))
+    for name in names:
+        name = without_secrets(Source(name).dataset_name)
+        parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
+        stem = re.sub(rf"({endings})?(\.(gz|bz2|xz|zst))?$", "", (parts or [name])[-1])
+        while stem in short:
+            stem += "-2"
+        short.append(stem)
+    return short
 
 
 def _reader(source: Source):

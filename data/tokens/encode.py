@@ -21,7 +21,7 @@ LONGEST_PIECE = 1 << 20  # characters; longer documents are cut, see split_text
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])")
 SPACE = re.compile(r"(?<=\S)(?=\s)")
 
-Key = tuple[str, int, int]  # of a chunk of documents: split, unit, number
+ChunkKey = tuple[str, int, int]  # of a chunk of documents: split, unit, number
 
 
 def id_count(tokenizer) -> int:
@@ -143,7 +143,7 @@ class TokenMaker:
         self.settings = {"tokenizer": tokenizer_fingerprint(tokenizer), "begin": self.encoder.begin,
                          "kept": digest(*kept)}
 
-    def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
+    def __call__(self, documents: Iterable[tuple[str, str]], key: ChunkKey) -> Iterator[tuple]:
         """(text, split) of the documents of a chunk -> (split, token ids), several times per split."""
         for ids, split in self.encoder(documents):
             yield split, ids

@@ -1,7 +1,7 @@
 """Sentence pairs for next-sentence prediction (BERT, section 3.1): rows `[CLS] A [SEP] B [SEP]` of T tokens.
 
 A second maker of token shards: they hold rows [n, T + 3], a pair each, of token ids and the span: where A
-ends, where B ends, the label (data/batches/pair_rows.py).
+ends, where B ends, the label (PairRows).
 
 A and B are consecutive whole sentences that fill the row, as in BERT's own preparation. In half of the rows B
 follows A in its document (label 0, as in transformers' BertForPreTraining); in the other half it comes from
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.documents.filters import Accounting
-from data.tokens.encode import Key, TokenMaker
+from data.tokens.encode import ChunkKey, TokenMaker
 
 BLOCK = 1 << 23  # characters of text whose pairs are coupled at a time
 
@@ -138,7 +138,7 @@ class PairMaker(TokenMaker):
         self.width, self.seed = block_size + 3, seed
         self.settings |= {"block_size": block_size, "special": self.special, "seed": seed}
 
-    def __call__(self, documents: Iterable[tuple[str, str]], key: Key) -> Iterator[tuple[str, np.ndarray]]:
+    def __call__(self, documents: Iterable[tuple[str, str]], key: ChunkKey) -> Iterator[tuple]:
         """(text, split) of the documents of a chunk -> (split, rows [n x (T + 3)]), repeatedly."""
         self.builders: dict[str, PairBuilder] = {}
         texts, size = {}, 0

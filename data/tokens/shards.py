@@ -11,6 +11,7 @@ views of them. A manifest's `width`, where it is not 1, is the length of the row
 rows that bring their special tokens, T + 3 of sentence pairs (kind "pairs").
 """
 
+import copy
 import glob
 import io
 import itertools
@@ -25,8 +26,8 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
-from data.batches.rows import PackedRows
-from data.documents import names as files
+from data.batches.rows import PackedRows, PairRows
+from data.documents.names import SUFFIXES, digest, suffix
 from data.tokens.cache import cache_path, locked
 from data.tokens.encode import tokenizer_fingerprint
 from utils.io.files import checksum_file, save_tokenizer
@@ -68,8 +69,8 @@ def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -
     with tempfile.TemporaryDirectory() as temporary:
         for file in save_tokenizer(tokenizer, temporary):
             folder.write(f"tokenizer/{file.name}", file.read_bytes())
-    splits = {split: {"tokens": sum(entry["tokens"] for entry in some), "files": some}
-              for split, some in entries.items() if some}
+    splits = {split: {"tokens": sum(entry["tokens"] for entry in files), "files": files}
+              for split, files in entries.items() if files}
     manifest = {"format": FORMAT, "tokenizer": tokenizer_fingerprint(tokenizer), **about, "splits": splits}
     folder.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return manifest
@@ -83,11 +84,11 @@ def read_manifest(folder: Folder) -> dict | None:
         made_in, names = str(manifest.get("format")), []
         if made_in == FORMAT:
             _ = manifest["dtype"], manifest["tokenizer"], manifest["settings"]["format"]
-            for split, found in manifest["splits"].items():
-                account = manifest["accounting"][split]
-                _ = account["bytes"] + account["tokens"] + found["tokens"]
-                _ = sum(entry["tokens"] + entry["size"] + len(entry["xxh3_128"]) for entry in found["files"])
-                names += [str(entry["file"]) for entry in found["files"]]
+            for name, split in manifest["splits"].items():
+                account, entries = manifest["accounting"][name], split["files"]
+                _ = account["bytes"] + account["tokens"] + split["tokens"]
+                _ = sum(entry["tokens"] + entry["size"] + len(entry["xxh3_128"]) for entry in entries)
+                names += [str(entry["file"]) for entry in entries]
     except FileNotFoundError:
         return None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -103,41 +104,69 @@ def read_manifest(folder: Folder) -> dict | None:
 
 
 class Shards:
-    """A finished folder of token shards."""
+    """One split of a finished folder of token shards. Shards(**place) opens it again."""
 
-    def __init__(self, url, manifest: dict | None = None):
-        """manifest: it has been read already. ValueError where there is none, or a damaged one."""
-        self.folder = Folder(url)
-        self.url = self.folder.url
+    def __init__(self, folder, split: str = "train", manifest: dict | None = None):
+        """folder: a path or URL. manifest: it has been read already. ValueError where there is none, or a
+        damaged one."""
+        self.folder, self.split = Folder(folder), split
+        self.name = self.folder.url
         self.manifest = manifest or read_manifest(self.folder)
         if self.manifest is None:
-            raise ValueError(f"{self.url} holds no token shards")
+            raise ValueError(f"{self.name} holds no token shards")
         self.splits = self.manifest["splits"]
         self.width = self.manifest.get("width", 1)
         self.pairs = self.manifest.get("kind") == "pairs"
         self.row_tokens = self.width - 3 * self.pairs if self.width > 1 else None  # T of rows; None: any
+        self.place = {"folder": str(folder), "split": split}
+        self.tokenizer = f"{folder}/tokenizer"
+
+    def of(self, split: str) -> "Shards":
+        """Another split of the folder."""
+        shards = copy.copy(self)
+        shards.split, shards.place = split, self.place | {"split": split}
+        return shards
 
     def with_rows(self, T: int) -> list[str]:
         """The splits with at least one row of T tokens."""
         size = self.width if self.width > 1 else T
         return [name for name, split in self.splits.items() if split["tokens"] >= size]
 
-    def entries(self, split: str, max_tokens: int = 0) -> list[dict]:
-        """The first files of a split that have so many tokens; 0: all."""
-        wanted, tokens = [], 0
-        for entry in self.splits[split]["files"]:
-            if not max_tokens or tokens < max_tokens:
-                wanted, tokens = [*wanted, entry], tokens + entry["tokens"]
-        return wanted
+    def entries(self, max_tokens: int = 0) -> list[dict]:
+        """The first files of the split that have so many tokens; 0: all."""
+        entries = self.splits[self.split]["files"]
+        ends = itertools.accumulate((entry["tokens"] for entry in entries), initial=0)
+        starts = zip(entries, ends, strict=False)
+        return [entry for entry, start in starts if not max_tokens or start < max_tokens]
 
-    def content(self, split: str) -> str:
+    @property
+    def content(self) -> str:
         """Changes with the ids and with the tokenizer."""
-        sums = [entry["xxh3_128"] for entry in self.splits[split]["files"]]
-        return files.digest(sums, self.manifest["tokenizer"])
+        return digest([entry["xxh3_128"] for entry in self.entries()], self.manifest["tokenizer"])
+
+    def misfits(self, tokenizer, T: int, pairs: bool) -> list[str]:
+        """A line for each setting that does not fit. tokenizer: None for that of the shards."""
+        lines, size, name, splits = [], self.row_tokens, self.name, self.with_rows(T)
+        if pairs and not self.pairs:
+            lines.append("next_sentence: token shards have no sentences; name text or sentence pairs.")
+        if self.pairs and not pairs:
+            lines.append(f"dataset_name: {name} holds sentence pairs: use train_mlm.py with --next_sentence "
+                         "true.")
+        if size and T != size:
+            lines.append(f"block_size: {T}, but rows of {name} have {size} tokens: set --block_size {size}.")
+        if self.split not in splits:
+            remedy = "lower block_size or name other data"
+            if self.split != "train":
+                remedy = "set eval_dataset_name, or make it again with --validation_fraction 0.05"
+            lines.append(f"{name} has no row of {size or T} tokens for {self.split}, only for "
+                         f"{', '.join(splits) or 'none'}: {remedy}.")
+        if tokenizer is not None and self.manifest["tokenizer"] != tokenizer_fingerprint(tokenizer):
+            lines.append(f"tokenizer_name: not the tokenizer that made {name}: use {name}/tokenizer.")
+        return lines
 
     def check(self, entries: Sequence[dict] | None = None) -> str:
-        """What is wrong with these files of a local folder, or with all; "" if nothing."""
-        every = (entry for split in self.splits for entry in self.entries(split))
+        """What is wrong with these files of a local folder, or with those of all splits; "" if nothing."""
+        every = itertools.chain.from_iterable(split["files"] for split in self.splits.values())
         for entry in every if entries is None else entries:
             path = Path(self.folder.root, entry["file"])
             if not path.is_file() or path.stat().st_size != entry["size"]:
@@ -151,35 +180,32 @@ class Shards:
         ValueError: a file is lost or damaged."""
         shards, unchecked = self, entries
         if not self.folder.local:
-            shards = Shards(cache_path(cache_dir, "shards", self.manifest), self.manifest)
-            with locked(Path(shards.folder.root, ".lock"), shards.url), explained(self.url, "read"):
+            shards = Shards(cache_path(cache_dir, "shards", self.manifest), self.split, self.manifest)
+            with locked(Path(shards.folder.root, ".lock"), shards.name), explained(self.name, "read"):
                 unchecked = [entry for entry in entries if shards.check([entry])]
                 names = [name for name in self.folder.names("tokenizer") if re.fullmatch(r"[\w.-]+", name)]
                 names = [*(entry["file"] for entry in unchecked), *(f"tokenizer/{name}" for name in names)]
-                for name in tqdm([*names, MANIFEST], desc=f"copying {self.url}", disable=None):
+                for name in tqdm([*names, MANIFEST], desc=f"copying {self.name}", disable=None):
                     shards.folder.write(name, self.folder.read(name))
         if problem := shards.check(unchecked):
-            raise ValueError(f"{problem}. Copy it again, or delete {self.url} and prepare it again.")
+            raise ValueError(f"{problem}. Copy it again, or delete {self.name} and prepare it again.")
         return shards
 
-    def rows(self, split: str, T: int, max_rows: int = 0) -> PackedRows:
+    def rows(self, T: int, max_rows: int = 0) -> PackedRows:
         """Rows of T tokens, or the first max_rows. The files must be on this machine (`local`)."""
-        account, width = self.manifest["accounting"][split], self.width if self.width > 1 else T
-        entries = self.entries(split, max_rows * width)
-        arrays = [np.load(Path(self.folder.root, entry["file"]), mmap_mode="r") for entry in entries]
+        account, width = self.manifest["accounting"][self.split], self.width if self.width > 1 else T
+        paths = (Path(self.folder.root, entry["file"]) for entry in self.entries(max_rows * width))
+        arrays = [np.load(path, mmap_mode="r") for path in paths]
         known = account["bytes"] and not self.manifest.get("lossy")
         bytes_per_token = account["bytes"] / max(account["tokens"], 1) if known else float("nan")
-        if self.pairs:
-            from data.batches.pair_rows import PairRows as Rows
-        else:
-            Rows = PackedRows
-        return Rows(arrays, width - 3 * self.pairs, max_rows, self.content(split), bytes_per_token)
+        kind = PairRows if self.pairs else PackedRows
+        return kind(arrays, width - 3 * self.pairs, max_rows, self.content, bytes_per_token)
 
 
-def find_shards(url: str) -> Shards | None:
+def find_shards(url: str, split: str = "train") -> Shards | None:
     """The token shards at `url`, None where `url` is no URL or folder or holds none. ValueError: the URL
     cannot be read, or its preparation is unfinished."""
-    a_file = files.suffix(url) in (*files.SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
+    a_file = suffix(url) in (*SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
     if a_file if "://" in url else not os.path.isdir(os.path.expanduser(url)):
         return None
     folder = Folder(os.path.expanduser(url))
@@ -190,4 +216,4 @@ def find_shards(url: str) -> Shards | None:
         raise ValueError(f"{folder.url} is not finished; run the same `python -m data.prepare` command to "
                          "resume.")
     manifest = read_manifest(folder) if MANIFEST in names else None
-    return Shards(os.path.expanduser(url), manifest) if manifest else None
+    return Shards(os.path.expanduser(url), split, manifest) if manifest else None

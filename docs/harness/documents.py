@@ -11,12 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from data.documents.filters import Accounting, clean_documents
-from data.open import RunData
+from data.documents.source import sources_of_run
+from data.open import open_all
+from data.prepare import held_out
 
 
 def main(run: str, out: str) -> None:
     args = SimpleNamespace(**json.loads(Path(run, "args.json").read_text())["settings"])
-    if not (corpora := RunData(args, [], n_special=0).evaluated()):
+    train, evals, _ = open_all(args, *sources_of_run(args))
+    _, corpora, parts = held_out(args, train, evals, args.block_size)
+    if not (corpora := corpora + parts):
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()
     with open(out, "w", encoding="utf-8") as file:

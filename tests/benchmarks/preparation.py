@@ -4,7 +4,7 @@
 
 Same documents (installed Python source), same tokenizer, same cores, each in a process of its own, in turn:
     tokenizers   encode_batch_fast on texts in memory, and nothing else
-    ours         prepare_text: filter, duplicates, split, tokenize, EOS, rows on disk, from text in memory
+    ours         as_shards: filter, duplicates, split, tokenize, EOS, rows on disk, from text in memory
     run_clm      datasets.map(tokenize), datasets.map(group_texts), as transformers' example does by default
 Prints medians over the rounds, and the peak memory of each process. CPU seconds beside the clock's: on a
 machine with other work they say more.
@@ -23,9 +23,8 @@ from dataclasses import replace
 
 from data.documents.filters import Accounting, HoldOut, clean_documents
 from data.documents.source import Corpus, Source, open_corpus
+from data.prepare import as_shards
 from data.tokens.encode import TokenMaker
-from data.tokens.sets import prepare_text
-from data.tokens.shards import Shards
 from data.tokens.tokenizer import load_tokenizer
 from tests.benchmarks.measure import interleaved, print_table
 
@@ -37,7 +36,7 @@ def read_texts(megabytes: float) -> list[str]:
     """Every third document of the installed source, up to a size, without what the filters would drop."""
     texts, size = [], 0
     corpus = open_corpus(Source("installed-python"))
-    some = replace(corpus, readers=[lambda: itertools.islice(corpus, 0, None, 3)])
+    some = replace(corpus, units=[lambda: itertools.islice(corpus, 0, None, 3)])
     for text, _, _ in clean_documents(some, Accounting()):
         texts.append(text)
         size += len(text)
@@ -54,9 +53,9 @@ def tokenizers_alone(texts, tokenizer, folder) -> int:
 
 def ours(texts, tokenizer, folder) -> int:
     corpus = Corpus(Source("memory"), "text", "memory", [lambda: ({"text": text} for text in texts)])
-    parts = prepare_text(corpus, TokenMaker(tokenizer), BLOCK_SIZE, folder, hold_out=HoldOut(0.05))
-    accounting = Shards(parts["train"]["folder"]).manifest["accounting"]
-    return sum(account["tokens"] for account in accounting.values())
+    maker = TokenMaker(tokenizer)
+    shards = as_shards(corpus, "train", HoldOut(0.05), maker=maker, size=BLOCK_SIZE, cache_dir=folder)
+    return sum(account["tokens"] for account in shards.manifest["accounting"].values())
 
 
 def run_clm(texts, tokenizer, folder) -> int:

@@ -38,11 +38,11 @@ def read(name: str, dtype: str | None, tokenizer) -> Imported:
                          f"{', '.join(columns)}")
     T = max(len(ids) for rows in found.values() for ids in rows[:1000]["input_ids"])
     blank = np.full(T + 3, tokenizer.pad_token_id or 0)
-    splits = {split: _rows(name, split, rows, label, blank) for split, rows in found.items()}
+    splits = {split: read_pairs(name, split, rows, label, blank) for split, rows in found.items()}
     return Imported(splits, T + 3, pairs=True)
 
 
-def _rows(name: str, split: str, dataset, label: str, blank: np.ndarray) -> Iterator[np.ndarray]:
+def read_pairs(name: str, split: str, dataset, label: str, blank: np.ndarray) -> Iterator[np.ndarray]:
     """Arrays int64 [n, T + 3]: ids, then the span."""
     for start in range(0, len(dataset), AT_ONCE):
         part = dataset[start : start + AT_ONCE]

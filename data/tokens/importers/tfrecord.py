@@ -22,11 +22,11 @@ def read(name: str, dtype: str | None, tokenizer) -> Imported:
         raise ValueError(f"{name}: TFRecord files need the package crc32c: pip install crc32c") from None
     splits = split_files(name, (".tfrecord", ".tfrecords"))
     first = next(iter(splits.values()))[0]
-    width = next(_rows([first], None)).shape[1]
-    return Imported({split: _rows(urls, width) for split, urls in splits.items()}, width)
+    width = next(read_rows([first], None)).shape[1]
+    return Imported({split: read_rows(urls, width) for split, urls in splits.items()}, width)
 
 
-def _rows(urls: list[str], width: int | None) -> Iterator[np.ndarray]:
+def read_rows(urls: list[str], width: int | None) -> Iterator[np.ndarray]:
     """Arrays uint32 [n, T]. width: T, None: that of the first row."""
     for url in urls:
         rows, number = [], 0
