@@ -26,10 +26,10 @@ from utils.entry import entry_point  # isort: skip  # first: it handles stop sig
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed, tqdm
 
 from data.load import eval_loader, load_rows, train_loader
-from utils.display.log import Log, bar, print_evaluation
+from utils.display.log import Log, print_evaluation
 from utils.display.samples import complete_prompts, show_rows
 from utils.flags import parse_args
 from utils.launch import check_launch, launch_options
@@ -77,12 +77,12 @@ class TrainArgs:
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # on the hidden layers' matrices, AdamW on the rest; or adamw on all
     learning_rate: float = 4e-2  # peak, of AdamW; about 2e-3 if adamw trains all
-    muon_learning_rate: float = 7e-3  # peak, of the matrices that Muon trains; 0: learning_rate
+    muon_learning_rate: float = 5e-3  # peak, of the matrices that Muon trains; 0: learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings only
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "linear"  # of transformers: cosine, constant_with_warmup, ...
     lr_scheduler_kwargs: str | None = None  # its options: cosine_with_min_lr takes min_lr_rate=0.1
-    num_warmup_steps: float = 0.01  # steps; below 1: a share of all steps
+    num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
     num_train_epochs: float = 1.0  # passes over the rows, where max_train_steps is 0; the flag sets it to 0
     max_train_steps: int = 1800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
@@ -130,10 +130,9 @@ PRESETS = {
         block_size=256, max_train_steps=2500, eval_steps=500, save_steps=500,
         config_overrides="hidden_size=256,num_hidden_layers=6,num_attention_heads=4,num_key_value_heads=4"
         ",head_dim=64,intermediate_size=688,tie_word_embeddings=true", output_dir="runs/hour",
-        muon_learning_rate=5e-3, num_warmup_steps=0.04,
     ),
     "gpt2": LAPTOP | dict(  # laptop's text and sizes, with GPT-2's layers and learned positions
-        model_type="gpt2", learning_rate=1e-2, muon_learning_rate=5e-3, num_warmup_steps=0.04,
+        model_type="gpt2", learning_rate=1e-2,
         config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
         output_dir="runs/gpt2",
     ),
@@ -211,7 +210,7 @@ def main(args: TrainArgs | None = None) -> None:
         record = {}
         for name, loader in eval_batches.items():
             losses, row_numbers = [], []
-            for batch in bar(loader):
+            for batch in tqdm(loader, desc="evaluating", leave=False, disable=not sys.stderr.isatty()):
                 with torch.no_grad():
                     losses.append(model(batch)[1])  # [B], each the mean over T - 1 predictions
                 row_numbers.append(batch["row"])

@@ -26,11 +26,11 @@ from utils.entry import entry_point  # isort: skip  # first: it handles stop sig
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed, tqdm
 
 from data.batches.masking import MaskTokens
 from data.load import eval_loader, load_rows, train_loader
-from utils.display.log import Log, bar, print_evaluation
+from utils.display.log import Log, print_evaluation
 from utils.display.samples import fill_masks, show_rows
 from utils.flags import parse_args
 from utils.launch import check_launch, launch_options
@@ -199,7 +199,7 @@ def main(args: TrainArgs | None = None) -> None:
         record = {}
         for name, loader in eval_batches.items():
             sums, row_numbers = [], []
-            for batch in bar(loader):
+            for batch in tqdm(loader, desc="evaluating", leave=False, disable=not sys.stderr.isatty()):
                 with torch.no_grad():  # of each row its summed loss, predictions, correct ones: [B, 3 or 6]
                     sums.append(model(batch)["rows"])
                 row_numbers.append(batch["row"])

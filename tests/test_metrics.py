@@ -319,13 +319,14 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_remedy():
 
 RUN = """
 import sys
-from utils.display.log import Progress, bar
+from accelerate.utils import tqdm
+from utils.display.log import Progress
 progress = Progress(40, 0)
 for step in range(1, 41):
     progress.update(step)
     if step % 10 == 0:
         progress.update(step, {"loss/train": 1 / step, "tokens_per_second": 12345.6, "mfu": None}, 3700, "ok")
-for _ in bar(range(3)):
+for _ in tqdm(range(3), desc="evaluating", leave=False, disable=not sys.stderr.isatty()):
     pass
 progress.update(40, {"loss/eval/a": 0.25, "loss/eval/b": None, "perplexity/a": 1.284, "perplexity/b": 6e4})
 progress.update(40, {"loss/eval": 0.5, "perplexity": 1.6487})

@@ -13,7 +13,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from utils.devices import compiled_graphs, is_xla, peak_memory
@@ -265,12 +264,6 @@ class Progress:
 def on_terminal() -> bool:
     """Whether stderr, where bars go, is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def bar(batches):
-    """The batches of an evaluation behind a bar, which a terminal shows while they last."""
-    hidden = not (PartialState().is_main_process and on_terminal())
-    return tqdm(batches, "evaluating", disable=hidden, leave=False, dynamic_ncols=True)
 
 
 def print_evaluation(args, accelerator, record: dict) -> None:
