@@ -110,11 +110,8 @@ def eval_loader(rows: PackedRows, args, collate=None) -> DataLoader:
 
 
 def _loader(rows, batch_size: int, order, collate) -> DataLoader:
+    # From pinned memory a GPU copies batches while it computes. From other memory each copy would make the
+    # host wait until the GPU has done all its work.
+    pinned = PartialState().device.type not in ("cpu", "mps", "xla")
     collate = collate or (lambda batch: batch)
-    return DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=_pinned())
-
-
-def _pinned() -> bool:
-    """From pinned memory a GPU copies batches while it computes. From other memory each copy would make the
-    host wait until the GPU has done all its work."""
-    return PartialState().device.type not in ("cpu", "mps", "xla")
+    return DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=pinned)
