@@ -160,6 +160,7 @@ NOT_HERE = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "part of a line; test_crash.py",
     "TORCH_LOGS=aot_graphs": "two minutes; test_losses.py looks at the graph",
     "PJRT_DEVICE=CPU": "torch_xla wants an environment of its own",
+    BENCHMARK + "tpu": "torch_xla wants an environment of its own; tests/xla",
     "python -m data.convert": "a file of tokens; test_convert.py",
     "python -m data.prepare": "needs the network; test_prepare.py on local text and an S3 server",
     "python -m data.tokens.tokenizer": "needs the network; test_tokenizer.py on local text",

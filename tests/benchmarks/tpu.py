@@ -7,7 +7,7 @@
 The script runs with these flags on XLA's CPU device, but its graphs with a forward pass are recorded, not
 computed: zeros take the place of their results. libtpu compiles each of them for a v5e or v6e and tells bytes
 moved, memory and products. Beside it stands the loop that one would write with transformers alone: the same
-model and rows, AdamW, no clipping. A graph takes half a minute to some minutes.
+model and rows, clipping and AdamW. A graph takes half a minute to some minutes.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.benchmarks.measure import PROJECT
@@ -45,11 +46,11 @@ class Recorder:
 
         self.torch, self.xla, self.xm, self.compute = torch, torch_xla, xm, torch_xla.sync
         self.folder, self.forward, self.stepped, self.names = folder, None, False, {}
-        torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
+        torch.nn.modules.module.register_module_forward_hook(self._forward)
         register_optimizer_step_post_hook(self._step)
         torch_xla.sync = self.sync
 
-    def _forward(self, module, inputs):
+    def _forward(self, module, *_):
         if not hasattr(module, "lm"):  # not the loss module around the model
             return
         self.forward = "training" if self.torch.is_grad_enabled() else "evaluation"
@@ -124,15 +125,18 @@ def record_plain(folder: str, rows: str, tokens: str) -> None:
     model.tie_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     recorder.compute()
-    ids = torch.ones(int(rows), int(tokens), dtype=torch.long).to(device)
+    ids = torch.ones(int(rows), int(tokens), dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
-    if "PreTraining" in name:  # sentence pairs
-        batch |= {"attention_mask": ids, "token_type_ids": ids, "next_sentence_label": ids[:, 0]}
+    if "PreTraining" in name:  # sentence pairs, padded
+        mask = (torch.arange(ids.shape[1]) < ids.shape[1] - 1) * ids
+        batch |= {"attention_mask": mask, "token_type_ids": ids, "next_sentence_label": ids[:, 0]}
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
     for _ in range(2):
         with torch.autocast("xla", dtype=torch.bfloat16):
             loss = model(**batch).loss
         recorder.forward = "training"
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         torch_xla.sync()
@@ -213,8 +217,8 @@ def main() -> None:
     print("| " + HEADINGS.replace("|", " | ") + " |\n" + "|---" * len(HEADINGS.split("|")) + "|", flush=True)
     for file in sorted((folder / "ours").glob("*.mlir")) + sorted((folder / "plain").glob("*.mlir"))[-1:]:
         found = json.loads(run_part("--compile", file, args.chip, **COMPILING).splitlines()[-1])
-        cells = [found.get(heading, "") for heading in HEADINGS.split("|")[1:]]
-        cells = [", ".join(f"{n:.0f}" for n in x) if isinstance(x, list) else x and f"{x:.2f}" for x in cells]
+        numbers = [found.get(heading, ()) for heading in HEADINGS.split("|")[1:]]  # some unknown if too large
+        cells = [", ".join(f"{x:.0f}" for x in n) if isinstance(n, Sequence) else f"{n:.2f}" for n in numbers]
         cells[5] += "" if found["in all, GB"] <= CHIPS[args.chip][3] else f", above {CHIPS[args.chip][3]}"
         print("| " + " | ".join([f"{file.parent.name}: {file.stem}", *cells]) + " |", flush=True)
 

@@ -146,6 +146,12 @@ def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, 
 
 
 @both_scripts
+def test_gradient_checkpointing_changes_no_loss(script, workspace):
+    again = trained(script, workspace, "xla-6-again", gradient_checkpointing=True)
+    assert_same_run(again, trained(script, workspace, "xla-6"), rel=1e-5)
+
+
+@both_scripts
 def test_the_host_reads_nothing_between_two_log_lines(script, workspace, tmp_path):
     """20 steps of two micro-batches each: transfers from the device after each step."""
     counting, counts = tmp_path / "counting.py", tmp_path / "counts"
@@ -224,17 +230,20 @@ def test_the_flash_kernel_is_softmax_attention(causal):
     assert difference.abs().max() < 0.03
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_graph_of_a_run_compiles_for_a_tpu(optimizer, workspace, tmp_path):
+@pytest.mark.parametrize(("script", "optimizer"), [
+    ("train_clm.py", "adamw"), ("train_clm.py", "muon"), ("train_mlm.py", "adamw"),
+])  # fmt: skip
+def test_every_graph_of_a_run_compiles_for_a_tpu(script, optimizer, workspace, tmp_path):
     """Two layers: of micro-batches, a step, an evaluation, by libtpu for a v5e, with the flash kernel."""
     changes = {"block_size": 128, "gradient_accumulation_steps": 3, "optimizer_type": optimizer}
-    settings = settings_for("train_clm.py", workspace, **changes, **QWEN3)
+    changes |= QWEN3 if script == "train_clm.py" else {}
+    settings = settings_for(script, workspace, **changes)
     own = ("cache_dir", "max_train_steps", "eval_steps", "save_steps", "logging_steps", "prompts",
            "num_warmup_steps", "max_eval_samples", "save_total_limit")  # fmt: skip
     flags = arguments({name: value for name, value in settings.items() if name not in own})
     command = [sys.executable, "-m", "tests.benchmarks.tpu", "--plain", "false", "--folder", str(tmp_path)]
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
-    command += ["train_clm.py", *flags]
+    command += [script, *flags]
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "attention: flash (Pallas)" in done.stdout

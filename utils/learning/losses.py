@@ -247,6 +247,9 @@ def _logits(out):
 
 def _gather_slots(x, slots):
     """x [B, T, D], slots [B, K] -> [B x K, D]."""
+    if x.device.type == "xla":  # a product of matrices, which a TPU does better than gather and scatter
+        slots = (slots[:, :, None] == torch.arange(x.shape[1], device=x.device)).to(x.dtype)  # [B, K, T]
+        return (slots @ x).flatten(0, 1)
     return x.gather(1, slots[:, :, None].expand(-1, -1, x.shape[2])).flatten(0, 1)
 
 
