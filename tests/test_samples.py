@@ -45,13 +45,16 @@ def test_a_finished_run_suggests_the_same_prompt_again(tmp_path):
     assert f"print(model({example}))" in (tmp_path / "run/README.md").read_text()
 
 
-def test_masks_are_filled_with_the_most_likely_tokens(tmp_path):
-    prompts = ["The [MASK] of an object.", "It is [MASK] [MASK]."]
+ONE, TWO = "The [MASK] of an object.", "It is [MASK] [MASK]."
+
+
+@pytest.mark.parametrize("prompts", [[ONE, TWO], [ONE], [TWO]])
+def test_masks_are_filled_with_the_most_likely_tokens(prompts, tmp_path):
     data, run = write_english(tmp_path / "a.jsonl"), tmp_path / "run"
     said = trained(tmp_path, "train_mlm.py", dataset_name=data, prompts=prompts, **MASKED)
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
     lines = re.findall(r"^(.*)  ->  (.*)$", said[said.index("step 6/6  eval") :], re.M)
-    assert [prompt for prompt, _ in lines] == [prompts[0], prompts[1], prompts[1]]
+    assert [prompt for prompt, _ in lines] == [x for x in prompts for _ in range(x.count("[MASK]"))]
     expected = []
     for prompt in prompts:
         inputs = tokenizer(prompt.replace("[MASK]", tokenizer.mask_token), return_tensors="pt")

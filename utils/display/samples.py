@@ -122,6 +122,7 @@ def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dic
     with _pipeline(FillMask, accelerator, model, tokenizer) as fill:
         texts = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts]
         answers = fill(texts, tokenizer_kwargs={"truncation": True})
+    answers = answers if len(texts) > 1 else [answers]  # the pipeline unpacks a list of a single text
     lines = []
     for prompt, answer in zip(prompts, answers, strict=True):
         for guesses in answer if isinstance(answer[0], list) else [answer]:
