@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.runs import PROJECT, QWEN3, TINY, arguments, metrics, write_corpus
+from tests.runs import PROJECT, TINY, arguments, metrics, write_corpus
 
 if importlib.util.find_spec("torch_xla") is None:
     pytest.skip("torch_xla is not installed: see tests/xla/requirements.txt", allow_module_level=True)
@@ -236,7 +236,6 @@ def test_the_flash_kernel_is_softmax_attention(causal):
 def test_every_graph_of_a_run_compiles_for_a_tpu(script, optimizer, workspace, tmp_path):
     """Two layers: of micro-batches, a step, an evaluation, by libtpu for a v5e, with the flash kernel."""
     changes = {"block_size": 128, "gradient_accumulation_steps": 3, "optimizer_type": optimizer}
-    changes |= QWEN3 if script == "train_clm.py" else {}
     settings = settings_for(script, workspace, **changes)
     own = ("cache_dir", "max_train_steps", "eval_steps", "save_steps", "logging_steps", "prompts",
            "num_warmup_steps", "max_eval_samples", "save_total_limit")  # fmt: skip
