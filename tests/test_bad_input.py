@@ -37,7 +37,7 @@ CLM | --lr_scheduler_type cosin                         | lr_scheduler_type, 'co
 CLM | --lr_scheduler_type reduce_lr_on_plateau          | lr_scheduler_type, 'reduce_lr_on_plateau': AttributeError: 'ReduceLROnPlateau' object has no
 CLM | --lr_scheduler_type warmup_stable_decay           | missing 1 required positional argument: 'num_decay_steps'
 CLM | --lr_scheduler_type cosine --lr_scheduler_kwargs min_lr_rate=0.1 | unexpected keyword argument 'min_lr_rate'
-CLM | --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=0.995 | num_warmup_steps: 18 must be 0 to 9, as the run has 1800 steps
+CLM | --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs num_decay_steps=0.995 | num_warmup_steps: 72 must be 0 to 9, as the run has 1800 steps
 CLM | --max_train_steps 12 --num_warmup_steps 1000      | 1000 must be 0 to 12, as the run has 12 steps; below 1 it is a share
 CLM | --preset codeparrot --dataset_name ../corpus.jsonl --eval_dataset_name ../corpus.jsonl --tokenizer_name ../words --max_train_steps 12 | below 1 it is a share of them
 CLM | --prompts 'import os' ' '                         | prompts: holds a blank text
