@@ -8,7 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.collectives import counted_run
 from tests.runs import TINY, write_corpus
-from utils.learning.muon import PRECISION
 
 CONFIG = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=2, n_positions=32, vocab_size=512)
 MICRO_BATCHES, RUNS = 2, [(kind, processes) for kind in ("ddp", "fsdp") for processes in (2, 4)]
@@ -50,7 +49,9 @@ def test_a_step_sends_each_gradient_and_each_update_once(runs, kind, processes):
     once, and scatters each once. In the first two steps DDP arranges its buckets, and FSDP still has the rest
     from the evaluation before."""
     blocks, rest, matrices, tensors = sizes()
-    shapes, precision = 4, PRECISION.get("cpu", torch.float32)
+    # Not muon.PRECISION: tests/small_run.py changes it where both run in one process.
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    shapes, precision = 4, torch.bfloat16 if fast else torch.float32
     updates, swapped = precision.itemsize * matrices, f"alltoall_base_ {str(precision)[6:]}"
     if kind == "ddp":
         expected = {"allreduce_ float32": [1, 4 * (sum(blocks) + rest)], swapped: [shapes, updates]}
