@@ -81,7 +81,8 @@ def assert_same_run(a: Path, b: Path, rel: float):
         assert x.keys() == y.keys()
         for key in x:
             within = 10 * rel if "stderr" in key else rel  # a small difference of large numbers
-            assert x[key] == pytest.approx(y[key], rel=within), (x, y)
+            least = rel if "accuracy" in key else None  # of few predictions
+            assert x[key] == pytest.approx(y[key], rel=within, abs=least), (x, y)
 
 
 @both_scripts
@@ -158,12 +159,11 @@ def test_the_host_reads_nothing_between_two_log_lines(script, workspace, tmp_pat
     counting.write_text(
         f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
         "import torch_xla.debug.metrics as metrics\n"
-        "step, counts = script.Log.step, []\n"
-        "def counted(log, number):\n"
+        "from torch.optim.optimizer import register_optimizer_step_post_hook\n"
+        "def count(*_):\n"
         "    transfers = metrics.metric_data('TransferFromDeviceTime')\n"
         f"    open({str(counts)!r}, 'a').write(f'{{transfers[0] if transfers else 0}}\\n')\n"
-        "    step(log, number)\n"
-        "script.Log.step = counted\n"
+        "register_optimizer_step_post_hook(count)\n"
         "def main(): script.main()\n"
     )
     changes = {"max_train_steps": 20, "logging_steps": 20, "eval_steps": 20, "save_steps": 20}
@@ -171,7 +171,7 @@ def test_the_host_reads_nothing_between_two_log_lines(script, workspace, tmp_pat
     done = launch(counting, workspace / f"{Path(script).stem}-counting", settings)
     assert done.returncode == 0, done.stderr[-3000:]
     transfers = counts.read_text().split()
-    assert len(transfers) == 20 and len(set(transfers)) == 1, transfers
+    assert len(transfers) >= 20 and len(set(transfers)) == 1, transfers  # Muon's step calls AdamW's
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
