@@ -145,14 +145,14 @@ def layer_wise_learning_rates(edited, plain):
     groups = zip(optimizer["state"]["param_groups"], optimizer["parameters"], strict=True)
     rates = [(name, group["initial_lr"]) for group, names in groups for name in names]
     assert sorted(name.removeprefix("lm.") for name, _ in rates) == sorted(saved(edited, STEPS))
-    for part, depth in {"embedding_norm": 0, "layers.1": 1, "layers.0": 2, "embed_tokens": 3}.items():
+    for part, depth in {"norm": 0, "layers.1": 1, "layers.0": 2, "embed_tokens": 3}.items():
         found = {rate for name, rate in rates if name.startswith(f"lm.model.{part}.")}
         assert found == {2e-3 * 0.5**depth}, part
 
 
 def frozen_embeddings(edited, plain):
     """Until step 8 not a bit changes, decay included; then they learn. The others learn from the start."""
-    names = "model.embed_tokens.weight", "model.layers.0.feed_forward.w1.weight"
+    names = "model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight"
     tokens, others = ([saved(edited, step)[name] for step in (0, 8, STEPS)] for name in names)
     assert torch.equal(tokens[0], tokens[1]) and not torch.equal(tokens[1], tokens[2])
     assert not torch.equal(others[0], others[1])

@@ -76,7 +76,7 @@ def run(step: str, folder: Path, env: dict):
     start = max((start for start in MORE if step.startswith(start)), key=len, default=None)
     small = MORE[start] if start else TINY if re.search(r"train_[cm]lm\.py", step) else []
     if small and " train_clm.py" in step and "--preset" not in step:
-        sizes = f"{SIZE},num_key_value_heads=2,full_attn_idxs=[0]"
+        sizes = f"{SIZE},num_key_value_heads=2"
         small = [*small, "--dataset_name", "corpus.jsonl", "--keywords", "none", "--config_overrides", sizes]
     if "\n" in step:
         return forked.run_code(step, folder=folder, env=env)

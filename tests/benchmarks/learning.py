@@ -50,7 +50,8 @@ CONTENDERS = {
         "before": BEFORE["clm"],
         "muon, 60 % of the steps": f"{BEFORE['clm']} {MUON} --max_train_steps 1680",
         "gpt2, 8 rows": GPT2,
-        "qwen3": f"--model_type qwen3 --config_overrides {train_clm.SMALL},head_dim=64",
+        "lfm2": "--model_type lfm2 --config_overrides "
+        "full_attn_idxs=[1,3],conv_L_cache=4,block_auto_adjust_ff_dim=false",
         "default": "",
         "trainer": BEFORE["clm"],
     },
@@ -91,7 +92,6 @@ def train_with_trainer(argv: list[str]) -> None:
     from datasets import Dataset
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
 
-    import train_clm
     from data.load import eval_loader, load_rows
     from utils.flags import parse_args
     from utils.learning.model import build_model
