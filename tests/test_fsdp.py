@@ -67,6 +67,10 @@ def test_trains_evaluates_and_clips_like_one_process(workspace):
     assert_same_run(workspace / "whole", workspace / "cut")
 
 
+NEW = hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint")
+
+
+@pytest.mark.skipif(not NEW, reason="accelerate's compilation of blocks under FSDP needs a newer torch")
 def test_compiled_by_blocks_it_is_the_same_run(workspace):
     flags = settings(workspace, "compiled", per_device_train_batch_size=4)
     done = sharded(flags, "--dynamo_backend", "aot_eager")

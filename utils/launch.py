@@ -117,7 +117,8 @@ def launch_problems() -> list[str]:
 
 def check_launch(accelerator) -> None:
     """ValueError if several processes were started and each takes itself for the only one (a GPU
-    configuration without GPUs), or if the environment makes accelerate divide each loss a second time."""
+    configuration without GPUs), if the environment makes accelerate divide each loss a second time, or if
+    this torch is too old for accelerate's compilation of blocks under FSDP."""
     wait_on_cpus(accelerator)
     keep_losses_in_float32(accelerator)
     if line := launch_line(accelerator):
@@ -125,6 +126,12 @@ def check_launch(accelerator) -> None:
     if (steps := accelerator.gradient_accumulation_steps) != 1:
         cause = f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {steps} in the environment"
         raise ValueError(f"{cause}: unset it, and give --gradient_accumulation_steps {steps} to the script.")
+    plugin = accelerator.state.dynamo_plugin
+    if accelerator.is_fsdp2 and plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation:
+        # accelerate 1.15 sets this option, which torch 2.9 lacks.
+        if not hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
+            raise ValueError(f"dynamo_backend: torch {torch.__version__} is too old for compiled blocks under "
+                             "FSDP: update torch, or launch with --dynamo_backend no.")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started == accelerator.num_processes:
         return
