@@ -130,8 +130,8 @@ def check_launch(accelerator) -> None:
     if accelerator.is_fsdp2 and plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation:
         # accelerate 1.15 sets this option, which torch 2.9 lacks.
         if not hasattr(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint"):
-            raise ValueError(f"dynamo_backend: torch {torch.__version__} is too old for compiled blocks under "
-                             "FSDP: update torch, or launch with --dynamo_backend no.")
+            raise ValueError(f"dynamo_backend: torch {torch.__version__} cannot compile blocks under FSDP: "
+                             "update it, or launch with --dynamo_backend no.")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started == accelerator.num_processes:
         return
