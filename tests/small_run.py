@@ -90,25 +90,23 @@ def build(width, sharded, optimizer_type, rate):
 
 
 class SmallRun:
-    def __init__(self, folder, sharded=False, optimizer_type="adamw", constant=False, rows=12, width=32,
-                 fingerprint="rows", cpu=True, compiled=False, more=None, load=True, **settings):  # fmt: skip
+    def __init__(self, folder, sharded=False, optimizer_type="adamw", rows=12, width=32, fingerprint="rows",
+                 more=None, **settings):  # fmt: skip
         self.args = Args(output_dir=str(folder), **settings)
-        self.accelerator, last = Accelerator(cpu=cpu), self.args.max_train_steps
+        self.accelerator, last = Accelerator(cpu=True), self.args.max_train_steps
         torch.manual_seed(1)
         model, optimizer = build(width, sharded, optimizer_type, self.args.learning_rate)
-        if compiled:
-            model = torch.compile(model, backend="eager")
         if not sharded:
             model, optimizer = self.accelerator.prepare(model, optimizer)
         self.model, self.optimizer, self.rows = model, optimizer, rows
         bare = getattr(optimizer, "optimizer", optimizer)
-        self.schedule = LambdaLR(bare, lambda step: 1.0 if constant else 1 - step / last)
+        self.schedule = LambdaLR(bare, lambda step: 1 - step / last)
         self.counter, self.generator = Counter(), torch.Generator().manual_seed(5)
         things = dict(model=model, optimizer=optimizer, schedule=self.schedule, counter=self.counter)
         things |= dict(generator=self.generator) | (more or {})
         steps = Steps(last, rows)
         self.checkpoints = Checkpoints(self.args, self.accelerator, steps, fingerprint, MAY_CHANGE, **things)
-        self.step = self.checkpoints.load() if load else 0
+        self.step = self.checkpoints.load()
 
     def train(self, upto, save_steps=0):
         """Saves at each multiple of save_steps."""
@@ -116,7 +114,7 @@ class SmallRun:
         while self.step < upto:
             generator = torch.Generator().manual_seed(self.step)
             tokens = torch.randint(0, 300, (self.rows, 16), generator=generator)
-            loss = self.model(tokens.chunk(processes)[mine].to(self.accelerator.device))
+            loss = self.model(tokens.chunk(processes)[mine])
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
@@ -133,8 +131,7 @@ class SmallRun:
         return self
 
     def outcome(self):
-        named = {name.split("module.")[-1].replace("_orig_mod.", ""): p
-                 for name, p in self.model.named_parameters()}  # fmt: skip
+        named = {name.split("module.")[-1]: p for name, p in self.model.named_parameters()}
         whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in named.items()}
         whole |= {"sums": self.counter.sums, "rates": torch.tensor(self.schedule.get_last_lr())}
         return {name: tensor.detach().cpu().double().clone() for name, tensor in whole.items()}
