@@ -158,7 +158,6 @@ NOT_HERE = {
     "accelerate launch --config_file accelerate_configs/tpu": "TPU; on XLA's CPU device in tests/xla",
     "torchrun --nproc_per_node 8": "8 GPUs; two CPU processes in test_preemption.py",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "part of a line; test_crash.py",
-    "TORCH_LOGS=aot_graphs": "two minutes; test_losses.py looks at the graph",
     "PJRT_DEVICE=CPU": "torch_xla wants an environment of its own",
     BENCHMARK + "tpu": "torch_xla wants an environment of its own; tests/xla",
     "python -m data.convert": "a file of tokens; test_convert.py",
