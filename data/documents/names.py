@@ -17,7 +17,7 @@ from utils.io.urls import explained, open_url
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines", ".json")
 SUFFIXES = (*JSON_LINES, ".csv", ".tsv", ".txt", ".parquet")
-TOKEN_FILES = {".tfrecord": "tfrecord", ".tfrecords": "tfrecord", ".bin": "flat", ".ds": "flat"}  # importers
+TOKEN_FILES = (".tfrecord", ".tfrecords", ".bin", ".ds")  # files of token ids, for data/convert.py
 # A folder that holds more files of these endings than of SUFFIXES is read as text, a document each.
 CODE = """.py .pyi .js .jsx .ts .tsx .java .kt .scala .c .h .cc .cpp .hpp .cs .go .rs .rb .php .swift .r
     .jl .lua .pl .sh .sql .hs .ml .ex .dart .zig .md .rst .tex""".split()
@@ -92,7 +92,7 @@ def split_files(name: str, endings=SUFFIXES, say: bool = False) -> dict[str, lis
         splits = {"train": known}
     elif known:
         splits = _splits_by_words(name, known, inside)
-    elif not TOKEN_FILES.keys().isdisjoint(map(suffix, visible)):
+    elif {*TOKEN_FILES} & {*map(suffix, visible)}:
         raise ValueError(f"dataset_name {name!r} holds token ids: run `python -m data.convert {name} tokens/ "
                          "--tokenizer_name gpt2` once, with the tokenizer that made them, and name tokens/ "
                          "here")

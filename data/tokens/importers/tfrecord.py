@@ -1,6 +1,6 @@
 """TFRecord files of transformers' Keras example for TPUs: Examples with a list input_ids, and attention_mask.
 
-A record is a row already, with its special tokens. Rows must be full: padding would be trained on.
+Each record is a row with its special tokens. Rows must be full, as padding would be trained on.
 """
 
 import struct
@@ -12,10 +12,11 @@ import numpy as np
 from data.documents.names import split_files
 from data.tokens.importers import Imported
 
-AT_ONCE = 1 << 14  # rows
+AT_ONCE = 1 << 14  # rows per array
 
 
-def read(name: str, dtype: str | None, tokenizer) -> Imported:
+def open_tfrecords(name: str) -> Imported:
+    """All rows must have the length T of the first row."""
     try:
         import crc32c  # noqa: F401  # not at the top: no other format needs it
     except ImportError:
@@ -27,14 +28,14 @@ def read(name: str, dtype: str | None, tokenizer) -> Imported:
 
 
 def read_rows(urls: list[str], width: int | None) -> Iterator[np.ndarray]:
-    """Arrays uint32 [n, T]. width: T, None: that of the first row."""
+    """Arrays uint32 [n, T]. width: T, or None to take that of the first row."""
     for url in urls:
         rows, number = [], 0
         try:
             with fsspec.open(url, "rb") as file:
-                for record in _records(file):
+                for record in _read_records(file):
                     number += 1
-                    rows.append(_row(record))
+                    rows.append(_parse_row(record))
                     width = width or len(rows[0])
                     if len(rows[-1]) != width:
                         raise ValueError(f"{len(rows[-1])} tokens, but the first one has {width}")
@@ -49,27 +50,27 @@ def read_rows(urls: list[str], width: int | None) -> Iterator[np.ndarray]:
             yield np.stack(rows)
 
 
-def _records(file) -> Iterator[bytes]:
-    """The records of a TFRecord file: length, its checksum, data, its checksum."""
+def _read_records(file) -> Iterator[bytes]:
+    """The records of a TFRecord file, each stored as length, checksum of it, data, checksum of it."""
     from crc32c import crc32c
 
-    def checked(data: bytes) -> bytes:
+    def verify(data: bytes) -> bytes:
         crc = crc32c(data[:-4])
         if struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32) != data[-4:]:
             raise ValueError("the next record's checksum is wrong: damaged, compressed or no TFRecord")
         return data[:-4]
 
     while head := file.read(12):
-        size = int.from_bytes(checked(head), "little") + 4 if len(head) == 12 else 0
+        size = int.from_bytes(verify(head), "little") + 4 if len(head) == 12 else 0
         data = file.read(size)
         if len(data) < max(size, 4):
             raise ValueError("truncated after it")
-        yield checked(data)
+        yield verify(data)
 
 
-def _row(record: bytes) -> np.ndarray:
-    """input_ids, uint32 [T], of a serialized tf.train.Example whose attention_mask, if any, is all ones."""
-    features = int64_lists(record)
+def _parse_row(record: bytes) -> np.ndarray:
+    """input_ids, uint32 [T], of a serialized tf.train.Example. ValueError: it has none, or padding."""
+    features = parse_example(record)
     ids, mask = features.get("input_ids"), features.get("attention_mask")
     if ids is None or not len(ids) or not 0 <= ids.min() <= ids.max() < 2**32:
         raise ValueError(f"no int64 list input_ids of 0 to 2**32 - 1, but {', '.join(features) or 'nothing'}")
@@ -78,36 +79,36 @@ def _row(record: bytes) -> np.ndarray:
     return ids.astype(np.uint32)
 
 
-def int64_lists(record: bytes) -> dict[str, np.ndarray | None]:
+def parse_example(record: bytes) -> dict[str, np.ndarray | None]:
     """The features of a tf.train.Example: {name: int64 array, None for lists of floats or bytes}.
 
-    In protobuf it is {1: {1: [{1: name, 2: {3: {1: values}}}]}}, the values packed; 1 and 2 in the place of 3
-    are bytes and floats."""
+    In protobuf it is {1: {1: [{1: name, 2: {3: {1: values}}}]}}, the values packed. 3 is an int64 list; 1 and
+    2 would be lists of bytes and floats."""
     features = {}
-    for entry in (entry for _, whole in fields(record) for _, entry in fields(whole)):
-        parts = dict(fields(entry))
-        values = dict(fields(parts.get(2, b""))).get(3)
-        packed = [packed for _, packed in fields(values)] if values is not None else []
-        features[parts[1].decode()] = varints(b"".join(packed)).view(np.int64) if packed else None
+    for entry in (entry for _, message in parse_fields(record) for _, entry in parse_fields(message)):
+        parts = dict(parse_fields(entry))
+        values = dict(parse_fields(parts.get(2, b""))).get(3)
+        packed = [packed for _, packed in parse_fields(values)] if values is not None else []
+        features[parts[1].decode()] = decode_varints(b"".join(packed)).view(np.int64) if packed else None
     return features
 
 
-def fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of the fields of a protobuf message that have a length. ValueError: it has others."""
+def parse_fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, content) of each field of a protobuf message. ValueError: a field is not length-delimited."""
     at = 0
     while at < len(data):
         key, start = data[at], at + 1
         while start < len(data) and data[start] > 127:  # the bytes of the length, but for the last
             start += 1
-        size = int(varints(data[at + 1 : start + 1])[0])
+        size = int(decode_varints(data[at + 1 : start + 1])[0])
         at = start + 1 + size
         if key & 7 != 2 or at > len(data):
             raise ValueError("a damaged Example")
         yield key >> 3, data[start + 1 : at]
 
 
-def varints(data: bytes) -> np.ndarray:
-    """The numbers that these bytes encode, 7 bits in each byte, the lowest first: uint64 [n]."""
+def decode_varints(data: bytes) -> np.ndarray:
+    """uint64 [n] from protobuf varints: 7 bits in each byte, the lowest first; the last byte is below 128."""
     parts = np.frombuffer(data, np.uint8)
     last = parts < 128
     if not len(parts) or not last[-1]:
