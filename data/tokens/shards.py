@@ -30,7 +30,7 @@ from data.batches.rows import PackedRows, PairRows
 from data.documents.names import SUFFIXES, digest, suffix
 from data.tokens.cache import cache_path, locked
 from data.tokens.encode import tokenizer_fingerprint
-from utils.io.files import checksum_file, save_tokenizer
+from utils.io.files import check_file, save_tokenizer
 from utils.io.urls import Folder, explained
 
 MANIFEST, PROGRESS, BEGUN = "manifest.json", "progress", "progress/settings.json"
@@ -169,10 +169,8 @@ class Shards:
         every = itertools.chain.from_iterable(split["files"] for split in self.splits.values())
         for entry in every if entries is None else entries:
             path = Path(self.folder.root, entry["file"])
-            if not path.is_file() or path.stat().st_size != entry["size"]:
-                return f"{path} is missing or has another size"
-            if checksum_file(path)["xxh3_128"] != entry["xxh3_128"]:
-                return f"{path} is damaged (by its checksum)"
+            if problem := check_file(path, entry["size"], entry["xxh3_128"]):
+                return f"{path} {problem}"
         return ""
 
     def local(self, cache_dir, entries: Sequence[dict]) -> "Shards":

@@ -42,21 +42,29 @@ def write_file(path: Path, chunks: Iterable) -> dict:
 
 def checksum_file(path: Path) -> dict:
     """Size and checksum of a file, as write_file returns them."""
-    digest, size = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
-            size += len(chunk)
-    return {"bytes": size, "xxh3_128": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+
+
+def check_file(path: Path, size: int, checksum: str) -> str:
+    """How the file differs from the expected size and checksum; "" if it does not."""
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != size:
+        return f"has {path.stat().st_size} bytes instead of {size}"
+    return "" if checksum_file(path)["xxh3_128"] == checksum else "has a wrong checksum"
 
 
 def checksum_json(value) -> str:
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def seal(folder: Path, files: dict, **more) -> None:
-    """Writes manifest.json, which shows that the folder is complete. files: {name: size and checksum}"""
-    manifest = more | {"files": files}
+def seal(folder: Path, files: dict) -> None:
+    """Writes manifest.json, which marks the folder as complete. files: {name: size and checksum}"""
+    manifest = {"files": files}
     manifest["checksum"] = checksum_json(manifest)
     write_file(folder / "manifest.json", [json.dumps(manifest, indent=1).encode()])
     flush(folder)
@@ -67,18 +75,16 @@ def verify_checksums(folder: Path) -> str:
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         if manifest.pop("checksum") != checksum_json(manifest):
-            return "manifest.json: wrong checksum"
+            return "manifest.json has a wrong checksum"
         if not manifest["files"]:
-            return "manifest.json: names no file"
+            return "manifest.json names no file"
         for name, entry in manifest["files"].items():
-            if (size := (folder / name).stat().st_size) != entry["bytes"]:
-                return f"{name}: {size} bytes instead of {entry['bytes']}"
-            if checksum_file(folder / name) != entry:
-                return f"{name}: wrong checksum"
+            if problem := check_file(folder / name, entry["bytes"], entry["xxh3_128"]):
+                return f"{name} {problem}"
     except OSError as error:
         return f"{Path(error.filename or folder).name}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return "manifest.json: not readable"
+        return "manifest.json is not readable"
     return ""
 
 

@@ -19,7 +19,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import gather_object
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 from torch.distributed.tensor import DTensor
@@ -50,18 +49,10 @@ class Checkpoints:
     def __init__(self, args, accelerator, steps, rows_fingerprint: str, may_change, **objects):
         self.args, self.accelerator, self.steps = args, accelerator, steps
         self.fingerprint, self.may_change = rows_fingerprint, set(may_change)
-        self.objects = objects if accelerator.scaler is None else {"scaler": accelerator.scaler} | objects
+        objects = objects if accelerator.scaler is None else {"scaler": accelerator.scaler} | objects
+        self.objects = {name: stateful.as_stateful(name, obj) for name, obj in objects.items()}
         self.model, self.folder = objects["model"], Path(args.output_dir, "checkpoints")
-        self._exported = False  # the model in output_dir is this run's
-        self._lock = None
-        for name, obj in self.objects.items():
-            if isinstance(obj, torch.Generator):
-                self.objects[name] = obj = stateful.GeneratorState(obj)
-            if isinstance(obj, AcceleratedScheduler):
-                raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once "
-                                 "for each process; leave it out there")
-            if not hasattr(obj, "load_state_dict"):
-                raise ValueError(f"checkpoints: {name}, a {type(obj).__name__}, has no load_state_dict")
+        self._exported = False  # whether the model and the tokenizer in output_dir are those of this run
         keep_alive(accelerator)
         sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
         self._writers = accelerator.num_processes if sharded else 1
@@ -69,8 +60,8 @@ class Checkpoints:
 
     def _open(self):
         self._lock = resume.lock_output_dir(self.args.output_dir)
-        for left in self.folder.glob(".tmp-*"):  # by a killed run
-            shutil.rmtree(left, ignore_errors=True)
+        for unfinished in self.folder.glob(".tmp-*"):  # of a killed run
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     # Saving
 
@@ -85,37 +76,30 @@ class Checkpoints:
             return
         sync()
         records, parts, finite = self._collect()
-        if self._any(not finite):
+        all_finite = [finite]
+        if self.accelerator.num_processes > 1:
+            all_finite = self.accelerator.gather(torch.tensor(all_finite, device=self.accelerator.device))
+        if not all(all_finite):
             raise RunFailed(f"weights are not finite after step {step}, so they were not saved; "
                             f"{self._newest()}. Lower the learning rate, or look at the rows before it")
         run = resume.experiment(self.args, self.steps, step, self.fingerprint)
         state = dict(format=resume.FORMAT, step=step, things=records, **run)
-        aside, entries, failure = folder.with_name(f".tmp-{folder.name}"), {}, ""
-        try:
-            entries = self._write(aside, parts)
-        except Exception as error:  # reported when all processes have written
-            failure = str(error) or repr(error)
-        written = [(entries, failure)]
+        temporary = folder.with_name(f".tmp-{folder.name}")
+        written = [self._write(temporary, parts)]
         if self._writers > 1:
             written = gather_object(written)
-        failure = on_main_process(self.accelerator, self._complete, aside, folder, state, written)
+        failure = on_main_process(self.accelerator, self._complete, temporary, folder, state, written)
         if failure and (step == 0 or stopping):
             raise RunFailed(f"{folder} was not saved: {failure}; {self._newest()}")
-        self._exported = True  # by the script, before its next save
-
-    def _any(self, flag: bool) -> bool:
-        """Whether it is true on any process."""
-        if self.accelerator.num_processes == 1:
-            return flag
-        return bool(self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device)).any())
+        self._exported = True  # the script exports the model after each checkpoint
 
     def _newest(self) -> str:
         good = resume.list_checkpoints(self.folder)
         return f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint"
 
-    def _collect(self):
-        """(what state.json holds of the objects, {name: (tensor, offsets)} that this process writes, whether
-        its weights are finite)"""
+    def _collect(self) -> tuple[dict, dict, bool]:
+        """({object: its JSON values}, {name: (tensor, offsets)} that this process writes, whether the weights
+        among them are finite)"""
         records, parts, sums = {}, {}, []
         stateful.reshard(self.model)
         for name, obj in self.objects.items():
@@ -127,34 +111,37 @@ class Checkpoints:
                         sums.append(part[0].sum(dtype=torch.float32))  # isfinite takes ten times as long
         return records, parts, not sums or bool(torch.stack(sums).isfinite().all())
 
-    def _write(self, aside: Path, parts: dict) -> dict:
-        """Writes this process's tensors. Returns {file: size and checksum}."""
+    def _write(self, folder: Path, parts: dict) -> tuple[dict, str]:
+        """Writes this process's tensors. Returns {file: size and checksum}, and why it failed or ""."""
         shard = f"-{self.accelerator.process_index + 1:05d}-of-{self._writers:05d}" * (self._writers > 1)
         entries = {}
-        for kind in ("model", "state"):
-            if named := {key: part for key, part in parts.items() if ("/" in key) == (kind == "state")}:
-                aside.mkdir(parents=True, exist_ok=True)
-                file = f"{kind}{shard}.safetensors"
-                entries[file] = write_file(aside / file, safetensors_chunks(named))
-        return entries
+        try:
+            for kind in ("model", "state"):
+                if named := {key: part for key, part in parts.items() if ("/" in key) == (kind == "state")}:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    file = f"{kind}{shard}.safetensors"
+                    entries[file] = write_file(folder / file, safetensors_chunks(named))
+        except Exception as error:  # save reports it after every process has written
+            return {}, str(error) or repr(error)
+        return entries, ""
 
-    def _complete(self, aside: Path, folder: Path, state: dict, written: list) -> str:
-        """Writes the rest, seals and renames the folder, once all processes have written their tensors.
+    def _complete(self, temporary: Path, folder: Path, state: dict, written: list) -> str:
+        """Adds the other files once all processes have written their tensors, seals the folder and renames it.
         Returns why the checkpoint could not be saved, or ""."""
         failure = next((failure for _, failure in written if failure), "")
         try:
             if not failure:
-                small = {"state.json": json.dumps(state).encode(), **self._beside()}
                 entries = {file: entry for entries, _ in written for file, entry in entries.items()}
-                entries |= {file: write_file(aside / file, [content]) for file, content in small.items()}
-                seal(aside, entries)
-                aside.rename(folder)
+                for file, content in {"state.json": json.dumps(state).encode(), **self._beside()}.items():
+                    entries[file] = write_file(temporary / file, [content])
+                seal(temporary, entries)
+                temporary.rename(folder)
                 flush(self.folder)
                 resume.delete_old(self.folder, self.args.save_total_limit)
         except Exception as error:  # training goes on without this checkpoint
             failure = "" if folder.exists() else str(error) or repr(error)
         if failure:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             logger.warning("%s was not saved: %s; %s", folder.name, failure, self._newest())
         return failure
 

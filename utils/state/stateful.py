@@ -1,10 +1,13 @@
-"""What a checkpoint holds of a module, an optimizer, or anything with state_dict, and how it is put back.
-The model's tensors have transformers' names; all others begin with their object's name and "/"."""
+"""What a checkpoint holds of a module, an optimizer, or anything with state_dict, and how it is restored. The
+model's tensors have transformers' names; the name of every other tensor begins with its object's name and "/".
+"""
 
 import re
+from types import SimpleNamespace
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -12,19 +15,18 @@ from torch.optim import Optimizer
 from utils.state.resume import CheckpointMismatch
 from utils.state.tensors import flatten, unflatten
 
-# Settings of an optimizer's group that depend on the device: a resumed run uses its own.
-OF_THE_DEVICE = ("params", "fused", "foreach", "capturable", "differentiable")
-ANOTHER = "is another one there ({}): choose another --output_dir"
+# Settings of an optimizer's parameter group that depend on the device: a resumed run uses its own.
+DEVICE_SETTINGS = ("params", "fused", "foreach", "capturable", "differentiable")
 
 
 def clean_name(name: str) -> str:
-    """Without the prefixes of DDP, compile and gradient checkpointing."""
+    """A tensor's name without the prefixes of DDP, torch.compile and gradient checkpointing."""
     name = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
     return re.sub(r"^(module\.)+", "", name)
 
 
 def named_tensors(module) -> dict:
-    """{name: parameter or persistent buffer} of a module in any wrapper, of tied ones only the first."""
+    """{name: parameter or persistent buffer} of a module in any wrapper. Of tied tensors only the first."""
     first = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if torch.is_tensor(tensor):
@@ -33,78 +35,76 @@ def named_tensors(module) -> dict:
 
 
 def reshard(model) -> None:
-    """Back to the layout that the optimizer was built with: evaluation leaves FSDP's weights gathered."""
+    """Shards FSDP's weights again, as the optimizer knows them: evaluation leaves them gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
-class GeneratorState:
-    """A torch.Generator as an object with state_dict."""
-
-    def __init__(self, generator: torch.Generator):
-        self.generator = generator
-
-    def state_dict(self) -> dict:
-        return {"state": self.generator.get_state()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.generator.set_state(state["state"])
-
-
-def unwrapped(obj):
-    """Without accelerate's wrapper of optimizers."""
+def as_stateful(name: str, obj):
+    """The object with state_dict and load_state_dict: a torch.Generator gets them, an optimizer loses
+    accelerate's wrapper. ValueError if it cannot be saved."""
+    if isinstance(obj, torch.Generator):
+        return SimpleNamespace(state_dict=lambda: {"state": obj.get_state()},
+                               load_state_dict=lambda state: obj.set_state(state["state"]))  # fmt: skip
+    if isinstance(obj, AcceleratedScheduler):
+        raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once for each "
+                         "process; leave it out there")
+    if not hasattr(obj, "load_state_dict"):
+        raise ValueError(f"checkpoints: {name}, a {type(obj).__name__}, has no load_state_dict")
     while isinstance(obj, AcceleratedOptimizer):
         obj = obj.optimizer
     return obj
 
 
 def collect_state(name: str, obj, model) -> tuple[dict, dict]:
-    """(what state.json holds of it, {name: tensor}). Nothing is copied."""
-    if obj is model:  # a loss module, whose `lm` is transformers' model
-        tensors = named_tensors(obj)
-        short = {key: key.removeprefix("lm.") for key in tensors}
-        return {}, {key if short[key] in tensors else short[key]: tensor for key, tensor in tensors.items()}
+    """(JSON values for state.json, {name in the checkpoint: tensor}) of an object. Copies nothing."""
     if isinstance(obj, Module):
-        return {}, {f"{name}/{key}": tensor for key, tensor in named_tensors(obj).items()}
-    obj, tensors = unwrapped(obj), {}
+        tensors = named_tensors(obj)
+        if obj is not model:
+            return {}, {f"{name}/{key}": tensor for key, tensor in tensors.items()}
+        short = {key: key.removeprefix("lm.") for key in tensors}  # the loss module's lm is transformers' model
+        return {}, {key if short[key] in tensors else short[key]: tensor for key, tensor in tensors.items()}
+    tensors = {}
     record = {"state": flatten(obj.state_dict(), tensors, name)}
     if isinstance(obj, Optimizer):
-        named = {weight: clean_name(key) for key, weight in model.named_parameters()}
+        names = {weight: clean_name(key) for key, weight in model.named_parameters()}
         record["class"] = type(obj).__name__
-        record["parameters"] = [[named.get(weight, "not of the model") for weight in group["params"]]
+        record["parameters"] = [[names.get(weight, "not of the model") for weight in group["params"]]
                                 for group in obj.param_groups]  # fmt: skip
     return record, tensors
 
 
 def find_targets(name: str, obj, record: dict, stored: dict, model) -> dict:
-    """{name: tensor to be filled} for an object that a checkpoint holds as `record`. stored: {name:
-    description} of all tensors of the checkpoint. Raises CheckpointMismatch if they do not fit the object."""
-    now, tensors = collect_state(name, obj, model)
+    """{name in the checkpoint: tensor to fill} of an object. record: its JSON values in state.json. stored:
+    {name: description} of all tensors in the checkpoint. CheckpointMismatch if they do not fit the object."""
+    current, tensors = collect_state(name, obj, model)
     saved = {key: item for key, item in stored.items() if key.startswith(f"{name}/")}
     if isinstance(obj, Module):
         if obj is model:
             saved = {key: item for key, item in stored.items() if "/" not in key}
         old = {key: f"{item.properties.dtype} {[*item.size]}" for key, item in saved.items()}
         new = {key: f"{tensor.dtype} {[*tensor.shape]}" for key, tensor in tensors.items()}
-        if other := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
-            first = (f"{key}: {old.get(key, 'none')} there, {new.get(key, 'none')} here" for key in other[:3])
-            differ = f"{len(other)} tensors differ: {'; '.join(first)}".replace("torch.", "")
-            raise CheckpointMismatch(f"does not fit: {name} {ANOTHER.format(differ)}")
+        if different := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
+            texts = [f"{key}: {old.get(key, 'none')} saved, {new.get(key, 'none')} now" for key in different]
+            message = f"{len(texts)} tensors differ: {'; '.join(texts[:3])}".replace("torch.", "")
+            raise CheckpointMismatch(f"holds another {name} ({message}): choose another --output_dir")
         return tensors
-    if isinstance(obj := unwrapped(obj), Optimizer):
-        if any(record[key] != now[key] for key in ("class", "parameters")):
-            sizes = [" + ".join(str(len(group)) for group in each["parameters"]) for each in (record, now)]
-            differ = f"{record['class']} of {sizes[0]} tensors, here {now['class']} of {sizes[1]}, or renamed"
-            raise CheckpointMismatch(f"does not fit: {name} {ANOTHER.format(differ)}")
+    if isinstance(obj, Optimizer):
+        if any(record[key] != current[key] for key in ("class", "parameters")):
+            texts = [f"{each['class']} of {' + '.join(str(len(names)) for names in each['parameters'])} tensors"
+                     for each in (record, current)]
+            raise CheckpointMismatch(f"holds another {name} ({texts[0]} saved, {texts[1]} now, or with other "
+                                     "names): choose another --output_dir")
         weights = [weight for group in obj.param_groups for weight in group["params"]]
         tensors |= {f"{name}/state/{i}": weight for i, weight in enumerate(weights)}
     similar = {key: tensors.get(key, tensors.get(key.rpartition("/")[0])) for key in saved}
-    return {key: _like(similar[key], item) for key, item in saved.items()}
+    return {key: empty_target(similar[key], item) for key, item in saved.items()}
 
 
-def _like(tensor, item) -> torch.Tensor:
-    """An empty one, where that tensor is and sharded as it is, if it has its shape or a number per row."""
+def empty_target(tensor, item) -> torch.Tensor:
+    """An empty tensor of the described size and dtype. If `tensor` has the same shape, or the same with a last
+    dimension of 1, then it is on the same device and sharded in the same way."""
     if tensor is not None and (*tensor.shape[:-1], 1) == (*item.size,):
         tensor = tensor[..., :1]
     if tensor is None or tensor.shape != item.size:
@@ -113,13 +113,13 @@ def _like(tensor, item) -> torch.Tensor:
 
 
 def restore_state(obj, record: dict, targets: dict) -> None:
-    """Puts back what `collect_state` took, once the targets are filled; modules are filled already."""
+    """Gives an object its saved state. targets: of find_targets, filled; a module then has its tensors."""
     if isinstance(obj, Module):
         return
-    obj, state = unwrapped(obj), unflatten(record["state"], targets)
+    state = unflatten(record["state"], targets)
     if isinstance(obj, Optimizer):
         groups = obj.state_dict()["param_groups"]
         for group, saved in zip(groups, state["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key not in OF_THE_DEVICE})
+            group.update({key: value for key, value in saved.items() if key not in DEVICE_SETTINGS})
         state = {"state": state["state"], "param_groups": groups}
     obj.load_state_dict(state)
