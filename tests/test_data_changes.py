@@ -36,7 +36,7 @@ def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp
         if change == "and no cache":
             shutil.rmtree(cache)
             log = start(2)
-            assert "dataset_name: the rows of the run had other content" in log and "Traceback" not in log
+            assert "dataset_name: the rows have other content" in log and "Traceback" not in log
         else:
             assert start().count(f"data       the rows that this run began with: {corpus} is not read") == 1
             assert result() == whole, change

@@ -239,7 +239,7 @@ def test_a_run_may_grow_where_the_rate_of_its_step_stays_the_same(schedule, warm
     refused = pytest.raises(ValueError, match="(?s)learning rate of step .* --model_name")
     with nullcontext() if goes_on else refused:
         check()
-    with pytest.raises(ValueError, match="the run had other content" if goes_on else "learning rate of step"):
+    with pytest.raises(ValueError, match="rows have other content" if goes_on else "learning rate of step"):
         check("other rows")
 
 

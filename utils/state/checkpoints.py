@@ -1,16 +1,19 @@
-"""The complete training state on disk: written aside, checksummed, renamed; verified before it is loaded.
+"""Saves and loads the complete training state.
 
     checkpoints/step-00001000/
-        model.safetensors  weights and buffers by name, tied ones once; with config.json and tokenizer, so
-                           that from_pretrained and pipeline() of transformers load it too
-        state.safetensors  the tensors of the optimizer and of everything else
-        state.json         what is no tensor, and the settings
+        model.safetensors  weights and buffers by transformers' names, tied ones once
+        config.json ...    with the tokenizer's files, so that from_pretrained and pipeline() load the folder
+        state.safetensors  the tensors of the optimizer and of all other objects
+        state.json         their other values, and the settings
         manifest.json      size and checksum of each file, written last
 
-Of sharded tensors (FSDP) each process writes its part, model-00001-of-00008.safetensors. All load with any
-number of processes, sharded or not, and nothing that is read back can run code. Other names in checkpoints/:
-.tmp-* is being written or deleted; bad-* is damaged, and deleted at the next save; replaced-* is of the run
-before one that began anew, and never deleted. Every machine must see output_dir.
+A checkpoint is written under a temporary name, then renamed. Its checksums are verified before it is loaded.
+Under FSDP each process writes its shards: model-00001-of-00008.safetensors. A checkpoint can be loaded by any
+number of processes, with or without FSDP, and loading it never runs code from it. Every machine must see
+output_dir. Other names in checkpoints/:
+    .tmp-*       is being written or deleted
+    bad-*        is damaged; the next save deletes it
+    replaced-*   belongs to an earlier run, which --resume_from_checkpoint none replaced; it is never deleted
 """
 
 import json
@@ -29,21 +32,22 @@ from utils.io.mistakes import RunFailed, on_main_process
 from utils.io.text import without_secrets
 from utils.state import resume, stateful
 from utils.state.stop_signals import keep_alive
-from utils.state.tensors import own_part, read_tensors, safetensors_chunks, tensors_of
+from utils.state.tensors import describe_tensors, part_to_write, read_tensors, safetensors_chunks
 
 logger = logging.getLogger(__name__)
 
-BESIDE = ("tokenizer*.json", "generation_config.json")  # of the model in output_dir: pipeline() reads them
+# Files of the model in output_dir that a checkpoint copies: pipeline() reads them.
+MODEL_FILES = ("tokenizer*.json", "generation_config.json")
 
 
 class Checkpoints:
     """Saves to and loads from output_dir/checkpoints. All processes make the same calls.
 
-    rows_fingerprint: of the training rows; may_change: the settings that may differ when the run continues.
-    objects: {name: a module, an optimizer, a torch.Generator, or what has state_dict and load_state_dict},
-    "model" among them. What is not sharded is saved as the main process has it.
+    rows_fingerprint: identifies the training rows. may_change: settings that may differ at a resume.
+    objects: model=..., and modules, optimizers, torch.Generators or objects with state_dict and
+    load_state_dict. The main process's copy is saved of all that is not sharded.
 
-    Locks output_dir until the process ends. ValueError if it is in use, or for an object that cannot be
+    Locks output_dir until the process ends. ValueError if another run uses it, or if an object cannot be
     saved."""
 
     def __init__(self, args, accelerator, steps, rows_fingerprint: str, may_change, **objects):
@@ -63,14 +67,12 @@ class Checkpoints:
         for unfinished in self.folder.glob(".tmp-*"):  # of a killed run
             shutil.rmtree(unfinished, ignore_errors=True)
 
-    # Saving
-
     def save(self, step: int, stopping: bool = False) -> None:
-        """Save the state after `step` steps and return when it is on the disk. A step that is there already
-        is not saved again.
+        """Saves the state after `step` steps and returns when it is on the disk, or at once if this step has
+        been saved before.
 
-        A save that fails is a warning, and the last good checkpoint stays. RunFailed on all processes if it
-        fails at step 0 or when the run is stopping, and if a weight is not finite."""
+        If that fails, it warns and keeps the older checkpoints. RunFailed on all processes if it fails at
+        step 0 or when the run is stopping, or if a weight is not finite."""
         folder = self.folder / f"step-{step:08d}"
         if on_main_process(self.accelerator, folder.exists):
             return
@@ -81,7 +83,7 @@ class Checkpoints:
             all_finite = self.accelerator.gather(torch.tensor(all_finite, device=self.accelerator.device))
         if not all(all_finite):
             raise RunFailed(f"weights are not finite after step {step}, so they were not saved; "
-                            f"{self._newest()}. Lower the learning rate, or look at the rows before it")
+                            f"{self._newest()}. Lower the learning rate, or look at the last rows")
         run = resume.experiment(self.args, self.steps, step, self.fingerprint)
         state = dict(format=resume.FORMAT, step=step, things=records, **run)
         temporary = folder.with_name(f".tmp-{folder.name}")
@@ -98,14 +100,14 @@ class Checkpoints:
         return f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint"
 
     def _collect(self) -> tuple[dict, dict, bool]:
-        """({object: its JSON values}, {name: (tensor, offsets)} that this process writes, whether the weights
-        among them are finite)"""
+        """Returns {object: JSON values}, {name: (tensor, offsets)} that this process writes, and whether all
+        weights among these tensors are finite."""
         records, parts, sums = {}, {}, []
         stateful.reshard(self.model)
         for name, obj in self.objects.items():
             records[name], tensors = stateful.collect_state(name, obj, self.model)
             for key, tensor in tensors.items():
-                if part := own_part(tensor, self.accelerator.is_main_process):
+                if part := part_to_write(tensor, self.accelerator.is_main_process):
                     parts[key] = part
                     if obj is self.model and isinstance(tensor, torch.nn.Parameter):
                         sums.append(part[0].sum(dtype=torch.float32))  # isfinite takes ten times as long
@@ -126,14 +128,14 @@ class Checkpoints:
         return entries, ""
 
     def _complete(self, temporary: Path, folder: Path, state: dict, written: list) -> str:
-        """Adds the other files once all processes have written their tensors, seals the folder and renames it.
-        Returns why the checkpoint could not be saved, or ""."""
+        """Completes the checkpoint once all processes have written their tensors. Returns why it could not
+        be saved, or ""."""
         failure = next((failure for _, failure in written if failure), "")
         try:
             if not failure:
                 entries = {file: entry for entries, _ in written for file, entry in entries.items()}
-                for file, content in {"state.json": json.dumps(state).encode(), **self._beside()}.items():
-                    entries[file] = write_file(temporary / file, [content])
+                files = {"state.json": json.dumps(state).encode()} | self._model_files()
+                entries |= {name: write_file(temporary / name, [data]) for name, data in files.items()}
                 seal(temporary, entries)
                 temporary.rename(folder)
                 flush(self.folder)
@@ -145,23 +147,21 @@ class Checkpoints:
             logger.warning("%s was not saved: %s; %s", folder.name, failure, self._newest())
         return failure
 
-    def _beside(self) -> dict:
-        """{file: bytes} that make the checkpoint's model one for from_pretrained and pipeline."""
+    def _model_files(self) -> dict:
+        """{file name: content} that from_pretrained and pipeline need beside the weights."""
         model, files = self.accelerator.unwrap_model(self.model, keep_torch_compile=False), {}
         if config := getattr(getattr(model, "lm", None), "config", None):
             files["config.json"] = without_secrets(config.to_json_string()).encode()
-        for pattern in BESIDE if self._exported else ():
+        for pattern in MODEL_FILES if self._exported else ():
             files |= {path.name: path.read_bytes() for path in Path(self.args.output_dir).glob(pattern)}
         return files
 
-    # Loading
-
     def load(self) -> int:
-        """Restore everything from the checkpoint that resume_from_checkpoint means. Returns its step, 0
-        without one.
+        """Restores all objects from the checkpoint that resume_from_checkpoint selects. Returns its step, or
+        0 if the run begins anew.
 
-        ValueError on all processes if no checkpoint is valid, it is another experiment's, or it does not fit
-        the objects."""
+        ValueError on all processes if no checkpoint is valid, or if its settings, rows or tensors differ from
+        those of this run."""
         step = 0
         if chosen := on_main_process(self.accelerator, resume.choose_checkpoint, self.folder, self.args):
             step, self._exported = self._restore(Path(chosen)), Path(chosen).parent == self.folder
@@ -170,10 +170,10 @@ class Checkpoints:
     def _restore(self, folder) -> int:
         try:
             state, targets = resume.read_state(folder), {}
-            saved, stored = state["things"], tensors_of(folder)
+            saved, stored = state["things"], describe_tensors(folder)
             resume.check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
                                     self.objects.get("schedule"))
-            common = self._common(saved, folder)
+            common = self._objects_in(saved, folder)
             stateful.reshard(self.model)
             for name, obj in common.items():
                 targets |= stateful.find_targets(name, obj, saved[name], stored, self.model)
@@ -183,16 +183,15 @@ class Checkpoints:
             return state["step"]
         except resume.CheckpointMismatch as error:
             raise ValueError(f"{folder} {error}") from error
-        except (Exception, CheckpointException) as error:  # its checksums are right, but its content is not
-            cause = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{folder} cannot be restored ({cause}). Move it away to resume from the one "
-                             "before it") from error
+        except (Exception, CheckpointException) as error:  # wrong content with valid checksums
+            raise ValueError(f"{folder} cannot be restored ({type(error).__name__}: {error}). Move it away, "
+                             "to resume from an older one") from error
 
-    def _common(self, saved, folder) -> dict:
-        """The objects that are to be restored and that the checkpoint has."""
+    def _objects_in(self, saved: dict, folder: Path) -> dict:
+        """The objects that the checkpoint has. Warns of the others."""
         if self.accelerator.is_main_process:
             for name in sorted(self.objects.keys() - saved.keys()):
-                logger.warning("%s: not in %s, so it starts anew", name, folder)
+                logger.warning("%s is not in %s, so it starts anew", name, folder)
             for name in sorted(saved.keys() - self.objects.keys()):
-                logger.warning("%s: in %s, but not given to Checkpoints now", name, folder)
+                logger.warning("%s is in %s, but was not passed to Checkpoints", name, folder)
         return {name: obj for name, obj in self.objects.items() if name in saved}

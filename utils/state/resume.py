@@ -1,5 +1,5 @@
-"""Which checkpoint a run continues from: the newest valid one of the same settings, rows and length. What
-becomes of the others, and the lock that keeps two runs out of one folder."""
+"""Chooses the checkpoint that a run continues from, the newest valid one, and checks that it belongs to the
+same experiment. Deletes old checkpoints, and locks output_dir against a second run."""
 
 import json
 import logging
@@ -19,37 +19,36 @@ from utils.learning.optim import further_rates
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3  # of checkpoints: increase it when older ones cannot be resumed
-OTHER = "holds a run with other settings: repeat them, or choose another --output_dir"
+FORMAT = 3  # of checkpoints: increase it when older checkpoints cannot be resumed
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint is valid, but of another version, run, model or optimizer. Its text follows the folder."""
+    """A valid checkpoint of another version, run, model or optimizer. The message follows the folder name."""
 
 
 def list_checkpoints(folder) -> list[Path]:
-    """The complete checkpoints by their names, oldest first; nothing is verified."""
+    """Folders of complete checkpoints, oldest first. Their checksums are not verified."""
     return sorted(Path(folder).glob("step-" + "[0-9]" * 8))
 
 
 def read_state(folder: Path) -> dict:
-    """state.json. Raises CheckpointMismatch if another version wrote it."""
+    """Reads state.json. CheckpointMismatch if it was written in another format."""
     state = json.loads((folder / "state.json").read_bytes())
     if state["format"] != FORMAT:
-        raise CheckpointMismatch("was made by another version of this project: resume it with that version, "
-                                 "or start anew in another output_dir (model_name_or_path takes weights)")
+        raise CheckpointMismatch("was written by another version of this project: resume it with that one, "
+                                 "or begin a new run with its weights (--model_name_or_path)")
     return state
 
 
 def choose_checkpoint(folder: Path, args) -> str | None:
-    """The verified checkpoint that resume_from_checkpoint means, None if the run begins anew. Sets aside, on
-    disk, what is damaged or replaced. ValueError if no checkpoint is valid, or an older one was meant."""
+    """The verified checkpoint that resume_from_checkpoint selects, or None if the run begins anew. Renames
+    damaged and replaced checkpoints. ValueError if none is valid, or if an older one of the run is chosen."""
     newest_first, source = list_checkpoints(folder)[::-1], args.resume_from_checkpoint
     if source == "none":
         for path in newest_first:
             set_aside(path)
         if newest_first:
-            logger.warning("checkpoints of the run before were renamed to replaced-* in %s", folder)
+            logger.warning("the checkpoints of the previous run were renamed to replaced-* in %s", folder)
         return None
     candidates = newest_first
     if source != "auto":
@@ -57,16 +56,16 @@ def choose_checkpoint(folder: Path, args) -> str | None:
         if not newest_first:
             candidates = [Path(source)]
         elif not inside:
-            logger.warning("%s has checkpoints of its own: continuing with them, not with %s", folder, source)
+            logger.warning("%s has checkpoints already: continuing with them, not with %s", folder, source)
         elif Path(source).name != newest_first[0].name:
             raise ValueError(f"resume_from_checkpoint: {source} is not the newest of its run, "
-                             f"{newest_first[0].name}: to branch off there, give another --output_dir")
+                             f"{newest_first[0].name}: to branch off there, choose another --output_dir")
     damaged = {}
     for path in candidates:
         if not (problem := verify_checksums(path)):
-            for other, damage in damaged.items():
-                logger.warning("%s is damaged (%s): going back to %s", other, damage, path)
-                set_aside(other, "bad-")
+            for bad, reason in damaged.items():
+                logger.warning("%s is damaged (%s): going back to %s", bad, reason, path)
+                set_aside(bad, "bad-")
             return str(path)
         damaged[path] = problem
     if damaged:
@@ -77,7 +76,8 @@ def choose_checkpoint(folder: Path, args) -> str | None:
 
 
 def delete_old(folder: Path, save_total_limit: int) -> None:
-    """Keeps the newest complete checkpoints. Half deleted one must not look like a damaged one."""
+    """Deletes damaged checkpoints and all but the newest save_total_limit. Each is renamed first, so that a
+    half deleted folder does not look like a damaged checkpoint."""
     for path in (*list_checkpoints(folder)[:-save_total_limit], *folder.glob("bad-*")):
         set_aside(path, ".tmp-old-")
     for path in folder.glob(".tmp-old-*"):
@@ -85,70 +85,72 @@ def delete_old(folder: Path, save_total_limit: int) -> None:
 
 
 def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
-    """Lock output_dir as long as the lock object exists, at most until this process ends in any way.
+    """Locks output_dir until the returned object is deleted or this process ends, also by a kill.
 
-    A run that is just ending gets wait_seconds. ValueError if the folder cannot be locked or written."""
+    Waits wait_seconds for a run that is about to end. ValueError if the folder is locked or not writable."""
     path = Path(output_dir) / ".lock"
-    lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start a run again
+    lock = FileLock(path, thread_local=False, is_singleton=True)  # a notebook may start the same run twice
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait_seconds)
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     except Timeout:
         raise ValueError(f"output_dir {output_dir} is in use by another run ({path.read_text().strip()}): "
-                         "stop that run, or choose another output_dir for this one") from None
+                         "stop that run, or choose another --output_dir") from None
     except OSError as error:
-        raise ValueError(f"output_dir {output_dir} cannot be written: {error}. Choose another one") from None
+        raise ValueError(f"output_dir {output_dir} is not writable ({error}): choose another one") from None
     return lock
 
 
 def experiment(args, steps, step: int, rows_fingerprint: str) -> dict:
-    """What a checkpoint after `step` steps records of its run."""
+    """The values of a checkpoint after `step` steps that identify its run."""
     rows = steps.rows_before(step + 1)
     return dict(settings=_plain(vars(args)), rows=rows, last=steps.last, fingerprint=rows_fingerprint)
 
 
 def changed_settings(saved: dict, args, may_change: set) -> list[str]:
-    """A line for each setting that differs. One that the run lacks counts as its default; "x" is ["x"]."""
-    now, defaults, lines = _plain(vars(args)), vars(type(args)()), []
-    for name in sorted(now.keys() - may_change - LENGTH):  # the steps that follow from those are compared
-        was = as_list(saved.get(name, without_secrets(defaults.get(name))))
-        if was != (is_now := as_list(now[name])):
-            shown = [" ".join(map(str, value)) or "none" for value in (was, is_now)]
-            lines.append(f"{name}: {shown[0]} in the run, {shown[1]} now")
+    """A line for each setting that differs. A missing one counts as its default, and "x" equals ["x"]."""
+    current, defaults, lines = _plain(vars(args)), vars(type(args)()), []
+    for name in sorted(current.keys() - may_change - LENGTH):  # LENGTH: check_experiment compares the steps
+        before, now = as_list(saved.get(name, without_secrets(defaults.get(name)))), as_list(current[name])
+        if before != now:
+            texts = [" ".join(map(str, value)) or "none" for value in (before, now)]
+            lines.append(f"{name}: {texts[0]} in the run, {texts[1]} now")
     return lines
 
 
 def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change: set, schedule=None) -> None:
-    """Raises CheckpointMismatch with what differs from state.json. The length may differ if it does not end
-    before the checkpoint's step and the learning rate of that step is the same."""
-    lines, remedy, step = changed_settings(state["settings"], args, may_change), (), state["step"]
-    was, is_now = state["rows"], steps.rows_before(step + 1)
-    if was != is_now:
-        lines.append(f"rows per step: {was / (step + 1):g} in the run, {is_now / (step + 1):g} now")
-    if state["last"] != steps.last and (steps.last < step or not _same_rate(schedule, state)):
-        rate = f"the learning rate of step {step} depends on it"
-        reason = f"{step} are done" if steps.last < step else rate
+    """CheckpointMismatch with a line for each difference between state.json and this run. The run may become
+    longer or shorter, but not end before the checkpoint's step or change the learning rate of that step."""
+    lines, remedy, step = changed_settings(state["settings"], args, may_change), [], state["step"]
+    before, now = state["rows"], steps.rows_before(step + 1)
+    if before != now:
+        lines.append(f"rows per step: {before / (step + 1):g} in the run, {now / (step + 1):g} now")
+    too_short = steps.last < step
+    if state["last"] != steps.last and (too_short or not _same_rate(schedule, state)):
+        reason = f"{step} are done" if too_short else f"the learning rate of step {step} depends on it"
         lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and {reason}")
         folder = shlex.quote(str(args.output_dir))
-        remedy = (f"For all steps anew: --output_dir {folder}-2; for a new run with its weights also "
-                  f"--model_name_or_path {folder} {further_rates(args)}",)
+        remedy = [f"To train all steps anew: --output_dir {folder}-2; to begin with the weights of this run, "
+                  f"also --model_name_or_path {folder} {further_rates(args)}"]  # fmt: skip
     if not lines and state["fingerprint"] != rows_fingerprint:
-        lines.append("dataset_name: the rows of the run had other content or another order, or it had "
-                     "another tokenizer: restore them")
+        lines.append("dataset_name: the rows have other content or another order than in the run, or the "
+                     "tokenizer has changed: restore them")
     if lines:
-        raise CheckpointMismatch("\n".join([OTHER, *lines, *remedy]))
+        first = "holds a run with other settings: repeat them, or choose another --output_dir"
+        raise CheckpointMismatch("\n".join([first, *lines, *remedy]))
 
 
 def _plain(settings: dict) -> dict:
+    """The settings as JSON stores them, without secrets."""
     return json.loads(json.dumps(without_secrets(settings), default=str))
 
 
 def _same_rate(schedule, state: dict) -> bool:
-    """Whether this run's schedule has the saved learning rates at the step of the checkpoint."""
+    """Whether this run's schedule gives the saved learning rates at the checkpoint's step."""
     if schedule is None:
         return True
-    if not hasattr(schedule, "lr_lambdas"):  # its length is part of its state
+    if not hasattr(schedule, "lr_lambdas"):  # another scheduler's rates cannot be computed for any step
         return False
     saved = state["things"].get("schedule", {}).get("state", {}).get("_last_lr")
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

@@ -1,6 +1,5 @@
-"""What a checkpoint holds of a module, an optimizer, or anything with state_dict, and how it is restored. The
-model's tensors have transformers' names; the name of every other tensor begins with its object's name and "/".
-"""
+"""What a checkpoint holds of a module, an optimizer, or anything with state_dict, and how that is restored.
+The model's tensors have transformers' names. All other tensors' names begin with "OBJECT/"."""
 
 import re
 from types import SimpleNamespace
@@ -42,14 +41,14 @@ def reshard(model) -> None:
 
 
 def as_stateful(name: str, obj):
-    """The object with state_dict and load_state_dict: a torch.Generator gets them, an optimizer loses
-    accelerate's wrapper. ValueError if it cannot be saved."""
+    """An object with state_dict and load_state_dict: of a torch.Generator a new one, of an optimizer the one
+    in accelerate's wrapper, else `obj` itself. ValueError if it cannot be saved."""
     if isinstance(obj, torch.Generator):
         return SimpleNamespace(state_dict=lambda: {"state": obj.get_state()},
                                load_state_dict=lambda state: obj.set_state(state["state"]))  # fmt: skip
     if isinstance(obj, AcceleratedScheduler):
-        raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once for each "
-                         "process; leave it out there")
+        raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once for "
+                         "each process; leave it out there")
     if not hasattr(obj, "load_state_dict"):
         raise ValueError(f"checkpoints: {name}, a {type(obj).__name__}, has no load_state_dict")
     while isinstance(obj, AcceleratedOptimizer):
@@ -63,7 +62,7 @@ def collect_state(name: str, obj, model) -> tuple[dict, dict]:
         tensors = named_tensors(obj)
         if obj is not model:
             return {}, {f"{name}/{key}": tensor for key, tensor in tensors.items()}
-        short = {key: key.removeprefix("lm.") for key in tensors}  # the loss module's lm is transformers' model
+        short = {key: key.removeprefix("lm.") for key in tensors}  # a loss module's lm is transformers' model
         return {}, {key if short[key] in tensors else short[key]: tensor for key, tensor in tensors.items()}
     tensors = {}
     record = {"state": flatten(obj.state_dict(), tensors, name)}
@@ -92,10 +91,10 @@ def find_targets(name: str, obj, record: dict, stored: dict, model) -> dict:
         return tensors
     if isinstance(obj, Optimizer):
         if any(record[key] != current[key] for key in ("class", "parameters")):
-            texts = [f"{each['class']} of {' + '.join(str(len(names)) for names in each['parameters'])} tensors"
-                     for each in (record, current)]
-            raise CheckpointMismatch(f"holds another {name} ({texts[0]} saved, {texts[1]} now, or with other "
-                                     "names): choose another --output_dir")
+            sizes = [" + ".join(map(str, map(len, each["parameters"]))) for each in (record, current)]
+            message = (f"{record['class']} of {sizes[0]} tensors saved, {current['class']} of {sizes[1]} "
+                       "now, or with other names")
+            raise CheckpointMismatch(f"holds another {name} ({message}): choose another --output_dir")
         weights = [weight for group in obj.param_groups for weight in group["params"]]
         tensors |= {f"{name}/state/{i}": weight for i, weight in enumerate(weights)}
     similar = {key: tensors.get(key, tensors.get(key.rpartition("/")[0])) for key in saved}
@@ -103,8 +102,8 @@ def find_targets(name: str, obj, record: dict, stored: dict, model) -> dict:
 
 
 def empty_target(tensor, item) -> torch.Tensor:
-    """An empty tensor of the described size and dtype. If `tensor` has the same shape, or the same with a last
-    dimension of 1, then it is on the same device and sharded in the same way."""
+    """An empty tensor of the size and dtype that `item` describes: on the device of `tensor` and sharded like
+    it, if their shapes are equal, or equal but for a last dimension of 1."""
     if tensor is not None and (*tensor.shape[:-1], 1) == (*item.size,):
         tensor = tensor[..., :1]
     if tensor is None or tensor.shape != item.size:

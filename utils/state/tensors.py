@@ -1,7 +1,7 @@
-"""State as tensors by name and JSON values, and safetensors files of tensors.
+"""State as JSON values and named tensors, and safetensors files of these tensors.
 
-The files are those of torch.distributed.checkpoint, whose HuggingFaceStorageReader reads them here. Its
-writer would make a second copy of all that a process writes, and talk to the other processes meanwhile.
+The files have the format of torch.distributed.checkpoint, whose HuggingFaceStorageReader reads them here. Its
+writer is not used, as it copies all tensors in memory first and communicates between processes.
 """
 
 import json
@@ -20,8 +20,8 @@ DTYPES |= {torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 def flatten(value, tensors: dict, path: str):
-    """JSON values of `value`, with {"__tensor__": its path} for each tensor, which is put into `tensors`
-    {path: tensor}. path: where `value` stands. ValueError for what cannot be saved."""
+    """Returns `value` as JSON values. A tensor in it becomes {"__tensor__": path} and is added to `tensors`
+    {path: tensor}. path: the name of `value`. ValueError if it cannot be saved."""
     if torch.is_tensor(value):
         while path in tensors:  # {"a/b": ...} beside {"a": {"b": ...}}
             path += "'"
@@ -37,8 +37,8 @@ def flatten(value, tensors: dict, path: str):
         return items if isinstance(value, list) else {"__tuple__": items}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise ValueError(f"checkpoints: a state_dict holds a {type(value).__name__} at {path!r}; tensors, "
-                     "numbers, texts, lists and dictionaries of them can be saved")
+    raise ValueError(f"checkpoints: a state_dict holds a {type(value).__name__} at {path!r}; only tensors, "
+                     "numbers, texts, None, and lists and dictionaries of these can be saved")
 
 
 def unflatten(tree, tensors: dict):
@@ -56,30 +56,32 @@ def unflatten(tree, tensors: dict):
     return {key: unflatten(item, tensors) for key, item in tree.items()}
 
 
-def own_part(tensor, main: bool) -> tuple | None:
-    """(tensor, offsets) of what this process has to write of a tensor, None if nothing: of a sharded tensor
-    its own part, once among copies; of a whole one all (offsets None), on the main process."""
+def part_to_write(tensor, is_main_process: bool) -> tuple | None:
+    """(tensor, offsets in the full tensor) that this process writes, or None. A sharded tensor is written by
+    the first replica of each shard; any other tensor by the main process, with offsets None."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return (tensor.cpu() if tensor.device.type == "xla" else tensor, None) if main else None
-    position = tensor.device_mesh.get_coordinate()  # None: no process of this mesh
-    copies = [place for place, p in zip(position or (), tensor.placements, strict=False) if p.is_replicate()]
-    if position is None or any(copies) or not tensor.to_local().numel():
+        part = tensor.cpu() if tensor.device.type == "xla" else tensor
+        return (part, None) if is_main_process else None
+    position = tensor.device_mesh.get_coordinate()  # None: this process is not in the mesh
+    replica = [i for i, axis in zip(position or (), tensor.placements, strict=False) if axis.is_replicate()]
+    if position is None or any(replica) or not tensor.to_local().numel():
         return None
     return tensor.to_local(), [*tensor.__create_chunk_list__()[0].offsets]
 
 
 def safetensors_chunks(parts: dict):
-    """The bytes of a safetensors file, tensor by tensor: safetensors' save_file copies all to the CPU at
-    once. parts: {name: (tensor, offsets in the whole tensor, or None)}. Wide types go first, which aligns
-    them. https://huggingface.co/docs/safetensors/index#format"""
-    if other := {str(tensor.dtype) for tensor, _ in parts.values() if tensor.dtype not in DTYPES}:
-        raise ValueError(f"tensors of {', '.join(sorted(other))} cannot be saved")
-    ordered = sorted(parts.items(), key=lambda item: -item[1][0].element_size())
+    """Yields the bytes of a safetensors file tensor by tensor, as safetensors' save_file would copy all
+    tensors to the CPU at once. parts: {name: (tensor, offsets in the full tensor, or None)}.
+    https://huggingface.co/docs/safetensors/index#format"""
+    if unsupported := {str(tensor.dtype) for tensor, _ in parts.values() if tensor.dtype not in DTYPES}:
+        raise ValueError(f"tensors of {', '.join(sorted(unsupported))} cannot be saved")
+    ordered = sorted(parts.items(), key=lambda item: -item[1][0].element_size())  # this aligns every tensor
     header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers requires it
     if any(offsets for _, offsets in parts.values()):
-        where = {name: {"saved_offsets": offsets or [0] * tensor.ndim} for name, (tensor, offsets) in ordered}
-        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(where)
+        sharding = {name: {"saved_offsets": offsets or [0] * tensor.ndim}
+                    for name, (tensor, offsets) in ordered}
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
     for name, (tensor, _) in ordered:
         start, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
@@ -90,20 +92,19 @@ def safetensors_chunks(parts: dict):
         yield tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def tensors_of(folder: Path) -> dict:
-    """{name: torch's description, with .size and .properties.dtype} of the tensors in a folder's files."""
+def describe_tensors(folder: Path) -> dict:
+    """{name: torch's metadata, with .size and .properties.dtype} of all tensors in a folder's files."""
     return HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
 
 
 @torch.no_grad()
 def read_tensors(folder: Path, targets: dict) -> None:
-    """Fill `targets` {name: tensor or DTensor} in place, however they were sharded when they were saved."""
-    staged = {name: torch.empty_like(tensor, device="cpu") if tensor.device.type == "xla" else tensor
-              for name, tensor in targets.items()}  # fmt: skip
-    reader, alone = HuggingFaceStorageReader(str(folder)), not dist.is_initialized()
+    """Fills `targets` {name: tensor or DTensor} in place. The files may be sharded in any other way."""
+    on_cpu = {name: torch.empty_like(tensor, device="cpu")
+              for name, tensor in targets.items() if tensor.device.type == "xla"}  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a single process dcp says that it is one
-        dcp.load(dict(staged), storage_reader=reader, no_dist=alone)
-    for name, tensor in targets.items():
-        if tensor is not staged[name]:
-            tensor.copy_(staged[name])
+        warnings.simplefilter("ignore")  # dcp warns that a single process reads alone
+        dcp.load(targets | on_cpu, storage_reader=HuggingFaceStorageReader(str(folder)),
+                 no_dist=not dist.is_initialized())
+    for name, tensor in on_cpu.items():
+        targets[name].copy_(tensor)
