@@ -46,51 +46,52 @@ def load_rows(args, algorithm: str = "bpe", n_special: int = 0) -> tuple:
     shape = without_secrets(shape)  # it is written, and a password may change
     silent = contextlib.redirect_stdout(io.StringIO())  # what happens is told once
     with contextlib.nullcontext() if PartialState().is_local_main_process else silent:
-        name, folder, train, evals = _shards_of_run(args, shape) or _prepared(args, algorithm, n_special)
-    tokenizer = load_tokenizer(folder)
+        prepared = _rows_of_run(args, shape) or _prepare(args, shape, algorithm, n_special)
+    tokenizer = load_tokenizer(prepared["tokenizer"])
     tokenizer.model_max_length = args.block_size  # saved with it
-    T, first = args.block_size - n_special, args.max_train_samples
-    sources = {name: shards.rows(T, first) for name, shards in train.items()}
+    T = args.block_size - n_special
+    train, evals = ({name: Shards(**place) for name, place in prepared[group].items()}
+                    for group in ("train", "evals"))
+    sources = {name: shards.rows(T, args.max_train_samples) for name, shards in train.items()}
     rows = Mixed(args.mixture, args.seed, sources) if len(sources) > 1 else next(iter(sources.values()))
-    rows.prepared = dict(shape=shape, tokenizer_name=name, tokenizer=folder)  # for args.json
-    for group, data_sets in (("train", train), ("evals", evals)):
-        rows.prepared[group] = {name: shards.place for name, shards in data_sets.items()}
+    rows.prepared = prepared
     return tokenizer, rows, {name: shards.rows(T) for name, shards in evals.items()}
 
 
-def _shards_of_run(args, shape: dict) -> tuple | None:
-    """(tokenizer_name of the settings, the tokenizer's folder or name, shards to train on by name, to
-    evaluate on) as args.json of the run to continue names them, if they are whole: then its source may have
+def _rows_of_run(args, shape: dict) -> dict | None:
+    """What args.json of the run to continue says of its rows, if they are whole: then their source may have
     changed, or be gone."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         prepared = json.loads(Path(args.output_dir, "args.json").read_text())["rows"]
         same = args.resume_from_checkpoint != "none" and prepared["shape"] == json.loads(json.dumps(shape))
-        name = prepared["tokenizer_name"]
-        if not same or not (args.eval_only or args.tokenizer_name in (None, name)):
+        if not same or not (args.eval_only or args.tokenizer_name in (None, prepared["tokenizer_name"])):
             return None
-        places = prepared["train"], prepared["evals"]
-        train, evals = [{name: Shards(**place) for name, place in group.items()} for group in places]
-        folders = {shards.name: shards for shards in [*train.values(), *evals.values()]}
-        if not any(shards.check() for shards in folders.values()):
+        places = [*prepared["train"].values(), *prepared["evals"].values()]
+        folders = {place["folder"]: Shards(**place) for place in places}
+        if prepared["tokenizer"] and not any(shards.check() for shards in folders.values()):
             names = ", ".join(map(without_secrets, args.dataset_name))
             print(f"data       the rows that this run began with: {names} is not read", flush=True)
-            return name, prepared["tokenizer"], train, evals
+            return prepared
 
 
-def _prepared(args, algorithm: str, n_special: int) -> tuple:
-    """As _shards_of_run, prepared now or found in the cache. ValueError: the user's mistakes, a line each."""
-    train, evals, tokenizer = open_all(args, *sources_of_run(args), n_special)
+def _prepare(args, shape: dict, algorithm: str, n_special: int) -> dict:
+    """The same of rows that are prepared now, or found in the cache. ValueError: the user's mistakes, a line
+    each."""
+    sources, eval_sources = sources_of_run(args)
+    train, evals, tokenizer = open_all(args, sources, eval_sources, n_special)
     if tokenizer is None:
         first_rows = args.max_train_samples * (args.block_size - n_special)
         read_bytes = first_rows and max(1_000_000, 4 * first_rows)
         settings = dict(vocab_size=args.vocab_size, algorithm=algorithm, model_type=args.model_type)
-        settings |= dict(read_bytes=read_bytes, cache_dir=args.cache_dir)
-        folder = trained_tokenizer([*train.values()], args.mixture or [1.0], **settings)
-        tokenizer = load_tokenizer(folder)
+        settings |= dict(cache_dir=args.cache_dir, read_bytes=read_bytes)
+        tokenizer = trained_tokenizer([*train.values()], args.mixture or [1.0], **settings)
     train, evals = prepare_all(args, train, evals, tokenizer, n_special)
-    of_rows = (shards.tokenizer for shards in train.values())
-    folder = next(filter(os.path.isdir, of_rows), tokenizer.name_or_path)
-    return args.tokenizer_name, folder, train, evals
+    folders = (shards.tokenizer for shards in train.values())
+    prepared = {"shape": shape, "tokenizer_name": args.tokenizer_name,
+                "tokenizer": next(filter(os.path.isdir, folders), tokenizer.name_or_path)}
+    for group, data_sets in (("train", train), ("evals", evals)):
+        prepared[group] = {name: shards.place for name, shards in data_sets.items()}
+    return prepared
 
 
 def train_loader(rows, args, first: int = 0, last: int | None = None, collate=None) -> DataLoader:

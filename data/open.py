@@ -6,7 +6,6 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from data.batches.mixture import WINDOW
@@ -22,15 +21,24 @@ def open_all(args, sources: dict, eval_sources: dict, n_special: int = 0) -> tup
     train on with that name. n_special: tokens that masking puts around a row. ValueError: a line for each
     problem."""
     problems = _setting_problems(args)
-    only_evals = args.eval_only and eval_sources  # then the training data may be gone
-    train = {} if only_evals else _opened(open_source, sources, problems)
+
+    def attempt(function: Callable, *arguments):
+        """What the function returns; the message of a ValueError joins the problems, for all to be told."""
+        try:
+            return function(*arguments)
+        except ValueError as error:
+            problems.append(str(error))
+
+    if args.eval_only and eval_sources:
+        sources = {}  # the training data may be gone
+    train = {name: attempt(open_source, source) for name, source in sources.items()}
     if eval_sources:
-        evals = _opened(partial(open_source, evaluate=True), eval_sources, problems)
+        evals = {name: attempt(open_source, source, True) for name, source in eval_sources.items()}
     else:
-        evals = _opened(validation_of, train, problems)
-    data_sets = [data for data in (*train.values(), *evals.values()) if data]
-    tokenizer = _opened(partial(_tokenizer, args), {"": data_sets}, problems).get("")
-    problems += _misfits(args, train, evals, tokenizer, n_special)
+        evals = {name: data and attempt(validation_of, data) for name, data in train.items()}
+    opened, opened_evals = ([*filter(None, data_sets.values())] for data_sets in (train, evals))
+    tokenizer = attempt(_tokenizer, args, opened + opened_evals)
+    problems += _misfits(args, opened, opened_evals, tokenizer, n_special)
     if problems:
         raise ValueError("\n".join(problems))
     return train, evals, tokenizer
@@ -55,38 +63,21 @@ def validation_of(data: Corpus | Shards) -> Corpus | Shards | None:
         return open_corpus(replace(data.source, split="validation"))
 
 
-def _opened(function: Callable, values: dict, problems: list[str]) -> dict:
-    """{name: function(value)}; the message of a ValueError becomes a problem instead."""
-    results = {}
-    for name, value in values.items():
-        try:
-            results[name] = function(value)
-        except ValueError as error:
-            problems.append(str(error))
-    return results
-
-
 def _setting_problems(args) -> list[str]:
-    problems, several = [], len(args.dataset_name) > 1
-    if not args.dataset_name and not (args.eval_only and args.eval_dataset_name):
+    problems, shares, n_sets = [], args.mixture, len(args.dataset_name)
+    if not n_sets and not (args.eval_only and args.eval_dataset_name):
         problems.append("dataset_name: none is given; give installed-python, a Hub id, a file or a folder.")
-    if several or args.mixture:
-        problems += _mixture_problems(args.mixture, len(args.dataset_name))
-    if args.max_train_samples and (several or getattr(args, "next_sentence", False)):
+    if len(shares) != n_sets and (shares or n_sets > 1):
+        problems.append(f"mixture: {len(shares)} shares for {n_sets} data sets. Quote a glob, or the shell "
+                        "makes many names of it: --dataset_name 'texts/*.txt'; a mixture needs a share of "
+                        "each: --mixture 0.6 0.4")
+    elif wrong := [x for x in shares if not 0 <= x <= 1 or abs(x * WINDOW - round(x * WINDOW)) > 1e-3]:
+        problems += [f"mixture: {x} is not a share; give 0, or thousandths such as 0.125." for x in wrong]
+    elif shares and sum(round(share * WINDOW) for share in shares) != WINDOW:
+        problems.append(f"mixture: the shares sum to {sum(shares):g}, not to 1.")
+    if args.max_train_samples and (n_sets > 1 or getattr(args, "next_sentence", False)):
         problems.append("max_train_samples: not for sentence pairs or a mixture; name less text instead "
                         "(user/name:train[:1%] of the Hub), or leave it out.")
-    return problems
-
-
-def _mixture_problems(shares: list[float], n_sets: int) -> list[str]:
-    if len(shares) != n_sets:
-        return [f"mixture: {len(shares)} shares for {n_sets} data sets. Quote a glob, or the shell makes "
-                "many names of it: --dataset_name 'texts/*.txt'; a mixture needs a share of each: --mixture "
-                "0.6 0.4"]
-    problems = [f"mixture: {share} is not a share; give 0, or thousandths such as 0.125." for share in shares
-                if not 0 <= share <= 1 or abs(share * WINDOW - round(share * WINDOW)) > 1e-3]
-    if not problems and sum(round(share * WINDOW) for share in shares) != WINDOW:
-        problems.append(f"mixture: the shares sum to {sum(shares):g}, not to 1.")
     return problems
 
 
@@ -101,10 +92,9 @@ def _tokenizer(args, data_sets: list):
     return load_tokenizer(name) if name else None
 
 
-def _misfits(args, train: dict, evals: dict, tokenizer, n_special: int) -> list[str]:
+def _misfits(args, train: list, evals: list, tokenizer, n_special: int) -> list[str]:
     """A line for each reason why data sets do not fit the settings, the tokenizer or each other."""
     problems, pairs = [], getattr(args, "next_sentence", False)
-    train, evals = [*train.values()], [data for data in evals.values() if data]
     shards, eval_shards = ([data for data in group if isinstance(data, Shards)] for group in (train, evals))
     if train and len(shards) == len(train):
         problems += [f"{setting}: for text, and {', '.join(args.dataset_name)} holds tokens: leave it out, "

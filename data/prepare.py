@@ -32,21 +32,22 @@ CHARACTERS_PER_TOKEN = 8  # generous: so much text is held out at least for a ro
 def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -> tuple[dict, dict]:
     """The data sets of open_all as {name: Shards on this machine}: to train on, to evaluate on. With
     eval_only those to train on may be those to evaluate on."""
-    size, pairs = args.block_size - n_special, getattr(args, "next_sentence", False)
+    size = args.block_size - n_special
     hold_out, corpora, parts = held_out(args, train, evals, size)
-    of_text = any(isinstance(data, Corpus) for data in (*train.values(), *evals.values()))
-    maker = PairMaker(tokenizer, size, args.seed) if pairs and of_text else TokenMaker(tokenizer)
+    pairs = getattr(args, "next_sentence", False)
+    maker = PairMaker(tokenizer, size, args.seed) if pairs else TokenMaker(tokenizer)
     shards_of = partial(as_shards, maker=maker, size=size, cache_dir=args.cache_dir)
     eval_shards = {name: data and shards_of(data, "validation") for name, data in evals.items()}
     if args.eval_only and all(eval_shards.values()):
         return dict(list(eval_shards.items())[:1]), eval_shards
     train_shards = {}
     for name, data in train.items():
-        divided = evals.get(name, data) is None
-        left_out = corpora if divided else corpora + parts  # of one that is divided the rule does this
-        shards = shards_of(data, "train", hold_out if divided else None, left_out, args.max_train_samples)
+        if evals.get(name, data) is None:  # it is divided: the rule leaves out what it holds out
+            shards = shards_of(data, "train", hold_out, corpora, args.max_train_samples)
+            eval_shards[name] = shards.of("validation")
+        else:
+            shards = shards_of(data, "train", None, corpora + parts, args.max_train_samples)
         train_shards[name] = shards
-        eval_shards |= {name: shards.of("validation")} if divided else {}
     tokens = [data.name for data in train.values() if isinstance(data, Shards)]
     if args.eval_dataset_name and tokens and corpora:
         print(f"data       {', '.join(tokens)} is trained on as it is, also on what is evaluated on; only "
@@ -57,19 +58,19 @@ def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -
 def held_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[Corpus], list[Corpus]]:
     """(one rule for all data sets of which documents are held out, the corpora to evaluate on, what the rule
     holds out of each data set), fixed before the first row is made. size: tokens of text in a row."""
-    rules, divided = [HoldOut(0.0)], [train[name] for name, data in evals.items() if data is None]
+    divided = [train[name] for name, data in evals.items() if data is None]
     unread = max(args.max_train_samples * size or NO_LIMIT, 1 << 14)
     least = 1 + getattr(args, "next_sentence", False)
     settings = args.validation_fraction, CHARACTERS_PER_TOKEN * size, least, unread
+    rules = []
     for corpus in divided:
         path = cache_path(args.cache_dir, "hold-out", [corpus.fingerprint, settings]).with_suffix(".json")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, hold_out_of(corpus, *settings).settings)
-        fraction, more = json.loads(path.read_text())
-        rules.append(HoldOut(fraction, frozenset(more)))
-    more = frozenset().union(*(rule.more for rule in rules))
-    rule = HoldOut(max(rule.fraction for rule in rules), more)
+        rules.append(json.loads(path.read_text()))
+    rule = HoldOut(max((fraction for fraction, _ in rules), default=0.0),
+                   frozenset().union(*(more for _, more in rules)))
     corpora = [data for data in evals.values() if isinstance(data, Corpus)]
     return rule, corpora, [rule.corpus(corpus) for corpus in divided]
 
@@ -96,10 +97,8 @@ def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None
 
 def _no_row(shards: Shards, corpus: Corpus, maker: TokenMaker, size: int, hold_out: HoldOut | None) -> str:
     """Why the split has no row, and the remedy."""
-    split, accounts = shards.split, {}
-    for name in ("train", split):
-        accounts[name] = Accounting(**shards.manifest["accounting"].get(name, {}))
-    account, train = accounts[split], accounts["train"]
+    split, accounts = shards.split, shards.manifest["accounting"]
+    account, train = (Accounting(**accounts.get(name, {})) for name in (split, "train"))
     if not train.kept + train.validation + train.evaluated + account.kept:
         return no_text(corpus, train if train.read else account)
     message = (f"the {split} split of {corpus.name}, column {corpus.text_column}, has {account.kept:,} "

@@ -44,7 +44,7 @@ def test_model_types_of_one_family_share_a_tokenizer(tmp_path):
 
     def made(model_type, algorithm="bpe"):
         options = dict(algorithm=algorithm, model_type=model_type, cache_dir=tmp_path / "cache")
-        return trained_tokenizer([corpus], [1.0], vocab_size=300, **options)
+        return trained_tokenizer([corpus], [1.0], vocab_size=300, **options).name_or_path
 
     assert made("qwen3") == made("mamba") != made("bert") != made("modernbert") != made("roberta")
 

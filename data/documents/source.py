@@ -158,28 +158,31 @@ def is_local(source: Source) -> bool:
     return _reader(source) in (files, installed) or is_saved(source.dataset_name)
 
 
-def data_sets_with(config: str, names: Iterable[str]) -> set[str]:
-    """The data sets that get this configuration: a single one of the Hub, or of several those that have it.
-    All, where none has it: opening them says so."""
-    remote, having = {name: source for name in names if not is_local(source := Source(name))}, set()
-    if len({source.dataset_name for source in remote.values()}) > 1:
-        from data.documents import library
-
-        having = {name for name, source in remote.items() if config in library.configurations(source)}
-    return having or {*remote} or {*names}
-
-
 def sources_of_run(args) -> tuple[dict[str, Source], dict[str, Source]]:
     """What a run trains on, and what it evaluates on, by their names in the log."""
-    config, names, eval_names = args.dataset_config_name, args.dataset_name, args.eval_dataset_name
-    having = data_sets_with(config, [*names, *eval_names]) if config else ()
-    keywords, streaming = tuple(filter(None, args.keywords)), args.streaming or args.max_train_samples > 0
-    source = partial(Source, text_column=args.text_column)
-    train = partial(source, keywords=keywords, divide=not eval_names, streaming=streaming)
-    evaluate = partial(source, divide=False, streaming=args.streaming)
-    return tuple({short: kind(name, config if name in having else None)
-                  for short, name in zip(short_names(group), group, strict=True)}
-                 for kind, group in ((train, names), (evaluate, eval_names)))  # fmt: skip
+    names, eval_names, keywords = args.dataset_name, args.eval_dataset_name, filter(None, args.keywords)
+    source = partial(Source, text_column=args.text_column, streaming=args.streaming)
+    train = partial(source, keywords=tuple(keywords), divide=not eval_names)
+    if args.max_train_samples:
+        train = partial(train, streaming=True)
+    sources = [*map(train, names), *map(partial(source, divide=False), eval_names)]
+    if args.dataset_config_name:
+        sources = with_configuration(args.dataset_config_name, sources)
+    evaluate = sources[len(names) :]
+    return dict(zip(short_names(names), sources, strict=False)), dict(
+        zip(short_names(eval_names), evaluate, strict=True))
+
+
+def with_configuration(config: str, sources: list[Source]) -> list[Source]:
+    """The same sources. The only data set of the Hub gets the configuration, or of several those that have
+    it. Where none can take it all get it: opening them says what is wrong."""
+    chosen = remote = [source for source in sources if not is_local(source)]
+    if len({source.dataset_name for source in remote}) > 1:
+        from data.documents import library
+
+        chosen = [source for source in remote if config in library.configurations(source)]
+    chosen = chosen or remote or sources
+    return [replace(source, dataset_config_name=config) if source in chosen else source for source in sources]
 
 
 def short_names(names: list[str]) -> list[str]:

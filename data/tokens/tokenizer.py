@@ -217,8 +217,8 @@ def no_text(corpus, counts: Accounting) -> str:
 
 
 def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, algorithm: str, model_type: str,
-                      cache_dir="cache", read_bytes: int = 0) -> str:
-    """The folder of a tokenizer trained on a sample of each corpus, its share of the bytes; in the cache."""
+                      cache_dir="cache", read_bytes: int = 0) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on a sample of each corpus, its share of the bytes, or the one in the cache."""
     used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
     content = [[corpus.fingerprint, corpus.keywords, share] for corpus, share in used]
     special = _special_tokens(algorithm, model_type)
@@ -238,7 +238,7 @@ def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, al
             with explained(f"cache_dir: {cache_dir}", "written", Exception):  # as tokenizers raises
                 tokenizer.save_pretrained(f"{folder}.tmp")
             os.rename(f"{folder}.tmp", folder)
-    return str(folder)
+    return load_tokenizer(folder)
 
 
 def main(arguments=None):
