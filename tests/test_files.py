@@ -57,7 +57,7 @@ CASES = {
     "Latin-1, text": ({"a.txt": b"one", "b.txt": "é".encode("latin-1")}, ["one"], 1),
     "lone surrogates": ({"a.jsonl": LINES + b'{"text": "\\ud800"}\n'}, ["one", "two"], 1),
     "null": ({"a.jsonl": LINES + b'{"text": null}\n'}, ["one", "two"], 1),
-    "lists": ({"a.jsonl": LINES + b'["three"]\n'}, "a.jsonl cannot be read .line 3: no object", 0),
+    "lists": ({"a.jsonl": LINES + b'["three"]\n'}, "a.jsonl cannot be read .line 3: must be an object", 0),
     "nested 10,000 deep": ({"a.jsonl": LINES + b"[" * 100_000}, "a.jsonl cannot be read .line 3", 0),
     "other columns of other types": ({"a.jsonl": b'{"text": "one", "m": 1}\n{"text": "two", "m": ["x"]}\n'},
                                      ["one", "two"], 0),

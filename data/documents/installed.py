@@ -1,4 +1,4 @@
-"""The Python on this machine as text, which needs no network: its source code, and the English in it."""
+"""The Python on this machine as text, without a network: its source code, and the English in it."""
 
 import functools
 import inspect
@@ -20,37 +20,37 @@ def splits(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list]:
-    """(fingerprint, units), of which there is one."""
-    rows = INSTALLED[source.dataset_name]
-    files = [(owner, path, size, file.stat().st_mtime_ns) for owner, path, size, _, file in _python_files()]
-    code = Path(inspect.getfile(rows)).read_bytes()
-    return digest(source.dataset_name, code, files), [rows]
+    """(fingerprint, [the only unit]). The fingerprint changes with the files and the code of their reader."""
+    read = INSTALLED[source.dataset_name]
+    files = [(package, path, size, file.stat().st_mtime_ns) for package, path, size, _, file in _list_files()]
+    code = Path(inspect.getfile(read)).read_bytes()
+    return digest(source.dataset_name, code, files), [read]
 
 
 @functools.cache
-def _python_files() -> list[tuple[str, str, int, str, Path]]:
-    """(distribution and version, relative path, bytes, license, file) of every .py file of the standard
-    library and of site-packages, in an order that does not depend on where the interpreter is installed."""
-    found = {}
+def _list_files() -> list[tuple[str, str, int, str, Path]]:
+    """(package and version, relative path, bytes, license, file) of each .py file of the standard library and
+    of site-packages, in an order that does not depend on where the interpreter is installed."""
+    files = {}
 
-    def search(root, owners, default):
+    def add_files(root, packages, default):
         for folder, folders, names in os.walk(root):
             folders[:] = {*folders} - {"__pycache__", "site-packages", "dist-packages"}
             for file in (Path(folder, name) for name in names if name.endswith(".py")):
-                if file not in found and file.is_file():
+                if file not in files and file.is_file():
                     path = file.relative_to(root).as_posix()
-                    owner, license = owners.get(path, default)
-                    found[file] = (owner, path, file.stat().st_size, license, file)
+                    package, license = packages.get(path, default)
+                    files[file] = (package, path, file.stat().st_size, license, file)
 
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    search(sysconfig.get_path("stdlib"), {}, (python, "PSF-2.0"))
+    add_files(sysconfig.get_path("stdlib"), {}, (python, "PSF-2.0"))
     for root in _site_packages():
-        owners = {}
+        packages = {}
         for package in metadata.distributions(path=[root]):
-            owner = (f"{package.name} {package.version}", _license(package.metadata))
-            owners.update((file.as_posix(), owner) for file in package.files or () if file.suffix == ".py")
-        search(root, owners, ("site-packages", "unknown"))
-    return sorted(found.values())
+            name = (f"{package.name} {package.version}", _license(package.metadata))
+            packages.update((file.as_posix(), name) for file in package.files or () if file.suffix == ".py")
+        add_files(root, packages, ("site-packages", "unknown"))
+    return sorted(files.values())
 
 
 def _site_packages() -> dict[str, None]:
@@ -61,42 +61,41 @@ def _license(package) -> str:
     return package.get("License-Expression") or (package.get("License") or "unknown").split("\n")[0]
 
 
-def _text(file: Path) -> str | None:
-    """None where it is not UTF-8."""
+def _read_text(file: Path) -> str | None:
+    """None: the file is not UTF-8."""
     with suppress(UnicodeDecodeError):
         return file.read_bytes().decode("utf-8-sig")
 
 
-def _python_documents() -> Iterator[dict]:
-    """Python source with the columns, and the column types, of codeparrot-ds."""
-    for owner, path, size, license, file in _python_files():
-        columns = {"repo_name": owner, "path": path, "copies": "1", "size": str(size)}
-        yield {**columns, "content": _text(file), "license": license}
+def _read_python() -> Iterator[dict]:
+    """The source files, with the columns and column types of codeparrot-ds."""
+    for package, path, size, license, file in _list_files():
+        columns = {"repo_name": package, "path": path, "copies": "1", "size": str(size)}
+        yield {**columns, "content": _read_text(file), "license": license}
 
 
-# A docstring, found lexically: a triple-quoted string that starts a line, first in the file or after a line
-# that ends in ":". Parsing every installed file with ast takes a minute, this a few seconds.
+# A docstring: a triple-quoted string that starts a line, first in the file or after a line that ends in ":".
+# Searching all installed files with this expression takes seconds; parsing them with ast takes a minute.
 COMMENT = r"[ \t]*(?:#[^\n]*)?\n"
 DOCSTRING = re.compile(rf"""(?:\A(?:{COMMENT})*|:{COMMENT}\s*)[rRuU]?(\"\"\"|''')(.*?)\1""", re.DOTALL)
 MARKUP = re.compile(r">>>|\.\. |::|https?:|[|<>{}\\]|---|===|^\s*[:@#]", re.MULTILINE)
-LEAST_PROSE = 400  # characters: modules and packages with less are left out
+LEAST_PROSE = 400  # characters; modules and packages with less are left out
 
 
-def _docs_documents() -> Iterator[dict]:
-    """The English in the same installation: package descriptions, then docstrings, a module per document.
-
-    Paragraphs keep their order, one line each, a blank line between; code and markup are left out."""
+def _read_docs() -> Iterator[dict]:
+    """The English in the same installation: package descriptions, then the docstrings of each module."""
     for root in _site_packages():
         for package in sorted(metadata.distributions(path=[root]), key=lambda package: package.name):
             text = package.metadata.get_payload() or package.metadata.get("Description") or ""
-            yield from _document(f"{package.name} {package.version}", "METADATA", [str(text)])
-    for owner, path, _, _, file in _python_files():
-        found = DOCSTRING.finditer(_text(file) or "")
-        yield from _document(owner, path, (cleandoc(docstring[2]) for docstring in found))
+            yield from _select_prose(f"{package.name} {package.version}", "METADATA", [str(text)])
+    for package, path, _, _, file in _list_files():
+        docstrings = DOCSTRING.finditer(_read_text(file) or "")
+        yield from _select_prose(package, path, (cleandoc(docstring[2]) for docstring in docstrings))
 
 
-def _document(owner: str, path: str, texts: Iterable[str]) -> Iterator[dict]:
-    """Of the paragraphs that read as sentences: mostly letters, from a capital to a full stop."""
+def _select_prose(package: str, path: str, texts: Iterable[str]) -> Iterator[dict]:
+    """A document of the paragraphs that are prose: mostly letters, from a capital to a full stop, no code or
+    markup. Each becomes one line; blank lines separate them."""
     prose = []
     for paragraph in (paragraph for text in texts for paragraph in re.split(r"\n\s*\n", text)):
         line = " ".join(paragraph.split())
@@ -104,7 +103,7 @@ def _document(owner: str, path: str, texts: Iterable[str]) -> Iterator[dict]:
         if len(line) >= 40 and line[0].isupper() and line[-1] in ".!?" and letters >= 0.9 * len(line):
             prose += [] if MARKUP.search(paragraph) else [line]
     if sum(map(len, prose)) >= LEAST_PROSE:
-        yield {"repo_name": owner, "path": path, "text": "\n\n".join(prose)}
+        yield {"repo_name": package, "path": path, "text": "\n\n".join(prose)}
 
 
-INSTALLED = {"installed-python": _python_documents, "installed-docs": _docs_documents}
+INSTALLED = {"installed-python": _read_python, "installed-docs": _read_docs}

@@ -1,4 +1,4 @@
-"""Sources that the datasets library reads: Hub data sets, streamed or not, and save_to_disk folders."""
+"""Reads text with the datasets library: Hub data sets, streamed or not, and save_to_disk folders."""
 
 import itertools
 import json
@@ -10,30 +10,30 @@ from pathlib import Path
 import datasets
 from datasets.exceptions import DatasetsError
 
-from data.documents.files import UNIT_BYTES, table_rows
+from data.documents.files import UNIT_BYTES, table_to_rows
 from data.documents.names import digest, is_saved
 from utils.io.text import without_secrets
 
 
 def splits(source) -> list[str]:
-    name, config = source.dataset_name, source.dataset_config_name
+    name = source.dataset_name
     with _hub_errors(source):
         if not is_saved(name):
-            return datasets.get_dataset_split_names(name, config)
+            return datasets.get_dataset_split_names(name, source.dataset_config_name)
         saved = Path(name, "dataset_dict.json")
         return json.loads(saved.read_text())["splits"] if saved.exists() else ["train"]
 
 
 def configurations(source) -> list[str]:
-    """Their names; [] where the data set cannot be asked: opening it says why."""
+    """The names of its configurations; [] if the Hub does not answer, which open_units will report."""
     with suppress(ValueError), _hub_errors(source):
         return datasets.get_dataset_config_names(source.dataset_name)
     return []
 
 
 def open_units(source) -> tuple[str, list[partial]]:
-    """(fingerprint, units) of one split, or of parts of splits, which are downloaded. A streamed one has the
-    fingerprint of its list of files."""
+    """(fingerprint, units) of a split. A streamed data set has the fingerprint of its list of files. Slices and
+    sums of splits are always downloaded."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
     streaming = source.streaming and not {*split} & {*"[+"}
     with _hub_errors(source):
@@ -43,26 +43,26 @@ def open_units(source) -> tuple[str, list[partial]]:
         else:
             dataset = datasets.load_dataset(name, config, split=split, streaming=streaming)
         if isinstance(dataset, datasets.Dataset):
-            units = min(len(dataset), dataset.data.nbytes // UNIT_BYTES + 1)
+            n_units = min(len(dataset), dataset.data.nbytes // UNIT_BYTES + 1)
             fingerprint = dataset._fingerprint
         else:
-            builder, units = datasets.load_dataset_builder(name, config), dataset.num_shards
+            builder, n_units = datasets.load_dataset_builder(name, config), dataset.num_shards
             fingerprint = digest(split, builder.hash, builder.config.data_files)
-    return fingerprint, [partial(read_unit, dataset, unit, units) for unit in range(units)]
+    return fingerprint, [partial(_read_unit, dataset, unit, n_units) for unit in range(n_units)]
 
 
-def read_unit(dataset, unit: int, units: int) -> Iterator[dict]:
-    """The rows of one of `units` units, each a contiguous part."""
-    dataset = dataset.shard(units, unit, contiguous=True)
+def _read_unit(dataset, unit: int, n_units: int) -> Iterator[dict]:
+    """The rows of one of n_units contiguous parts."""
+    dataset = dataset.shard(n_units, unit, contiguous=True)
     if isinstance(dataset, datasets.Dataset):
         tables = dataset.with_format("arrow").iter(batch_size=256)
-        dataset = itertools.chain.from_iterable(map(table_rows, tables))
+        dataset = itertools.chain.from_iterable(map(table_to_rows, tables))
     yield from dataset
 
 
 @contextmanager
 def _hub_errors(source):
-    """Turns what the Hub's client raises into a ValueError with the remedies."""
+    """Turns errors of the datasets library into a ValueError with the remedies."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
