@@ -32,8 +32,8 @@ def configurations(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list[partial]]:
-    """(fingerprint, units) of a split. A streamed data set has the fingerprint of its list of files. Slices and
-    sums of splits are always downloaded."""
+    """(fingerprint, units) of a split. Slices and sums of splits are downloaded, also with streaming. The
+    fingerprint of a streamed data set is that of its list of files."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
     streaming = source.streaming and not {*split} & {*"[+"}
     with _hub_errors(source):
