@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from data.documents.filters import Accounting, HoldOut, hold_out_of
+from data.documents.filters import Accounting, HoldOut, choose_hold_out
 from data.documents.source import Corpus, add_source_flags, check_numbers, open_corpus, source_of
 from data.tokens.cache import cache_path
 from data.tokens.encode import TokenMaker
@@ -67,12 +67,12 @@ def held_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[C
         path = cache_path(args.cache_dir, "hold-out", [corpus.fingerprint, settings]).with_suffix(".json")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, hold_out_of(corpus, *settings).settings)
+            write_json(path, choose_hold_out(corpus, *settings).settings)
         rules.append(json.loads(path.read_text()))
     rule = HoldOut(max((fraction for fraction, _ in rules), default=0.0),
-                   frozenset().union(*(more for _, more in rules)))
+                   frozenset().union(*(hashes for _, hashes in rules)))
     corpora = [data for data in evals.values() if isinstance(data, Corpus)]
-    return rule, corpora, [rule.corpus(corpus) for corpus in divided]
+    return rule, corpora, [rule.select(corpus) for corpus in divided]
 
 
 def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None, evaluated=(),
@@ -98,17 +98,17 @@ def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None
 def _no_row(shards: Shards, corpus: Corpus, maker: TokenMaker, size: int, hold_out: HoldOut | None) -> str:
     """Why the split has no row, and the remedy."""
     split, accounts = shards.split, shards.manifest["accounting"]
-    account, train = (Accounting(**accounts.get(name, {})) for name in (split, "train"))
-    if not train.kept + train.validation + train.evaluated + account.kept:
+    account, train = (Accounting.from_record(accounts.get(name, {})) for name in (split, "train"))
+    if not train.used + train.validation + train.evaluated + account.used:
         return no_text(corpus, train if train.read else account)
-    message = (f"the {split} split of {corpus.name}, column {corpus.text_column}, has {account.kept:,} "
+    message = (f"the {split} split of {corpus.name}, column {corpus.text_column}, has {account.used:,} "
                "documents")
     if maker.no_row:
         return f"next_sentence: {message}, {maker.no_row}"
     remedy = "lower block_size or take more text"
-    if split == "train" and train.evaluated and not train.kept:
+    if split == "train" and train.evaluated and not train.used:
         remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
-    elif hold_out and train.kept + train.validation == 1 and account.kept == 0:
+    elif hold_out and train.used + train.validation == 1 and account.used == 0:
         remedy = "one document cannot be divided: name other text to evaluate on, --eval_dataset_name FILE"
     elif hold_out and split == "validation":
         remedy += ", raise validation_fraction or set eval_dataset_name"
@@ -142,12 +142,12 @@ def prepare(args: argparse.Namespace) -> dict:
     folder, tokenizer = Folder(os.path.expanduser(args.output_dir)), load_tokenizer(args.tokenizer_name)
     corpora, hold_out = open_text(args), None
     if "validation" not in corpora and args.validation_fraction:
-        hold_out = hold_out_of(corpora["train"], args.validation_fraction, size=0, least=1)
+        hold_out = choose_hold_out(corpora["train"], args.validation_fraction, min_chars=0, min_documents=1)
     recipe = Recipe(corpora, TokenMaker(tokenizer), hold_out, shard_mb=args.shard_mb)
     manifest = make_shards(folder, recipe)
     if "train" not in manifest["splits"]:
         delete_shards(folder)
-        counts = Accounting(**manifest["accounting"].get("train", {}))
+        counts = Accounting.from_record(manifest["accounting"].get("train", {}))
         raise ValueError(f"dataset_name: {corpora['train'].name} gives nothing to train on. Check keywords, "
                          f"or take more text: {counts.line()}.")
     print(f"{folder.url} is finished: {', '.join(manifest['splits'])}")

@@ -55,7 +55,7 @@ CLM | --keywords a --keywords=b --seed 1                | --keywords: given twic
 CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
 # data
 CLM | --dataset_name none                               | dataset_name: none is given
-CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is of a data set of the Hub
+CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is for a data set of the Hub
 CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder

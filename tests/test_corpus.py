@@ -182,7 +182,7 @@ def test_odd_documents_are_counted(tmp_path):
     counts = Accounting()
     kept = [text for text, _, _ in clean_documents(load(path), counts)]
     assert kept == [long, "a\0b", "good", "last"]
-    assert (counts.read, counts.kept, counts.duplicate, counts.empty, counts.unreadable) == (12, 4, 1, 2, 5)
+    assert (counts.read, counts.used, counts.duplicate, counts.empty, counts.unreadable) == (12, 4, 1, 2, 5)
     assert counts.bytes == len(long) + 3 + 4 + 4
 
 

@@ -221,7 +221,7 @@ def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").
 before = peak()
 counts = Accounting()
 for document in clean_documents(open_corpus(Source(sys.argv[1])), counts): pass
-print(counts.kept, counts.unreadable, peak() - before)
+print(counts.used, counts.unreadable, peak() - before)
 """
 
 

@@ -10,8 +10,8 @@ Text files larger than LONG_FILE are cut at blank lines into documents of about 
 text file that is the only one, and not larger than LONGEST, becomes about DOCUMENTS, to hold some out.
 
 Files may be compressed: .gz, .bz2, .xz, .zst. Text is UTF-8, with or without a byte order mark. A line or
-record that cannot be read ends the reading with an error that names it. (The datasets library would turn text
-that looks like a date or a number into one, read "NA" as no text, and not name the line.)
+record that cannot be read is an error that names it. (The datasets library would not name it, and reads
+texts such as "NA" or a date as something else.)
 """
 
 import codecs

@@ -1,4 +1,4 @@
-"""Decides which documents are trained on (keywords, exact duplicates, hold-out), and counts all."""
+"""Decides which documents are trained on (keywords, exact duplicates, hold-out), and counts the others."""
 
 import hashlib
 import itertools
@@ -13,33 +13,44 @@ from data.documents.names import digest
 from data.documents.source import Corpus
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
-FEW = 1000  # documents: of fewer the share that is held out would be left too much to chance
-NAMED = 3  # unreadable documents
+FEW = 1000  # documents; of fewer, a share drawn by hashes would vary too much
+NAMED = 3  # unreadable documents that are named
 
 
 @dataclass
 class Accounting:
-    """Counts of one preparation. read = unreadable + empty + filtered + duplicate + evaluated + validation +
-    kept."""
+    """Counts of a split: read = unreadable + empty + filtered + duplicate + evaluated + validation + used."""
 
     read: int = 0  # documents
     unreadable: int = 0  # not text: None, not a string, not UTF-8
-    empty: int = 0  # nothing but white space
+    empty: int = 0  # only white space
     filtered: int = 0  # without any of the keywords
     duplicate: int = 0  # same text as an earlier document
     evaluated: int = 0  # same text as a document of the evaluation data
-    validation: int = 0  # held out of this split: counted in the validation split's own account
-    kept: int = 0
-    bytes: int = 0  # UTF-8, of the kept documents
+    validation: int = 0  # held out; counted again as read and used in the validation split
+    used: int = 0
+    bytes: int = 0  # UTF-8, of the used documents
     tokens: int = 0  # with one EOS per document
-    tokens_dropped: int = 0  # cut off from sentence pairs
+    tokens_dropped: int = 0  # of sentence pairs: cut off to fit into rows
     seconds: float = 0.0
     unreadable_names: list[str] = field(default_factory=list)  # of the first NAMED
 
-    def hold_out(self, account: "Accounting", size: int) -> None:
-        """Moves a kept document of `size` bytes to the validation split's account."""
-        self.kept, self.validation, self.bytes = self.kept - 1, self.validation + 1, self.bytes - size
-        account.read, account.kept, account.bytes = account.read + 1, account.kept + 1, account.bytes + size
+    def record(self) -> dict:
+        """The counts as in a manifest, which calls `used` "kept"."""
+        return {"kept" if name == "used" else name: n for name, n in asdict(self).items()}
+
+    @classmethod
+    def from_record(cls, record: dict) -> "Accounting":
+        return cls(**{"used" if name == "kept" else name: n for name, n in record.items()})
+
+    def hold_out(self, validation: "Accounting", size: int) -> None:
+        """Moves a used document of `size` bytes to the counts of the validation split."""
+        self.used -= 1
+        self.validation += 1
+        self.bytes -= size
+        validation.read += 1
+        validation.used += 1
+        validation.bytes += size
 
     def __add__(self, other: "Accounting") -> "Accounting":
         sums = {name: n + getattr(other, name) for name, n in asdict(self).items()}
@@ -47,21 +58,21 @@ class Accounting:
         return Accounting(**sums)
 
     def line(self) -> str:
-        """What is not 0, in one line."""
-        words = [f"{self.kept:,} of {self.read:,} documents"]
-        left_out = "unreadable", "empty", "filtered", "duplicate", "evaluated", "validation"
-        words += [f"{value:,} {name}" for name in left_out if (value := getattr(self, name))]
-        words += [f"{self.tokens:,} tokens"] if self.tokens else []
-        words += [f"{self.tokens_dropped:,} of them dropped"] if self.tokens_dropped else []
-        words += [f"{self.tokens / self.seconds:,.0f} tokens/s"] if self.tokens and self.seconds else []
-        return ", ".join(words)
+        """The counts that are not 0, in one line."""
+        counts = [f"{self.used:,} of {self.read:,} documents"]
+        reasons = "unreadable", "empty", "filtered", "duplicate", "evaluated", "validation"
+        counts += [f"{value:,} {name}" for name in reasons if (value := getattr(self, name))]
+        counts += [f"{self.tokens:,} tokens"] if self.tokens else []
+        counts += [f"{self.tokens_dropped:,} of them dropped"] if self.tokens_dropped else []
+        counts += [f"{self.tokens / self.seconds:,.0f} tokens/s"] if self.tokens and self.seconds else []
+        return ", ".join(counts)
 
 
-def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
-    """(text, its hash, UTF-8 bytes) of the rows that are text and hold a keyword, where there are keywords.
-    All rows are counted. ValueError where the text column is missing.
+def filter_rows(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
+    """(text, its hash, UTF-8 bytes) of each row that is text and contains a keyword, if there are keywords.
+    Counts all rows. ValueError: a row lacks the text column.
 
-    At 100 million documents the chance that any two different texts share a hash is 3 in 10,000."""
+    The hashes have 64 bits: among 100 million texts, any two share one with a probability of 3 in 10,000."""
     keywords, column = corpus.keywords, corpus.text_column
     for document in rows:
         counts.read += 1
@@ -73,10 +84,10 @@ def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterat
             data = text.encode()
         except (AttributeError, UnicodeEncodeError):  # no string; lone surrogates, as JSON can escape them
             counts.unreadable += 1
-            where = document.get("file") or text is not None and f"document {counts.read:,}"
-            names, named = counts.unreadable_names, f"{where} ({_described(text, column)})"
-            if where and named not in names and len(names) < NAMED:
-                names.append(named)
+            source = document.get("file") or text is not None and f"document {counts.read:,}"
+            names, name = counts.unreadable_names, f"{source} ({_describe_value(text, column)})"
+            if source and name not in names and len(names) < NAMED:
+                names.append(name)
             continue
         if not text or text.isspace():
             counts.empty += 1
@@ -87,7 +98,7 @@ def readable(rows: Iterable[dict], corpus: Corpus, counts: Accounting) -> Iterat
             yield text, int.from_bytes(hashed, "little"), len(data)
 
 
-def _described(value, column: str) -> str:
+def _describe_value(value, column: str) -> str:
     """What a column holds instead of text."""
     if value is None or isinstance(value, str):
         return f"column {column}: null, or not UTF-8"
@@ -95,8 +106,8 @@ def _described(value, column: str) -> str:
     return f"column {column}: {kind}"
 
 
-def trainable(documents: Iterable[tuple], counts: Accounting, seen: set[int], evaluated=()) -> Iterator:
-    """Those of `readable` to train on: not evaluated on, nor seen before. `seen` gets their hashes."""
+def drop_seen(documents: Iterable[tuple], counts: Accounting, seen: set[int], evaluated=()) -> Iterator:
+    """Drops documents whose hash is in `evaluated` or `seen`, and adds the hashes of the others to `seen`."""
     for text, number, size in documents:
         if number in evaluated:
             counts.evaluated += 1
@@ -104,14 +115,14 @@ def trainable(documents: Iterable[tuple], counts: Accounting, seen: set[int], ev
             counts.duplicate += 1
         else:
             seen.add(number)
-            counts.kept += 1
+            counts.used += 1
             counts.bytes += size
             yield text, number, size
 
 
 def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, int, int]]:
-    """(text, its hash, bytes) of each document of a corpus to train on, in order."""
-    return trainable(readable(corpus.documents(), corpus, counts), counts, set())
+    """(text, its hash, UTF-8 bytes) of the documents of a corpus in order, filtered, without duplicates."""
+    return drop_seen(filter_rows(corpus.documents(), corpus, counts), counts, set())
 
 
 # ---- Hold-out
@@ -119,21 +130,21 @@ def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, i
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Which documents are for validation, in all data sets of a run: those whose content draws a place below
-    `fraction`, and those in `more`, by their hashes. Fixed before the first row is made, the same for every
-    seed."""
+    """Chooses the validation documents of all data sets of a run: those with hash_fraction below `fraction`,
+    and those whose hash is in `hashes`. The choice depends on content alone, not on seed or order."""
 
     fraction: float
-    more: frozenset[int] = frozenset()
+    hashes: frozenset[int] = frozenset()
 
     def __call__(self, text: str, number: int) -> bool:
-        return number in self.more or drawn_place(text) < self.fraction
+        """Whether to hold out the document with this text and hash."""
+        return number in self.hashes or hash_fraction(text) < self.fraction
 
     @property
     def settings(self) -> list:
-        return [self.fraction, sorted(self.more)]
+        return [self.fraction, sorted(self.hashes)]
 
-    def corpus(self, corpus: Corpus) -> Corpus:
+    def select(self, corpus: Corpus) -> Corpus:
         """The documents of a corpus that are held out."""
 
         def read_held_out():
@@ -145,43 +156,45 @@ class HoldOut:
         return replace(corpus, units=[read_held_out], fingerprint=fingerprint)
 
 
-def drawn_place(text: str) -> float:
-    """A number from 0 to 1, a function of the text alone."""
-    drawn = hashlib.blake2b(text.encode(), digest_size=8, key=b"validation").digest()
-    return int.from_bytes(drawn, "little") / 2**64
+def hash_fraction(text: str) -> float:
+    """A hash of the text as a number from 0 to 1."""
+    hashed = hashlib.blake2b(text.encode(), digest_size=8, key=b"validation").digest()
+    return int.from_bytes(hashed, "little") / 2**64
 
 
-def hold_out_of(corpus: Corpus, fraction: float, size: int, least: int,
-                unread: float = float("inf")) -> HoldOut:
-    """The rule for one corpus. Of FEW documents and more: all places below `fraction`. Of fewer documents,
-    which are all counted: exactly `fraction` of them, rounded up, or more until these have `size` characters
-    in `least` documents, at most half. unread: characters that will be read; what follows is not counted."""
-    drawn, counted = [], True  # (place, characters, hash) of each document
+def choose_hold_out(corpus: Corpus, fraction: float, min_chars: int, min_documents: int,
+                    max_chars: float = float("inf")) -> HoldOut:
+    """The HoldOut of one corpus. FEW documents or more: by `fraction` alone. Fewer: exactly this fraction of
+    them, rounded up, or more, up to half, until they have min_chars in min_documents.
+
+    max_chars: what the run will read of the corpus. Documents after it are held out by `fraction`."""
+    documents, complete = [], True  # (hash_fraction, characters, hash) of each
     for text, number, _ in clean_documents(corpus, Accounting()):
-        drawn.append((drawn_place(text), len(text), number))
-        unread -= len(text)
-        if len(drawn) == FEW:
+        documents.append((hash_fraction(text), len(text), number))
+        max_chars -= len(text)
+        if len(documents) == FEW:
             return HoldOut(fraction)
-        if unread <= 0 and len(drawn) > 1:
-            counted = False
+        if max_chars <= 0 and len(documents) > 1:
+            complete = False
             break
-    drawn.sort()
-    share = sum(place < fraction for place, *_ in drawn)
-    if counted:
-        share = min(math.ceil(round(fraction * len(drawn), 9)), max(len(drawn) - 1, 0))
-    sums = itertools.accumulate(characters for _, characters, _ in drawn)
-    enough = min(max(least, 1 + sum(total < size for total in sums)), len(drawn) // 2)
+    documents.sort()
+    share = sum(place < fraction for place, *_ in documents)
+    if complete:
+        share = min(math.ceil(round(fraction * len(documents), 9)), max(len(documents) - 1, 0))
+    sums = itertools.accumulate(characters for _, characters, _ in documents)
+    needed = max(min_documents, 1 + sum(total < min_chars for total in sums))
+    enough = min(needed, len(documents) // 2)
     if enough > share:
-        print(f"data       validation_fraction {fraction:g} of the {len(drawn)} documents of {corpus.name} "
-              f"fills no row; {enough} held out instead", flush=True)
-    lowest = frozenset(number for *_, number in drawn[: max(share, enough)])
-    return HoldOut(0.0 if counted else fraction, lowest)
+        print(f"data       validation_fraction {fraction:g} of the {len(documents)} documents of "
+              f"{corpus.name} is less than a row; {enough} are held out instead", flush=True)
+    hashes = frozenset(number for *_, number in documents[: max(share, enough)])
+    return HoldOut(0.0 if complete else fraction, hashes)
 
 
-def show_progress(documents: Iterable, what: str) -> Iterator:
-    """The same documents, counted on stderr: by a bar, or by lines where stderr is not a terminal."""
-    shown = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
-             "mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "delay": SECONDS_BETWEEN_LINES}
+def show_progress(documents: Iterable, description: str) -> Iterator:
+    """Yields the same documents and counts them on stderr: with a bar in a terminal, else with lines."""
+    options = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
+               "mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "delay": SECONDS_BETWEEN_LINES}
     if sys.stderr.isatty():
-        shown = {"leave": False}
-    yield from tqdm(documents, what, unit=" documents", **shown)
+        options = {"leave": False}
+    yield from tqdm(documents, description, unit=" documents", **options)

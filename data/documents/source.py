@@ -1,11 +1,11 @@
-"""Where text comes from: the Python on this machine, the Hub, local or remote files, a save_to_disk folder.
+"""Opens a source of text: installed Python packages, files, a Hub data set or a save_to_disk folder.
 
     corpus = open_corpus(Source("installed-python"))  # or "user/name", "texts/*.jsonl", "s3://bucket/texts"
     for document in corpus.documents():
-        document[corpus.text_column]                  # str, or something else where it is no text
+        document[corpus.text_column]                  # str; any other type is counted as unreadable
 
-installed.py, files.py and library.py do the reading. A name may end in ":" and a split in the spelling of the
-datasets library: "texts/:test", "user/name:train[:1%]".
+installed.py, files.py and library.py read them. A name may end in ":" and a split, written as in the datasets
+library: "texts/:test", "user/name:train[:1%]".
 """
 
 import argparse
@@ -24,21 +24,21 @@ from utils.io.urls import explained
 PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
 WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
 TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more "="
-EVALUATED = ("validation", "test", "train")  # the first of these splits that an evaluation set has is used
-Unit = Callable[[], Iterable[dict]]  # gives the rows of a part of the source, usually a file
+EVALUATED = ("validation", "test", "train")  # splits to evaluate on: the first that the source has
+Unit = Callable[[], Iterable[dict]]  # reads the rows of a part of the source, usually a file
 
 
 @dataclass(frozen=True)
 class Source:
-    """What to read and how. A split at the end of the name replaces the default, train."""
+    """What to read. A split at the end of the name replaces the default, train."""
 
     dataset_name: str  # installed-python, installed-docs, a file, folder, glob or URL, a Hub id
     dataset_config_name: str | None = None
     split: str = "train"
     text_column: str | None = None  # None: content or text
-    keywords: tuple[str, ...] = ()  # documents must hold one of them; (): no condition
-    streaming: bool = False  # read a Hub data set while it downloads
-    divide: bool = True  # a text file that is alone: into documents, so that some can be held out
+    keywords: tuple[str, ...] = ()  # use only documents that contain one of these; (): all
+    streaming: bool = False  # read a Hub data set over the network, without downloading it first
+    divide: bool = True  # divide a single text file into documents, so that some can be held out
 
     def __post_init__(self):
         match = WITH_SPLIT.fullmatch(self.dataset_name)
@@ -54,9 +54,9 @@ class Corpus:
 
     source: Source
     text_column: str
-    fingerprint: str  # changes when the documents may have changed; part of cache keys
-    units: list[Unit]  # in order
-    splits: Collection[str] = ("train",)  # that the source has
+    fingerprint: str  # part of cache keys; changes if the documents may have changed
+    units: list[Unit]
+    splits: Collection[str] = ("train",)  # all splits of the source
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Corpus:
         return sorted(set(self.source.keywords))
 
     def documents(self, unit: int | None = None) -> Iterator[dict]:
-        """The columns of each document, of all units or one."""
+        """The documents of all units, or of one, each as {column: value}."""
         return read_units(self.units if unit is None else [self.units[unit]])
 
     __iter__ = documents
@@ -78,64 +78,68 @@ def read_units(units: list[Unit]) -> Iterator[dict]:
 
 
 def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
-    """Opens a source of text and reads its beginning. evaluate: of a source whose name gives no split use the
-    first of EVALUATED. ValueError, with the remedy, where that fails."""
+    """Opens a source and reads its first rows. ValueError: that fails.
+
+    evaluate: if the name has no split, use the first of EVALUATED that exists."""
     splits, local = splits_of(source), is_local(source)
     if evaluate and source.split == "train":
         source = replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
     name, split = without_secrets(source.dataset_name), source.split
-    named = re.sub(r"\[.*?\]", "", split).split("+")
-    if missing := {*named} - {*splits}:
+    parts = re.sub(r"\[.*?\]", "", split).split("+")
+    if missing := {*parts} - {*splits}:
         raise ValueError(f"dataset_name {name!r} has no split {sorted(missing)[0]!r}, but "
                          f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
-    if [split] != named and local:
-        raise ValueError(f"dataset_name {name!r}: parts of splits, {split!r}, are for data sets of the Hub; "
-                         "cut the files instead")
-    fingerprint, units = _reader(source).open_units(source)
-    column, wikitext = _text_column(source, units)
+    if [split] != parts and local:
+        raise ValueError(f"dataset_name {name!r}: only data sets of the Hub have parts of splits such as "
+                         f"{split!r}; name one split, or fewer files")
     if source.dataset_config_name and local:
-        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is of a data set of the Hub; "
-                         f"of {name} name the wanted files, and give `none` here with a preset")
+        config = source.dataset_config_name
+        raise ValueError(f"dataset_config_name: {config} is for a data set of the Hub, not for {name}; leave "
+                         "it out (with a preset give `none`), and name the files to read")
+    fingerprint, units = _find_reader(source).open_units(source)
+    column, wikitext = _choose_text_column(source, units)
     if wikitext:
-        units = [partial(articles, partial(read_units, units))]
+        units = [partial(read_articles, partial(read_units, units))]
     fingerprint = digest(fingerprint, column, sorted(set(source.keywords)))
     return Corpus(source, column, fingerprint, units, splits)
 
 
-def _text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
-    """(the column of the text, whether its rows are the lines of WikiText), by the first rows."""
-    name, named = without_secrets(source.dataset_name), source.text_column
-    candidates, columns, text = [named] if named else ["content", "text"], {}, ""  # columns: which hold text
+def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
+    """(text column, whether each row is a line of WikiText), as the first rows show."""
+    name, setting = without_secrets(source.dataset_name), source.text_column
+    candidates = [setting] if setting else ["content", "text"]
+    has_text, text = {}, ""  # has_text: {column: whether a row has a string in it}
     with explained(f"dataset_name {name!r}", "read", (OSError,)):
         for row in itertools.islice(read_units(units), 100):
             for column, value in row.items():
-                columns[column] = columns.get(column, False) or isinstance(value, str)
+                has_text[column] = has_text.get(column, False) or isinstance(value, str)
             texts = (row[column] for column in candidates if isinstance(row.get(column), str))
             if text := next((text for text in texts if text.strip()), ""):
                 break
-    columns.pop("file", None) if named != "file" else None
-    if not columns:
+    if setting != "file":  # files.py adds this column to rows without text
+        has_text.pop("file", None)
+    if not has_text:
         raise ValueError(f"dataset_name {name!r} holds no readable documents: it is empty or no row valid")
-    present = [column for column in candidates if column in columns]
-    if not present and "input_ids" in columns:
+    present = [column for column in candidates if column in has_text]
+    if not present and "input_ids" in has_text:
         raise ValueError(f"dataset_name {name} holds token ids: run `python -m data.convert {name} tokens/ "
                          "--tokenizer_name ...` once, and name tokens/ here.")
     if not present:
-        has = f"no column {named!r}" if named else "neither a column content nor text"
-        raise ValueError(f"{name} has {has}; give --text_column one that holds text: {', '.join(columns)}")
-    column = next((column for column in present if columns[column]), present[0])
+        lacks = f"no column {setting!r}" if setting else "neither a column content nor text"
+        raise ValueError(f"{name} has {lacks}; give --text_column one that holds text: {', '.join(has_text)}")
+    column = next((column for column in present if has_text[column]), present[0])
     if len(present) > 1:
         other = present[1 - present.index(column)]
         print(f"data       {name}: the text is its column {column}, not {other}; --text_column chooses",
               flush=True)
-    return column, [*columns] == ["text"] and bool(TITLE.match(text))
+    return column, [*has_text] == ["text"] and bool(TITLE.match(text))
 
 
-def articles(lines: Callable[[], Iterable[dict]]) -> Iterator[dict]:
-    """The articles of WikiText, whose lines are the "text" of rows. A title after a blank line begins an
-    article. Each unreadable line is a document of its own."""
+def read_articles(read_lines: Unit) -> Iterator[dict]:
+    """Joins rows, each a line of WikiText, to articles, which begin with a title after a blank line. A row
+    without text becomes a document of its own, which is counted as unreadable."""
     article, blank = [], True
-    for line in (row.get("text") for row in lines()):
+    for line in (row.get("text") for row in read_lines()):
         if not isinstance(line, str):
             yield {"text": None}
             continue
@@ -149,13 +153,13 @@ def articles(lines: Callable[[], Iterable[dict]]) -> Iterator[dict]:
 
 
 def splits_of(source: Source) -> Collection[str]:
-    """The names of its splits. ValueError where the source is not found."""
-    return _reader(source).splits(source)
+    """The names of its splits. ValueError: there is no such source."""
+    return _find_reader(source).splits(source)
 
 
 def is_local(source: Source) -> bool:
-    """Whether it is no data set of the Hub, and so has no configurations."""
-    return _reader(source) in (files, installed) or is_saved(source.dataset_name)
+    """False for a data set of the Hub: only these have configurations."""
+    return _find_reader(source) in (files, installed) or is_saved(source.dataset_name)
 
 
 def sources_of_run(args) -> tuple[dict[str, Source], dict[str, Source]]:
@@ -186,7 +190,7 @@ def with_configuration(config: str, sources: list[Source]) -> list[Source]:
 
 
 def short_names(names: list[str]) -> list[str]:
-    """The names of data sets in the log: "" for a single one, else the ends of their full names."""
+    """The names of data sets in the log: "" for a single one, else the ends of their paths."""
     if len(names) == 1:
         return [""]
     short, endings = [], "|".join(map(re.escape, SUFFIXES))
@@ -200,9 +204,8 @@ def short_names(names: list[str]) -> list[str]:
     return short
 
 
-def _reader(source: Source):
-    """The module that reads this kind of source. It has splits(source) -> names, and open_units(source) ->
-    (fingerprint, units)."""
+def _find_reader(source: Source):
+    """The module that reads this source. Each has splits(source) and open_units(source)."""
     if source.dataset_name in installed.INSTALLED:
         return installed
     if is_files(source.dataset_name):
@@ -213,7 +216,7 @@ def _reader(source: Source):
 
 
 def add_source_flags(add: Callable) -> None:
-    """The flags of source_of. add: add_argument of the tool's parser."""
+    """Adds the flags that source_of reads. add: add_argument of the parser."""
     add("--dataset_name", default="installed-python",
         help="Hub id (read while it downloads), files, folder, installed-python, ...")
     add("--streaming", nargs="?", const="true", type=_always_streams, help=argparse.SUPPRESS)
@@ -228,12 +231,12 @@ def _always_streams(value: str):
 
 
 def source_of(args) -> Source:
-    """What these flags name; of the Hub it is read while it downloads."""
+    """The source that these flags name. A data set of the Hub is streamed."""
     return Source(args.dataset_name, args.dataset_config_name, args.split, args.text_column,
                   tuple(args.keywords), streaming=True)
 
 
 def check_numbers(args, **least: float) -> list[str]:
-    """One line for each of these arguments that is below its least value, 2**63 or more, or no number."""
+    """A line for each of these arguments that is not a number from its `least` value to 2**63."""
     return [f"{name}: must be {low:g} or greater, and less than 2**63, is {value}."
             for name, low in least.items() if not low <= (value := getattr(args, name)) < 2**63]

@@ -21,14 +21,14 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 
-from data.documents.filters import Accounting, HoldOut, clean_documents, readable, show_progress, trainable
+from data.documents.filters import Accounting, HoldOut, clean_documents, drop_seen, filter_rows, show_progress
 from data.documents.source import Corpus
 from data.tokens import shards
 from data.tokens.cache import locked
@@ -139,7 +139,7 @@ class _Preparation:
             if split == "train":
                 evaluated, seen = seen, set()
                 for other in self.recipe.evaluated:
-                    documents = readable(other.documents(), other, Accounting())
+                    documents = clean_documents(other, Accounting())
                     evaluated.update(number for _, number, _ in documents)
             for unit in range(len(corpus.units)):
                 self._make_unit(split, unit, seen, evaluated)
@@ -197,7 +197,7 @@ class _Preparation:
             """Where a chunk ends depends on its own text alone, before duplicates are left out."""
             nonlocal last
             size, most = 0, int(self.recipe.shard_mb * 1e6 * TEXT_PER_BYTE)
-            for document in readable(rows, self.recipe.corpora[split], account):
+            for document in filter_rows(rows, self.recipe.corpora[split], account):
                 hashes.append(document[1])
                 size += document[2]
                 yield document
@@ -207,7 +207,7 @@ class _Preparation:
 
         def to_tokenize() -> Iterator[tuple[str, str]]:
             """(text, the split that it is for)"""
-            for text, number, size in trainable(in_chunk(), account, seen, evaluated):
+            for text, number, size in drop_seen(in_chunk(), account, seen, evaluated):
                 if held_out := hold_out and hold_out(text, number):
                     account.hold_out(counts.setdefault("validation", Accounting()), size)
                 yield text, "validation" if held_out else split
@@ -219,7 +219,7 @@ class _Preparation:
         account.seconds = time.monotonic() - started
         tokens = {split: np.frombuffer(ids, self.maker.dtype) for split, ids in written.items()}
         self.maker.account(tokens, counts)
-        accounts = {split: asdict(account) for split, account in counts.items()}
+        accounts = {split: account.record() for split, account in counts.items()}
         record = {"key": key, "last": last, "accounts": accounts}
         if len(ids := tokens.pop(split, ())):
             record["file"] = shards.write_shard(self.folder, _name(key, "npy"), ids)
@@ -233,7 +233,7 @@ class _Preparation:
         entries, accounts = defaultdict(list), defaultdict(Accounting)
         for record in self.records:
             for split, account in record["accounts"].items():
-                accounts[split] += Accounting(**account)
+                accounts[split] += Accounting.from_record(account)
             entries[record["key"][0]] += [record["file"]] if "file" in record else []
         splits = [split for split in reversed(shards.SPLITS) if split in accounts]
         if self.recipe.hold_out:
@@ -244,14 +244,14 @@ class _Preparation:
         manifest = shards.finish(
             self.folder, self.maker.tokenizer, {split: entries[split] for split in splits},
             kind=self.maker.kind, width=self.maker.width, dtype=str(self.maker.dtype), lossy=lossy,
-            settings=self.recipe.settings, accounting={split: asdict(accounts[split]) for split in splits},
+            settings=self.recipe.settings, accounting={split: accounts[split].record() for split in splits},
         )  # fmt: skip
         for split in splits:
             account = accounts[split]
             print(f"data       {split}: {account.line()}", flush=True)
             if account.unreadable_names:
                 print(f"data       not text: {', '.join(account.unreadable_names)}", flush=True)
-            if account.evaluated > account.kept:
+            if account.evaluated > account.used:
                 print(f"data       {account.evaluated:,} of {account.read:,} documents are evaluated on and "
                       "therefore not trained on", flush=True)
         return manifest

@@ -27,7 +27,7 @@ def main(run: str, out: str) -> None:
         for corpus in corpora:
             for text, _, _ in clean_documents(corpus, counts):
                 print(json.dumps({"text": text}), file=file)
-    print(f"{out}: {counts.kept:,} documents, {counts.bytes:,} bytes")
+    print(f"{out}: {counts.used:,} documents, {counts.bytes:,} bytes")
 
 
 if __name__ == "__main__":
