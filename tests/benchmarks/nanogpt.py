@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 from tests.benchmarks.measure import PROJECT, print_table
 from utils.display.metrics import read_metrics
+from utils.flags import parse_args
 
 POINTS = 10  # models that each contender leaves
 WARMUP, LAST_RATE = 0.04, 0.1  # of nanoGPT's schedule, as shares of the steps and of the peak
@@ -61,7 +62,8 @@ def write_bins(folder: Path) -> None:
     import train_clm
     from data.load import load_rows
 
-    args = train_clm.TrainArgs(cache_dir=str(folder / "cache"), output_dir=str(folder / "none"))
+    folders = ["--cache_dir", str(folder / "cache"), "--output_dir", str(folder / "none")]
+    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, folders)
     tokenizer, train, evals = load_rows(args)
     tokenizer.save_pretrained(folder)
     for name, rows in ("train", train), ("val", evals[""]):
