@@ -207,7 +207,7 @@ HANGS = {"late": (UPLOAD, 1.0, [1, 3]), "silent": (UPLOAD, ALWAYS, [3]), "commit
 def test_two_saves_come_while_a_push_hangs_and_the_last_one_arrives(both, tmp_path, match, seconds, arrive):
     both.faults.append(Fault(match, "hang", seconds=seconds))
     program = Program(both, tmp_path, """
-    hub.SILENCE = 1
+    hub.TIMEOUT = 1
     pushes = open_hub()
     push(1)
     input()
@@ -348,7 +348,7 @@ def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
 def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     hub.faults.append(Fault("repos/create", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
-    hub.CHECK_SECONDS = 1
+    hub.START_TIMEOUT = 1
     input()
     try:
         open_hub("model")

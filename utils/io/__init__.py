@@ -1,3 +1,3 @@
-"""The ground floor, which imports nothing of the project. In: bytes, text, URLs, exceptions. Out: whole files
-and sealed folders, text without credentials, messages and exit statuses for mistakes. Open first:
-mistakes.py, which both scripts and all commands use; then files.py, urls.py, text.py."""
+"""Files, URLs, text without credentials, and messages and exit statuses for exceptions. Imports no other part
+of the project. Open first: mistakes.py, which both scripts and all commands use; then files.py, urls.py,
+text.py."""

@@ -1,4 +1,4 @@
-"""Files, and sealed folders with checksums: complete or absent, and flushed to the disk."""
+"""Writes files that are complete or absent, and folders with a manifest of checksums."""
 
 import contextlib
 import glob
@@ -14,13 +14,14 @@ CHUNK = 1 << 24  # bytes read and checksummed at a time
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that is renamed to `path` at the end: readers see the old file or the new one."""
+    """A temporary file that is renamed to `path` if the block does not raise: readers see the old file or the
+    new one, both complete."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)  # where the block raised
+        temporary.unlink(missing_ok=True)  # if the block raised
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -50,11 +51,9 @@ def checksum_file(path: Path) -> dict:
 
 
 def check_file(path: Path, size: int, checksum: str) -> str:
-    """How the file differs from the expected size and checksum; "" if it does not."""
-    if not path.is_file():
-        return "is missing"
-    if path.stat().st_size != size:
-        return f"has {path.stat().st_size} bytes instead of {size}"
+    """Why a file is not the expected one, as words that follow its name; "" if it is."""
+    if not path.is_file() or path.stat().st_size != size:
+        return "is missing or has another size"
     return "" if checksum_file(path)["xxh3_128"] == checksum else "has a wrong checksum"
 
 
@@ -89,23 +88,23 @@ def verify_checksums(folder: Path) -> str:
 
 
 def save_tokenizer(tokenizer, folder) -> list[Path]:
-    """The files that are written, all in the folder itself: several chat templates would get one of their
-    own, so they stand in the configuration."""
-    flat = not isinstance(tokenizer.chat_template, dict)
-    return sorted(map(Path, tokenizer.save_pretrained(folder, save_jinja_files=flat)))
+    """Saves the tokenizer and returns the files, all in the folder itself: several chat templates would be
+    written into a subfolder, so they become part of the configuration."""
+    single_template = not isinstance(tokenizer.chat_template, dict)
+    return sorted(map(Path, tokenizer.save_pretrained(folder, save_jinja_files=single_template)))
 
 
 def is_missing_folder(name: str) -> bool:
-    """Whether the name is that of a folder here, none of the Hub, and there is none: `../a`, or `runs/b`
-    where runs/ holds runs. The Hub's client would ask for a minute without a network."""
+    """Whether a name can only be a local folder, not a repository on the Hub, and does not exist: `../a`, or
+    `runs/b` if runs/ holds runs. Without a network the Hub's client would try such a name for a minute."""
     path = os.path.expanduser(str(name))
-    here = path.startswith((".", "/", "~")) or path.count("/") > 1
-    beside = glob.escape(os.path.dirname(path)) + "/*/args.json"
-    return not os.path.exists(path) and (here or "/" in path and bool(glob.glob(beside)))
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    runs_beside = glob.escape(os.path.dirname(path)) + "/*/args.json"
+    return not os.path.exists(path) and (is_path or "/" in path and bool(glob.glob(runs_beside)))
 
 
 def set_aside(path: Path, prefix: str = "replaced-") -> None:
-    """Renames it to prefix + its name, with a number if that name is taken."""
+    """Renames a file or folder to prefix + its name, with a number if that name is taken."""
     target, number = path.with_name(f"{prefix}{path.name}"), 1
     while target.exists():
         number += 1
@@ -114,7 +113,7 @@ def set_aside(path: Path, prefix: str = "replaced-") -> None:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file's content, or a folder's names, to the disk."""
+    """Flushes a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Files at any fsspec URL (local path, s3://, gs://, hf://), written whole."""
+"""Reads and writes files at any fsspec URL: a local path, s3://, gs://, hf://."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from utils.io.text import HIDDEN, without_secrets
 
 @contextlib.contextmanager
 def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> Iterator[None]:
-    """Errors of a wrong URL, a missing package or missing rights, as a ValueError that names the remedy."""
+    """Raises a ValueError with a remedy for a wrong URL, a missing package or right, or a network error.
+    verb: what `url` was to be, such as "read". kinds: the exceptions that count."""
     try:
         yield
     except Exception as error:
@@ -30,19 +31,19 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
 
 
 def open_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of `url` and the path in it. ValueError if the file system takes credentials for a part
-    of the path, as they would be in every message."""
+    """The file system of `url` and the path in it. ValueError if the path contains credentials, as every
+    message would show them."""
     files, path = fsspec.core.url_to_fs(url)
     if "://" in url and "://" not in path and f"{HIDDEN}@" in without_secrets(f"://{path}"):
-        raise ValueError("credentials cannot be part of such a URL, set them as its file system expects")
+        raise ValueError("credentials cannot be part of such a URL: set them as its file system expects")
     return files, path
 
 
 class Folder:
-    """A folder at a URL. Names are relative to it."""
+    """A folder at a URL. Names of files are relative to it."""
 
     def __init__(self, url: str):
-        """ValueError if no file system knows `url`. Makes no request."""
+        """ValueError if no file system can open `url`. Makes no request."""
         url = str(url).rstrip("/") or "/"
         self.url = without_secrets(url)
         with explained(self.url, "opened"):
@@ -57,9 +58,9 @@ class Folder:
         return self.fs.cat_file(self.path(name))
 
     def write(self, name: str, content: bytes) -> None:
-        """Whole or not at all: object stores do so; on a disk it is renamed into place."""
+        """Writes a file completely or not at all, as object stores do: a local file is renamed at the end."""
         path = self.path(name)
-        if not self.local:  # making its folder could create a bucket
+        if not self.local:  # makedirs could create a bucket
             return self.fs.pipe_file(path, content)
         self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         self.fs.pipe_file(f"{path}.tmp", content)
@@ -67,7 +68,7 @@ class Folder:
         self.fs.mv(f"{path}.tmp", path)
 
     def names(self, name: str = "") -> list[str]:
-        """The sorted names of what is in the folder, not in its subfolders; [] if there is no folder."""
+        """The sorted names of the files and subfolders in a folder; [] if it does not exist."""
         self.fs.invalidate_cache()
         try:
             paths = self.fs.ls(self.path(name), detail=False)
@@ -76,6 +77,6 @@ class Folder:
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def remove(self, name: str) -> None:
-        """Deletes a file, or a folder and its content, if there is one."""
+        """Deletes a file, or a folder with its content. It may be missing."""
         with contextlib.suppress(FileNotFoundError):
             self.fs.rm(self.path(name), recursive=True)

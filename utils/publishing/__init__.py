@@ -1,2 +1,2 @@
-"""The saved model and its card in output_dir, and pushes of it to the Hub. In come the trained model and the
-facts of the run, out go files and commits. First open export.py: `save_model` writes what hub.py pushes."""
+"""The saved model and its model card in output_dir, and pushes to the Hub. Open first: export.py, whose
+`save_model` writes the files that hub.py pushes."""

@@ -1,4 +1,4 @@
-"""The saved model in output_dir, as transformers loads it: from_pretrained(output_dir), pipeline(...)."""
+"""Saves the model in output_dir, so that transformers' from_pretrained(output_dir) and pipeline load it."""
 
 import contextlib
 import logging
@@ -14,16 +14,16 @@ from utils.state.stateful import clean_name, named_tensors
 
 logger = logging.getLogger(__name__)
 
-ASIDE = ".export"  # in output_dir, where the model is written first; left behind by an export that failed
+ASIDE = ".export"  # the model is written to this folder in output_dir first; if it is left, a save has failed
 
 
 def save_model(args, accelerator, model, tokenizer, facts: dict) -> None:
-    """Replaces config, tokenizer, then weights in output_dir, each file whole, and writes the model card. All
-    processes call it.
+    """Replaces the files of config and tokenizer, then the weights in output_dir, and writes the model card.
+    All processes call this.
 
-    model: the prepared loss module, whose `.lm` is the transformers model. facts: as write_model_card takes
-    them; only the main process needs them. If it fails, as on a full disk, the model before stays and a
-    warning names the cause; at step 0 and after the last step RunFailed does, on all processes."""
+    model: the prepared loss module, whose `.lm` is the transformers model. facts: as for write_model_card,
+    on the main process. If saving fails, as on a full disk, the older model stays and a warning says why; at
+    step 0 and after the last step all processes raise RunFailed."""
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
     weights = collect_weights(accelerator, model, lm)
     on_main_process(accelerator, _replace_model, args, lm, weights, tokenizer, facts)
@@ -38,10 +38,10 @@ def _replace_model(args, lm, weights, tokenizer, facts) -> None:
             os.replace(file, folder / file.name)
         write_model_card(args, facts, tokenizer.mask_token)
         shutil.rmtree(folder / ASIDE)
-    except Exception as error:  # of safetensors or tokenizers, too: training goes on
+    except Exception as error:  # also those of safetensors and tokenizers: training goes on
         failure = str(error) or repr(error)
         logger.warning("the model was not saved in %s: %s", folder, failure)
-        shutil.rmtree(folder / ASIDE, ignore_errors=True)  # a full disk needs the room
+        shutil.rmtree(folder / ASIDE, ignore_errors=True)  # the disk may be full
         with contextlib.suppress(OSError):
             (folder / ASIDE).mkdir(exist_ok=True)
         if facts["step"] == 0 or facts["step"] >= facts["last"]:
@@ -51,21 +51,21 @@ def _replace_model(args, lm, weights, tokenizer, facts) -> None:
 
 
 def write_model(lm, weights: dict, tokenizer, folder: Path) -> None:
-    """Writes what from_pretrained(folder) loads. On the main process only. weights: of collect_weights."""
+    """Writes the files that from_pretrained(folder) reads. weights: {name: tensor}. Main process only."""
     lm.save_pretrained(folder, state_dict=weights)
     save_tokenizer(tokenizer, folder)
     config = folder / "config.json"
-    config.write_text(without_secrets(config.read_text()))  # config_overrides may set any text
-    for file in folder.iterdir():  # safetensors writes files that only their owner may read
+    config.write_text(without_secrets(config.read_text()))  # config_overrides may set any value
+    for file in folder.iterdir():  # safetensors makes files that only their owner may read
         file.chmod(config.stat().st_mode)
 
 
 def collect_weights(accelerator, model, lm) -> dict:
-    """{name: tensor} of `lm`, the transformers model in the prepared `model`, not sharded and on the CPU, as
-    save_pretrained reads no XLA tensors. All processes call it; all but the main process get {}."""
+    """{name: full tensor on the CPU} of `lm`, the transformers model in the prepared `model`; save_pretrained
+    cannot read XLA tensors. All processes call this; only the main process does not get {}."""
     state = accelerator.get_state_dict(model, unwrap=False)  # gathers FSDP's shards
     if not accelerator.is_main_process:
         return {}
     state = {clean_name(name): tensor for name, tensor in state.items()}
-    # Of tied weights only the first: copies would be written twice.
+    # named_tensors has tied weights once: save_pretrained would write each copy.
     return {name: state[f"lm.{name}"].detach().cpu() for name in named_tensors(lm)}

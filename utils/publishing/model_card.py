@@ -1,4 +1,4 @@
-"""The model card: README.md of the saved model, from the template model_card.md beside this file."""
+"""Writes the model card, README.md in output_dir, from the template model_card.md in this folder."""
 
 import json
 import math
@@ -19,14 +19,14 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 def write_model_card(args, facts: dict, mask_token: str | None) -> None:
     """Writes output_dir/README.md.
 
-    facts: step, last (steps), tokens, seconds, parameters, model_type, pipeline_tag, settings (without
-    secrets); results: metric, or metric/evaluation set, -> value; launch: device, processes, precision,
-    attention, compiler; repo_id: user/name on the Hub, if it is pushed; tried, sample: the first prompt, and
-    what the model made of it, or ""."""
+    facts: step, last (steps), tokens, seconds, parameters, model_type, pipeline_tag; settings, without
+    secrets; results: {metric or metric/evaluation set: value}; launch: device, processes, precision,
+    attention, compiler; repo_id: user/name if it is pushed to the Hub; tried, sample: the first prompt and
+    the model's text for it, or ""."""
     folder, settings, results = Path(args.output_dir), facts["settings"], facts["results"]
     repo_id = facts.get("repo_id") or args.push_to_hub and args.hub_model_id
     names, base = as_list(settings["dataset_name"]), settings.get("model_name_or_path")
-    # The Hub refuses metadata that names a folder as data set or base model.
+    # The Hub refuses metadata in which a data set or the base model is a folder.
     on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
     base_on_hub = base if base and not os.path.exists(base) else None
     data = ModelCardData(license="unknown", library_name="transformers", pipeline_tag=facts["pipeline_tag"],
@@ -35,7 +35,7 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
     prompts = settings.get("prompts") or ["rows"]
     tried = facts.get("tried") or EXAMPLES[facts["pipeline_tag"]]
     example = tried if prompts == ["rows"] else prompts[0]
-    sets = list(by_set(results, "loss/eval")) or [""]  # a single set has no name
+    sets = list(by_set(results, "loss/eval")) or [""]  # a single evaluation set has no name
     facts = facts | {
         "title": repo_name(args).split("/")[-1], "address": repo_id or args.output_dir, "sets": sets,
         "results": _table(results, sets), "duration": duration(facts["seconds"]),
@@ -51,13 +51,13 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
 
 
 def repo_name(args) -> str:
-    """The repository of a run: hub_model_id, or the name of output_dir, as far as the Hub allows it."""
+    """The name of a run's repository: hub_model_id, or output_dir's name without what the Hub forbids."""
     name = re.sub(r"\W{2,}|[^\w.-]", "-", Path(args.output_dir).resolve().name, flags=re.ASCII)[:96]
     return args.hub_model_id or re.sub(r"^[-.]+|(\.git|[-.])+$", "", name) or "model"
 
 
 def _table(results: dict, sets: list[str]) -> dict[str, dict[str, str]]:
-    """{metric: {evaluation set: number}}, without what is missing or not finite."""
+    """{metric: {evaluation set: number as text}}, without missing and non-finite values."""
     table: dict[str, dict[str, str]] = {}
     for key, value in results.items():
         if value is not None and math.isfinite(value):

@@ -1,14 +1,14 @@
-"""Stop signals that all processes obey at the same step.
+"""Handles stop signals, so that all processes stop at the same step.
 
-At the first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP the run saves and ends. A second one ends it at once,
-unless it comes within a second: a launcher may forward a signal that the scheduler also sent to the workers.
+At the first SIGTERM, SIGINT (Ctrl-C), SIGUSR1 or SIGHUP the run saves and ends. A second signal ends it at
+once, unless it comes within a second: the scheduler and the launcher may both send the same one to a process.
 
 What launchers do with a signal that only they receive:
-* accelerate launch, one process: it dies without telling the script. A thread here watches the parent's id
-  and sends this process SIGTERM, unless it has got a stop signal itself.
+* accelerate launch, one process: the launcher dies and the script goes on. A thread of this module notices
+  that, and sends its own process SIGTERM.
 * torchrun, accelerate launch with several processes: forward SIGTERM, SIGINT and SIGHUP, wait 30 s, then send
   SIGKILL (TORCH_ELASTIC_SHUTDOWN_TIMEOUT changes that in newer torch). SIGUSR1 kills the launcher.
-* accelerate launch on TPU: it dies, and its child goes on. So this module runs in the launcher too.
+* accelerate launch on TPU: the launcher dies and its child goes on. So this module runs in the launcher too.
 """
 
 import contextlib
@@ -22,44 +22,45 @@ from pathlib import Path
 from types import SimpleNamespace
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-LAUNCHERS = ("accelerate", "accelerate-launch")  # names of their files; or python -m accelerate.commands.X
-XLA_CALLS = 10  # several XLA processes agree at every tenth call only, as each agreement waits for the device
+LAUNCHERS = ("accelerate", "accelerate-launch")  # their file names; or: python -m accelerate.commands.launch
+XLA_CALLS = 10  # several XLA processes agree only at every tenth call, as they wait for the device then
 
-# Handlers belong to the process, and so does this state. signum: the first stop signal, or 0. alive: see
-# keep_alive.
-_state = SimpleNamespace(signum=0, since=0.0, training=False, speaks=True, alive=[])
-_before = {}  # the handlers that ours replaced
+# Handlers belong to the process, and so does this state. signum: the first stop signal, or 0; since: when it
+# came; training: whether the run can save; prints: whether this process prints messages.
+_state = SimpleNamespace(signum=0, since=0.0, training=False, prints=True, accelerators=[])
+_replaced_handlers = {}  # {signal: the handler before ours}
 
 
 def handle_stop_signals(importing: bool = False) -> None:
-    """Handle stop signals from now on. Before training they end the process, as there is nothing to save.
+    """Handles stop signals from now on. Before training they end the process, as there is nothing to save.
 
-    importing: a TPU launcher or its child imports the script. There main() runs in a thread, but only the
-    main thread may set handlers."""
+    importing: the script is being imported, by a TPU launcher or its child. Those run main() in a thread
+    later, but only the main thread may set handlers."""
     if importing and multiprocessing.current_process().daemon:  # a spawned data loading worker
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
     child, main = multiprocessing.parent_process(), Path(getattr(sys.modules["__main__"], "__file__", ""))
     in_launcher = importing and not child
     if in_launcher and main.name not in LAUNCHERS and main.parts[-3:-1] != ("accelerate", "commands"):
-        return  # imported by a test or a notebook, or run itself
-    _state.speaks = int(os.environ.get("RANK", 0)) == 0
-    if threading.current_thread() is not threading.main_thread() or _before:
+        return  # imported by a test, a notebook or another program
+    _state.prints = int(os.environ.get("RANK", 0)) == 0
+    if threading.current_thread() is not threading.main_thread() or _replaced_handlers:
         return
     for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            _before[number] = signal.signal(number, _signal_children if in_launcher else _on_signal)
+            handler = _signal_children if in_launcher else _on_signal
+            _replaced_handlers[number] = signal.signal(number, handler)
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
-    if not in_launcher and (launched or child):  # started from a shell it may outlive its parent
+    if not in_launcher and (launched or child):  # a process that a shell started may outlive the shell
         threading.Thread(target=_watch_launcher, args=(os.getppid(),), daemon=True).start()
 
 
 def restore_handlers() -> None:
-    """Undo `handle_stop_signals`, so that a notebook goes on as before the run."""
+    """Undoes `handle_stop_signals`, so that a notebook handles signals as before the run."""
     if threading.current_thread() is threading.main_thread():
-        for number, handler in _before.items():
+        for number, handler in _replaced_handlers.items():
             signal.signal(number, handler)
-        _before.clear()
+        _replaced_handlers.clear()
     _state.signum, _state.training = 0, False
 
 
@@ -68,15 +69,15 @@ def _on_signal(number, frame):
     if first:
         _state.signum, _state.since = number, time.monotonic()
     if not _state.training:
-        text = "stopped before the first step, nothing to save"
+        text = "stopped before the first step: there is nothing to save"
         _signal_children(signal.SIGTERM)
     elif first:
-        text = "saving at the next step, then stopping; a second signal stops at once"
+        text = "the run saves after this step, then stops; a second signal stops at once"
     elif time.monotonic() - _state.since > 1:
         text = "second signal, stopping at once; the newest complete checkpoint stays"
     else:
-        return  # the first signal again
-    if _state.speaks:  # os.write, as a handler may interrupt a print
+        return  # the same signal twice
+    if _state.prints:  # by os.write, as a handler may interrupt a print
         os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
     if not (first and _state.training):
         os._exit(128 + number)
@@ -88,21 +89,21 @@ def _signal_children(number, frame=None):
             os.kill(child.pid, number)
 
 
-def _leave_to_parent():
-    """In a forked data loading worker: it ignores Ctrl-C, which reaches it too, as its parent will end it."""
-    for number in _before:
+def _reset_in_worker():
+    """Runs in a forked data loading worker. It ignores Ctrl-C, which it gets too: its parent will end it."""
+    for number in _replaced_handlers:
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_reset_in_worker)
 
 
 def _watch_launcher(parent):
-    # If the launcher died while we imported torch, our parent is init, which is not Python.
-    lost = parent == 1 and sys.platform == "linux" and b"python" not in Path("/proc/1/cmdline").read_bytes()
-    while os.getppid() == parent and not lost:
+    # If the launcher died before this thread started, the parent is already init, which is not Python.
+    died = parent == 1 and sys.platform == "linux" and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    while os.getppid() == parent and not died:
         time.sleep(0.2)
-    if _before and not _state.signum:
+    if _replaced_handlers and not _state.signum:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -112,29 +113,28 @@ def requested() -> int:
 
 
 def keep_alive(accelerator) -> None:
-    """Keep one of several processes from destroying its models before it ends: DDP's destructor holds the GIL
-    and joins gloo's thread, which may wait for the GIL (torch 2.13)."""
+    """Keeps the models of several processes until they end: DDP's destructor holds the GIL and joins gloo's
+    thread, which may wait for the GIL (torch 2.13)."""
     if accelerator.num_processes > 1:
-        _state.alive.append(accelerator)
+        _state.accelerators.append(accelerator)
 
 
 class StopSignals:
-    """Made when training begins: from now on the first signal lets the run save."""
+    """Agrees with the other processes on a stop signal. From its creation on the first signal lets the run
+    save."""
 
     def __init__(self, accelerator):
         import torch.distributed as dist  # not above: a script imports this file before it imports torch
 
         self.accelerator, self.answer, self.calls, self.pending = accelerator, 0, 0, None
-        # gloo all-reduces on the CPU during training, and never waits for the accelerator.
-        self.group = None
+        self.group = None  # of gloo, which all-reduces on the CPU and so never waits for the accelerator
         if accelerator.num_processes > 1 and dist.is_available() and dist.is_initialized():
             self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        _state.speaks, _state.training = accelerator.is_main_process, True
-        keep_alive(accelerator)
+        _state.prints, _state.training = accelerator.is_main_process, True
 
     def agreed(self) -> int:
-        """The signal or 0, the same on all processes, which make the same calls. With several processes it is
-        that of the previous call: one integer is all-reduced between two calls, so nobody waits."""
+        """The stop signal or 0, the same on all processes. They must make the same calls. Several processes
+        get the state of the previous call: the all-reduce runs between two calls, so that none waits."""
         import torch
         import torch.distributed as dist
 
@@ -145,8 +145,8 @@ class StopSignals:
         elif self.group is None:
             self.calls += 1
             if self.calls % XLA_CALLS == 0:
-                mine = torch.tensor([requested()], device=self.accelerator.device)
-                self.answer = int(self.accelerator.gather(mine).max())
+                number = torch.tensor([requested()], device=self.accelerator.device)
+                self.answer = int(self.accelerator.gather(number).max())
         else:
             if self.pending:
                 work, number = self.pending
@@ -159,7 +159,7 @@ class StopSignals:
         return self.answer
 
     def exit_if_stopped(self, finished: bool) -> None:
-        """SystemExit with status 130 after Ctrl-C, 143 after any other signal (schedulers send them in the
-        place of SIGTERM), if one stopped the run before it was finished."""
+        """SystemExit if a signal stopped the run before it was finished: with status 130 after Ctrl-C, else
+        with 143, as schedulers send the other signals instead of SIGTERM."""
         if self.answer and not finished:
             raise SystemExit(130 if self.answer == signal.SIGINT else 143)
