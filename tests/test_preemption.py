@@ -18,7 +18,7 @@ JOB = """
 import os, sys, time
 from accelerate import Accelerator
 from tests.runs import PATIENCE
-from utils.state.stop_signals import StopSignals, handle_stop_signals, requested, restore_handlers
+from utils.state.stop_signals import StopSignals, handle_stop_signals, received_signal, restore_handlers
 
 def main():
     handle_stop_signals()
@@ -32,7 +32,7 @@ def main():
     for step in range(20 * PATIENCE):
         time.sleep(0.05)
         if number := stop.agreed():
-            assert requested() in (0, number)
+            assert received_signal() in (0, number)
             print(f"process {accelerator.process_index} stops at {step} by {number}", flush=True)
             time.sleep(float(sys.argv[2]))
             print("saved", flush=True)

@@ -18,7 +18,7 @@ from utils.flags import ELSEWHERE, named_values, parse_args
 from utils.io.mistakes import user_mistakes
 from utils.learning.optim import build_schedule
 from utils.settings import number_problems, use_saved_model
-from utils.state.resume import changed_settings, check_experiment, experiment
+from utils.state.resume import changed_settings, check_experiment, describe_experiment
 from utils.steps import Steps
 
 
@@ -229,7 +229,7 @@ def test_a_run_may_grow_where_the_rate_of_its_step_stays_the_same(schedule, warm
     for _ in range(step):
         optimizer.step()
         rates.step()
-    state = experiment(args, steps, step, "rows") | {"step": step}
+    state = describe_experiment(args, steps, step, "rows") | {"step": step}
     state |= {"things": {"schedule": {"state": rates.state_dict()}}}
 
     def check(fingerprint="rows"):

@@ -28,7 +28,7 @@ from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from data.documents.names import JSON_LINES, digest, split_files, stat_files, suffix
-from utils.io.mistakes import of_network
+from utils.io.mistakes import is_network_error
 from utils.io.text import without_secrets
 from utils.io.urls import explained
 
@@ -73,7 +73,7 @@ def _read_files(urls: list[str], divide: bool) -> Iterator[dict]:
                     yield row if row.get("text") is not None else {"file": without_secrets(url)} | row
             except Exception as error:  # the readers' libraries raise many types
                 system_error = getattr(error, "errno", None) or isinstance(error, MemoryError)
-                if system_error or of_network(error):
+                if system_error or is_network_error(error):
                     raise  # the file could not be reached: that says nothing about its content
                 raise ValueError(f"{without_secrets(url)} cannot be read ({_describe(error)}); repair it or "
                                  "take it out") from error

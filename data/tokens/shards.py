@@ -165,9 +165,9 @@ class Shards:
         return lines
 
     def check(self, entries: Sequence[dict] | None = None) -> str:
-        """What is wrong with these files of a local folder, or with those of all splits; "" if nothing."""
-        every = itertools.chain.from_iterable(split["files"] for split in self.splits.values())
-        for entry in every if entries is None else entries:
+        """What is wrong with these files of a local folder, or with all splits' files; "" if nothing."""
+        of_all_splits = itertools.chain.from_iterable(split["files"] for split in self.splits.values())
+        for entry in of_all_splits if entries is None else entries:
             path = Path(self.folder.root, entry["file"])
             if problem := check_file(path, entry["size"], entry["xxh3_128"]):
                 return f"{path} {problem}"

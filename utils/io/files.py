@@ -14,8 +14,7 @@ CHUNK = 1 << 24  # bytes read and checksummed at a time
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that is renamed to `path` if the block does not raise: readers see the old file or the
-    new one, both complete."""
+    """A temporary file that is renamed to `path` at the end, so that readers never see a partial file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary

@@ -62,7 +62,7 @@ def user_mistakes() -> Iterator[None]:
         _end(str(error), status)
     except Exception as error:
         message = lost_peer(error) or out_of_memory(error) if isinstance(error, RuntimeError) else None
-        if of_network(error):
+        if is_network_error(error):
             message = f"{type(error).__name__}: {error}\nRun the same command again to resume."
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             message = (f"{error.filename or 'a disk'}: no space is left; make room and run the same command "
@@ -92,7 +92,7 @@ def out_of_memory(error: RuntimeError) -> str | None:
     return f"out of memory with {batch}: {remedy}, also to resume; or choose a smaller model"
 
 
-def of_network(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """Whether a network client raised the error."""
     lost = isinstance(error, ConnectionError | TimeoutError) and not isinstance(error, BrokenPipeError)
     return lost or type(error).__module__.split(".")[0] in NETWORK_MODULES

@@ -7,7 +7,7 @@ from pathlib import Path
 import fsspec
 
 from utils.io.files import flush
-from utils.io.mistakes import of_network
+from utils.io.mistakes import is_network_error
 from utils.io.text import HIDDEN, without_secrets
 
 
@@ -18,7 +18,7 @@ def explained(url: str, verb: str, kinds=(OSError, ImportError, ValueError)) -> 
     try:
         yield
     except Exception as error:
-        network = of_network(error)
+        network = is_network_error(error)
         if not network and not isinstance(error, kinds):
             raise
         remedy = f"Check its spelling{' and the room there' if verb == 'written' else ''}."

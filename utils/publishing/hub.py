@@ -24,7 +24,7 @@ from utils.io.mistakes import on_main_process
 from utils.io.text import without_secrets
 from utils.publishing.export import ASIDE
 from utils.publishing.model_card import repo_name
-from utils.state.stop_signals import requested
+from utils.state.stop_signals import received_signal
 
 START_TIMEOUT, TIMEOUT = 5, 60  # seconds until a request without an answer fails: before training, and later
 FINISH_SECONDS, STOPPED_SECONDS = 600, 20  # for the last push: at the end of a run, after a stop signal
@@ -42,14 +42,13 @@ class Hub:
     save is skipped while an older one is being pushed, except for the last save.
 
     Creates the repository at once. ValueError on all processes if the token may not write there, or if the
-    Hub does not answer within seconds. repo_id: user/name, or "" if nothing is pushed. url: the model's page.
-    status: the state of the last push in a few words."""
+    Hub does not answer within seconds. repo_id: user/name, or "" if this process pushes nothing. status: the
+    state of the last push in a few words."""
 
     def __init__(self, args, accelerator):
         self.output_dir = Path(args.output_dir)
         self.frozen = self.output_dir / ".hub"  # on the same disk, so that weights can be hard links
-        self.api, self.repo_id, self.url, self.status = HfApi(), "", "", ""
-        self.name = repo_name(args)
+        self.api, self.name, self.repo_id, self.status = HfApi(), repo_name(args), "", ""
         self.thread, self.error = threading.Thread(), ""  # of the last push
         # Steps: of the newest save, and of the last that was pushed, refused by the Hub, reported as failed.
         self.newest = self.pushed = self.refused = self.reported = None
@@ -57,14 +56,14 @@ class Hub:
             return
         repo_id = on_main_process(accelerator, open_repository, self.api, self.name, args.hub_private_repo)
         self.repo_id = repo_id if accelerator.is_main_process else ""
-        self.url = self.repo_id and f"{self.api.endpoint}/{self.repo_id}"
         os.environ.setdefault("HF_XET_CLIENT_READ_TIMEOUT", f"{TIMEOUT}s")  # default: 300 s per attempt
         disable_progress_bars()  # they would overwrite ours
 
     @property
     def published(self) -> str:
         """The model's page if it shows the newest save, else ""."""
-        return self.url if self.newest is not None and self.newest == self.pushed else ""
+        arrived = self.newest is not None and self.newest == self.pushed
+        return f"{self.api.endpoint}/{self.repo_id}" if arrived else ""
 
     def command(self, *options: str) -> str:
         """A shell command that uploads the same files as `push`."""
@@ -98,7 +97,7 @@ class Hub:
             tqdm.write(f"hub        pushing step {self.newest} to {self.repo_id}, for at most "
                        f"{FINISH_SECONDS // 60} minutes; Ctrl-C ends that", file=sys.stdout)  # fmt: skip
         while self.thread.is_alive() or self.newest not in (self.pushed, self.refused):
-            if requested():
+            if received_signal():
                 deadline = min(deadline, time.monotonic() + STOPPED_SECONDS)
             if time.monotonic() > deadline:
                 break
@@ -126,7 +125,7 @@ class Hub:
 
     def _failed(self, step: int, error: Exception) -> None:
         """Prints a failure if it differs from the last one, at most once per save."""
-        before, self.error, self.status = self.error, reason(error), f"step {step} not pushed"
+        before, self.error, self.status = self.error, describe_error(error), f"step {step} not pushed"
         if self.error != before and self.reported != step:
             self.reported = step
             tqdm.write(f"{self.repo_id}: step {step} was not published: {self.error}. Training goes on; the "
@@ -161,9 +160,9 @@ def open_repository(api: HfApi, name: str, private: bool) -> str:
         # create_repo accepts a repository that we may only read. This is the first request of every push.
         api.preupload_lfs_files(repo_id, [CommitOperationAdd("README.md", b"-")])
     except Exception as error:
-        raise ValueError(f"hub_model_id {name}: {reason(error)}. Check that you may write to this name, and "
-                         f"that this machine can reach {api.endpoint}. If the token is revoked or may only "
-                         f"read: {LOGIN}. Or train without push_to_hub.") from None  # fmt: skip
+        raise ValueError(f"hub_model_id {name}: {describe_error(error)}. Check that you may write to this "
+                         f"name, and that this machine can reach {api.endpoint}. If the token is revoked or "
+                         f"may only read: {LOGIN}. Or train without push_to_hub.") from None  # fmt: skip
     set_timeout(TIMEOUT)
     return repo_id
 
@@ -190,7 +189,7 @@ def commit(api: HfApi, repo_id: str, folder: Path, message: str) -> None:
     api.create_commit(repo_id, [*additions, *map(CommitOperationDelete, stale)], commit_message=message)
 
 
-def reason(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An exception as one line without secrets."""
     if getattr(error, "response", None) is None:  # an error of LFS: its cause says more
         error = error.__cause__ or error

@@ -85,7 +85,7 @@ class Checkpoints:
             raise RunFailed(f"weights are not finite after step {step}, so they were not saved; "
                             f"{self._newest()}. Lower the learning rate, or look at the last rows")
         state = {"format": resume.FORMAT, "step": step, "things": records}
-        state |= resume.experiment(self.args, self.steps, step, self.fingerprint)
+        state |= resume.describe_experiment(self.args, self.steps, step, self.fingerprint)
         temporary = folder.with_name(f".tmp-{folder.name}")
         written = [self._write(temporary, parts)]
         if self._writers > 1:

@@ -102,7 +102,7 @@ def lock_output_dir(output_dir, wait_seconds: float = 20.0) -> FileLock:
     return lock
 
 
-def experiment(args, steps, step: int, rows_fingerprint: str) -> dict:
+def describe_experiment(args, steps, step: int, rows_fingerprint: str) -> dict:
     """The values of a checkpoint after `step` steps that identify its run."""
     rows = steps.rows_before(step + 1)
     return dict(settings=_plain(vars(args)), rows=rows, last=steps.last, fingerprint=rows_fingerprint)
@@ -150,7 +150,7 @@ def _same_rate(schedule, state: dict) -> bool:
     """Whether this run's schedule gives the saved learning rates at the checkpoint's step."""
     if schedule is None:
         return True
-    if not hasattr(schedule, "lr_lambdas"):  # another scheduler's rates cannot be computed for any step
+    if not hasattr(schedule, "lr_lambdas"):  # only LambdaLR computes the rates of any step
         return False
     saved = state["things"].get("schedule", {}).get("state", {}).get("_last_lr")
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)

@@ -26,7 +26,7 @@ LAUNCHERS = ("accelerate", "accelerate-launch")  # their file names; or: python 
 XLA_CALLS = 10  # several XLA processes agree only at every tenth call, as they wait for the device then
 
 # Handlers belong to the process, and so does this state. signum: the first stop signal, or 0; since: when it
-# came; training: whether the run can save; prints: whether this process prints messages.
+# came; training: whether the run can save; prints: whether this process prints; accelerators: see keep_alive.
 _state = SimpleNamespace(signum=0, since=0.0, training=False, prints=True, accelerators=[])
 _replaced_handlers = {}  # {signal: the handler before ours}
 
@@ -107,7 +107,7 @@ def _watch_launcher(parent):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def requested() -> int:
+def received_signal() -> int:
     """The stop signal that this process has received, or 0."""
     return _state.signum
 
@@ -141,11 +141,11 @@ class StopSignals:
         if self.answer:
             return self.answer
         if self.accelerator.num_processes == 1:
-            self.answer = requested()
+            self.answer = received_signal()
         elif self.group is None:
             self.calls += 1
             if self.calls % XLA_CALLS == 0:
-                number = torch.tensor([requested()], device=self.accelerator.device)
+                number = torch.tensor([received_signal()], device=self.accelerator.device)
                 self.answer = int(self.accelerator.gather(number).max())
         else:
             if self.pending:
@@ -153,7 +153,7 @@ class StopSignals:
                 work.wait()
                 self.pending, self.answer = None, int(number)
             if not self.answer:
-                number = torch.tensor([requested()], dtype=torch.int32)
+                number = torch.tensor([received_signal()], dtype=torch.int32)
                 work = dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
                 self.pending = work, number
         return self.answer
