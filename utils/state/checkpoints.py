@@ -78,10 +78,9 @@ class Checkpoints:
             return
         sync()
         records, parts, finite = self._collect()
-        all_finite = [finite]
         if self.accelerator.num_processes > 1:
-            all_finite = self.accelerator.gather(torch.tensor(all_finite, device=self.accelerator.device))
-        if not all(all_finite):
+            finite = self.accelerator.gather(torch.tensor([finite], device=self.accelerator.device)).all()
+        if not finite:
             raise RunFailed(f"weights are not finite after step {step}, so they were not saved; "
                             f"{self._newest()}. Lower the learning rate, or look at the last rows")
         state = {"format": resume.FORMAT, "step": step, "things": records}

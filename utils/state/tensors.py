@@ -23,7 +23,7 @@ def flatten(value, tensors: dict, path: str):
     """Returns `value` as JSON values. A tensor in it becomes {"__tensor__": path} and is added to `tensors`
     {path: tensor}. path: the name of `value`. ValueError if it cannot be saved."""
     if torch.is_tensor(value):
-        while path in tensors:  # {"a/b": ...} beside {"a": {"b": ...}}
+        while path in tensors:  # {"a/b": ...} and {"a": {"b": ...}} have the same path
             path += "'"
         tensors[path] = value.detach()
         return {"__tensor__": path}
@@ -31,7 +31,7 @@ def flatten(value, tensors: dict, path: str):
         items = [[key, flatten(item, tensors, f"{path}/{key}")] for key, item in value.items()]
         if all(isinstance(key, str) and key[:2] != "__" for key in value):
             return dict(items)
-        return {"__dict__": [[flatten(key, {}, path), item] for key, item in items]}  # JSON's keys are texts
+        return {"__dict__": [[flatten(key, {}, path), item] for key, item in items]}  # JSON keys are text
     if isinstance(value, list | tuple):
         items = [flatten(item, tensors, f"{path}/{i}") for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"__tuple__": items}
@@ -61,11 +61,10 @@ def part_to_write(tensor, is_main_process: bool) -> tuple | None:
     the first replica of each shard; any other tensor by the main process, with offsets None."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        part = tensor.cpu() if tensor.device.type == "xla" else tensor
-        return (part, None) if is_main_process else None
+        return (tensor.cpu() if tensor.device.type == "xla" else tensor, None) if is_main_process else None
     position = tensor.device_mesh.get_coordinate()  # None: this process is not in the mesh
     replica = [i for i, axis in zip(position or (), tensor.placements, strict=False) if axis.is_replicate()]
-    if position is None or any(replica) or not tensor.to_local().numel():
+    if position is None or any(replica) or not tensor.to_local().numel():  # any: not the first replica
         return None
     return tensor.to_local(), [*tensor.__create_chunk_list__()[0].offsets]
 
@@ -77,7 +76,7 @@ def safetensors_chunks(parts: dict):
     if unsupported := {str(tensor.dtype) for tensor, _ in parts.values() if tensor.dtype not in DTYPES}:
         raise ValueError(f"tensors of {', '.join(sorted(unsupported))} cannot be saved")
     ordered = sorted(parts.items(), key=lambda item: -item[1][0].element_size())  # this aligns every tensor
-    header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers requires it
+    header, end = {"__metadata__": {"format": "pt"}}, 0  # transformers requires this format
     if any(offsets for _, offsets in parts.values()):
         sharding = {name: {"saved_offsets": offsets or [0] * tensor.ndim}
                     for name, (tensor, offsets) in ordered}
