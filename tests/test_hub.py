@@ -450,7 +450,7 @@ def test_a_run_ends_and_its_last_save_arrives_or_a_command_is_printed(
     [process], log = started
     while when:
         requests = sum(bool(re.search(match, entry["line"])) for entry in both.log)
-        if "hub        waits" in log.read_text() if when[0] == "over" else requests >= when[0]:
+        if "hub        pushing" in log.read_text() if when[0] == "over" else requests >= when[0]:
             os.kill(process.pid, when[1])
             break
         assert process.is_alive(), log.read_text()
