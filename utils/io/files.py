@@ -35,8 +35,7 @@ def write_file(path: Path, chunks: Iterable) -> dict:
         for chunk in chunks:
             digest.update(memoryview(chunk))
             size += file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+    flush(path)
     return {"bytes": size, "xxh3_128": digest.hexdigest()}
 
 
