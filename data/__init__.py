@@ -1,4 +1,3 @@
-"""Everything that happens to text before it is a batch: documents, then tokens, then batches. load.py is
-what the scripts call: open.py opens the data sets, prepare.py makes shards of them, load.py reads their rows.
-prepare.py and convert.py are also commands.
+"""From text to batches: documents/, then tokens/, then batches/. The scripts call load.py, for which open.py
+opens the data sets and prepare.py turns text into token shards. prepare.py and convert.py are also commands.
 """

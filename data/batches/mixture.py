@@ -1,8 +1,7 @@
-"""Several data sets in shares: decides from which one, and from which of its rows, each position trains.
+"""Mixes several data sets: the data set and row of a position are a function of (shares, seed, position).
 
-This is a function of (shares, seed, position) alone. Every data set gets exactly its share of each 1,000
-positions, in an order drawn by the seed. Its k-th row is the one it would give at position k if it were
-trained on alone. A single data set needs nothing of this.
+A data set gets exactly its share of each 1,000 positions, in an order that the seed draws. Its k-th row in
+the mixture is the row that it would give at position k without the others.
 """
 
 import bisect
@@ -18,8 +17,8 @@ WINDOW = 1000  # positions; shares are thousandths
 
 
 class Mixed(Dataset):
-    """The rows of several data sets, name -> rows of one kind, as one endless stream of rows. shares:
-    thousandths that sum to 1; a data set with share 0 is never used."""
+    """One endless stream of the rows of several data sets. sources: {name: rows}, all of one class. shares:
+    thousandths that sum to 1; a data set with share 0 is only evaluated."""
 
     bytes_per_token = float("nan")
 
@@ -32,7 +31,7 @@ class Mixed(Dataset):
         return np.repeat(np.arange(len(self.counts)), self.counts)[drawn_order(WINDOW, self.seed, number)]
 
     def before(self, position: int) -> np.ndarray:
-        """Rows of each data set before a position, int64 [data sets]."""
+        """The number of rows of each data set before a position, int64 [data sets]."""
         number, inside = divmod(position, WINDOW)
         return number * self.counts + np.bincount(self.window(number)[:inside], minlength=len(self.counts))
 
@@ -42,7 +41,7 @@ class Mixed(Dataset):
         return " ".join(f"{count}x{rows.fingerprint}" for rows, count in parts)
 
     def __len__(self) -> int:
-        """Positions before the first data set begins to repeat."""
+        """The number of positions before one of the data sets repeats."""
         sizes = {i: len(rows) for i, rows in enumerate(self.sources.values()) if self.counts[i]}
         if len(sizes) == 1:
             return min(sizes.values())
@@ -51,8 +50,8 @@ class Mixed(Dataset):
 
     def keys(self, first: int, last: int, seed: int) -> Iterator[RowKey]:
         """The keys of the positions first to last - 1; source: the number of the data set."""
-        used = zip(self.sources.values(), self.before(first).tolist(), strict=True)
-        orders, position = [endless_order(len(rows), start, seed) for rows, start in used], first
+        starts = zip(self.sources.values(), self.before(first).tolist(), strict=True)
+        orders, position = [endless_order(len(rows), start, seed) for rows, start in starts], first
         while position < last:
             number, inside = divmod(position, WINDOW)
             for source in self.window(number)[inside : inside + last - position].tolist():
@@ -61,13 +60,13 @@ class Mixed(Dataset):
 
     def epochs(self, position: int) -> dict[str, float]:
         """{data set: passes over it before a position}."""
-        used = zip(self.sources.items(), self.before(position).tolist(), strict=True)
-        return {name: taken / max(len(rows), 1) for (name, rows), taken in used}
+        counts = zip(self.sources.items(), self.before(position).tolist(), strict=True)
+        return {name: count / max(len(rows), 1) for (name, rows), count in counts}
 
     def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
-        """Of rows of the first data set."""
+        """The columns of these rows of the first data set."""
         return next(iter(self.sources.values())).columns(row, epoch)
 
     def __getitems__(self, keys: list[RowKey]) -> dict:
-        """As PackedRows."""
+        """The batch of these keys, as PackedRows gives it."""
         return batch_of(keys, self.sources.values())

@@ -1,14 +1,14 @@
 """The order of rows: a function of (seed, epoch, position) alone.
 
-Training reads one endless sequence of positions: position p is row permutation(seed, epoch)[p % n] of epoch
-p // n. Nothing is stored, so a run resumes at any position at once, on any number of processes.
+Training reads one endless sequence of positions: position p is row permutation(seed, epoch)[p % n] with epoch
+= p // n. Nothing is stored, so a run resumes at any position at once, with any number of processes.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-AT_ONCE = 4096  # rows whose places are computed at once
+AT_ONCE = 4096  # positions that are computed at once
 ROUNDS = 6  # four suffice for pseudo-randomness (Luby and Rackoff, 1988); two more cost nothing here
 EVALUATION = 2**64 - 1  # the epoch whose permutation draws evaluation rows; training never reaches it
 
@@ -21,9 +21,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation (seed, epoch) of range(n) at `positions` (int64, in [0, n)): int64, in O(1) memory.
+    """permutation(seed, epoch) of range(n) at these positions: int64 in [0, n) -> int64, in O(1) memory.
 
-    A Feistel network over the smallest even number of bits that holds n, applied again to results outside
+    A Feistel network over the smallest even number of bits that holds n - 1, applied again to results outside
     range(n) (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -43,7 +43,7 @@ def permuted(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray
 
 
 def drawn_order(n: int, seed: int, number: int) -> np.ndarray:
-    """A permutation of range(n) from (seed, number), faster than `permuted` for all of it."""
+    """A permutation of range(n) from (seed, number): all of it, faster than with `permuted`."""
     key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(number))
     return _mix(key + np.arange(n, dtype=np.uint64)).argsort(kind="stable")
 
@@ -65,16 +65,15 @@ def endless_order(n_rows: int, first: int, seed: int) -> Iterator[tuple[int, int
 
 
 def evaluation_rows(n_rows: int, max_rows: int) -> list[int]:
-    """All rows, or max_rows of them (0: no limit) drawn at random, because neighbours are of one document.
-    They come in the order of the file. A smaller sample is part of a larger one."""
+    """The sorted numbers of max_rows rows (0: all), drawn at random, as neighbours may be of one document. A
+    smaller sample is part of a larger one."""
     if not 0 < max_rows < n_rows:
         return list(range(n_rows))
     return sorted(permuted(np.arange(max_rows), n_rows, 0, EVALUATION).tolist())
 
 
 def evaluation_order(rows: list[int], multiple: int) -> list[tuple[int, int, int, int]]:
-    """(position, epoch, row, source) of these rows, padded to a multiple of `multiple`, at least once, with
-    position and row -1, which count as nothing. A row's position is its number, so its mask is the same in
-    any sample."""
+    """The keys of these rows, padded with row -1 to a multiple of `multiple`. A row's position is its number,
+    so that its mask is the same in any sample."""
     size = max(1, -(-len(rows) // multiple)) * multiple
     return [(row, 0, row, 0) for row in rows] + [(-1, 0, -1, 0)] * (size - len(rows))

@@ -1,3 +1,3 @@
-"""In: the name of a source (files, folders, URLs, Hub ids, installed packages). Out: a Corpus of documents,
-and the decision which of them are trained on, evaluated on or left out. Begin with source.py.
+"""From the name of a source (files, URLs, Hub ids, installed packages) to documents, and the choice which of
+them are trained on, evaluated on or left out. Begin with source.py.
 """
