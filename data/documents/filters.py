@@ -13,7 +13,7 @@ from data.documents.names import digest
 from data.documents.source import Corpus
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
-FEW = 1000  # documents; of fewer, a share drawn by hashes would vary too much
+FEW = 1000  # documents; in fewer, the share with a low hash would vary too much
 NAMED = 3  # unreadable documents that are named
 
 
@@ -164,10 +164,9 @@ def hash_fraction(text: str) -> float:
 
 def choose_hold_out(corpus: Corpus, fraction: float, min_chars: int, min_documents: int,
                     max_chars: float = float("inf")) -> HoldOut:
-    """The HoldOut of one corpus. FEW documents or more: by `fraction` alone. Fewer: exactly this fraction of
-    them, rounded up, or more, up to half, until they have min_chars in min_documents.
-
-    max_chars: what the run will read of the corpus. Documents after it are held out by `fraction`."""
+    """The HoldOut of one corpus. With FEW documents or more it has `fraction` alone. Of fewer it holds out this
+    fraction, rounded up, or as many as have min_chars in min_documents, but at most half. max_chars: how much
+    text the run will read; later documents are held out by `fraction`."""
     documents, complete = [], True  # (hash_fraction, characters, hash) of each
     for text, number, _ in clean_documents(corpus, Accounting()):
         documents.append((hash_fraction(text), len(text), number))
@@ -182,8 +181,7 @@ def choose_hold_out(corpus: Corpus, fraction: float, min_chars: int, min_documen
     if complete:
         share = min(math.ceil(round(fraction * len(documents), 9)), max(len(documents) - 1, 0))
     sums = itertools.accumulate(characters for _, characters, _ in documents)
-    needed = max(min_documents, 1 + sum(total < min_chars for total in sums))
-    enough = min(needed, len(documents) // 2)
+    enough = min(max(min_documents, 1 + sum(total < min_chars for total in sums)), len(documents) // 2)
     if enough > share:
         print(f"data       validation_fraction {fraction:g} of the {len(documents)} documents of "
               f"{corpus.name} is less than a row; {enough} are held out instead", flush=True)

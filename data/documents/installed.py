@@ -47,18 +47,16 @@ def _list_files() -> list[tuple[str, str, int, str, Path]]:
     for root in _site_packages():
         packages = {}
         for package in metadata.distributions(path=[root]):
-            name = (f"{package.name} {package.version}", _license(package.metadata))
-            packages.update((file.as_posix(), name) for file in package.files or () if file.suffix == ".py")
+            about = package.metadata
+            license = about.get("License-Expression") or (about.get("License") or "unknown").split("\n")[0]
+            owner = (f"{package.name} {package.version}", license)
+            packages.update((file.as_posix(), owner) for file in package.files or () if file.suffix == ".py")
         add_files(root, packages, ("site-packages", "unknown"))
     return sorted(files.values())
 
 
 def _site_packages() -> dict[str, None]:
     return dict.fromkeys(map(sysconfig.get_path, ("purelib", "platlib")))
-
-
-def _license(package) -> str:
-    return package.get("License-Expression") or (package.get("License") or "unknown").split("\n")[0]
 
 
 def _read_text(file: Path) -> str | None:

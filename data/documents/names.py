@@ -118,8 +118,9 @@ def _report_files(name: str, splits: dict, as_text: bool, unread: int, other_typ
     if as_text:
         counts = Counter(map(suffix, splits["train"])).most_common()
         message = f"read as text, a document each: {', '.join(f'{n:,} {ending}' for ending, n in counts)}"
-    message += f"; {unread:,} not read" * (unread > 0)
-    message += f" (such as {' '.join(other_types[:9])})" * (unread > 0 and bool(other_types))
+    if unread:
+        message += f"; {unread:,} not read"
+        message += f" (such as {' '.join(other_types[:9])})" * bool(other_types)
     print(f"data       {without_secrets(name)}, files: {message}", flush=True)
 
 

@@ -21,8 +21,8 @@ from data.documents.names import SUFFIXES, digest, is_files, is_saved
 from utils.io.text import without_secrets
 from utils.io.urls import explained
 
-PART = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"
-WITH_SPLIT = re.compile(rf"(.+):({PART}(?:\+{PART})*)")
+SLICE = r"[a-zA-Z]\w*(?:\[-?\d*%?:-?\d*%?\])?"  # train[:1%]
+WITH_SPLIT = re.compile(rf"(.+):({SLICE}(?:\+{SLICE})*)")
 TITLE = re.compile(r" ?= [^=\n]+ = ?\r?\n?\Z")  # " = Title = "; headings inside an article have more "="
 EVALUATED = ("validation", "test", "train")  # splits to evaluate on: the first that the source has
 Unit = Callable[[], Iterable[dict]]  # reads the rows of a part of the source, usually a file
@@ -30,7 +30,7 @@ Unit = Callable[[], Iterable[dict]]  # reads the rows of a part of the source, u
 
 @dataclass(frozen=True)
 class Source:
-    """What to read. A split at the end of the name replaces the default, train."""
+    """What to read. A split at the end of the name is moved to `split`, unless that is set."""
 
     dataset_name: str  # installed-python, installed-docs, a file, folder, glob or URL, a Hub id
     dataset_config_name: str | None = None
@@ -78,9 +78,9 @@ def read_units(units: list[Unit]) -> Iterator[dict]:
 
 
 def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
-    """Opens a source and reads its first rows. ValueError: that fails.
+    """Opens a source and reads its first rows. ValueError: it cannot be read, with the remedy.
 
-    evaluate: if the name has no split, use the first of EVALUATED that exists."""
+    evaluate: without a split in the name, use the first of EVALUATED that the source has."""
     splits, local = splits_of(source), is_local(source)
     if evaluate and source.split == "train":
         source = replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
@@ -93,9 +93,8 @@ def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
         raise ValueError(f"dataset_name {name!r}: only data sets of the Hub have parts of splits such as "
                          f"{split!r}; name one split, or fewer files")
     if source.dataset_config_name and local:
-        config = source.dataset_config_name
-        raise ValueError(f"dataset_config_name: {config} is for a data set of the Hub, not for {name}; leave "
-                         "it out (with a preset give `none`), and name the files to read")
+        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is for a data set of the Hub, "
+                         f"not for {name}; leave it out (with a preset give `none`) and name files")
     fingerprint, units = _find_reader(source).open_units(source)
     column, wikitext = _choose_text_column(source, units)
     if wikitext:
@@ -130,8 +129,7 @@ def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     column = next((column for column in present if has_text[column]), present[0])
     if len(present) > 1:
         other = present[1 - present.index(column)]
-        print(f"data       {name}: the text is its column {column}, not {other}; --text_column chooses",
-              flush=True)
+        print(f"data       {name}: reads column {column}; to read {other}: --text_column {other}", flush=True)
     return column, [*has_text] == ["text"] and bool(TITLE.match(text))
 
 

@@ -1,6 +1,4 @@
-"""Readers of other projects' token files and sentence pairs, for data/convert.py. Each opens a source and
-returns an Imported.
-"""
+"""Readers of token files and sentence pairs of other projects, for data/convert.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
