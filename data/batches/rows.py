@@ -31,7 +31,7 @@ class PackedRows(Dataset):
         self.block_size, self.max_rows, self.content = block_size, max_rows, content
         self.width, self.bytes_per_token = block_size + self.extra_columns, bytes_per_token
         self.tokens = [np.asarray(ids) for ids in tokens]  # a memmap is slow to index
-        self.starts = np.cumsum([0, *map(len, tokens)]).tolist()  # tokens before each array, and of all
+        self.starts = np.cumsum([0, *map(len, tokens)]).tolist()  # token number, of each array and the end
 
     @property
     def fingerprint(self) -> str:

@@ -1,3 +1,1 @@
-"""From the name of a source (files, URLs, Hub ids, installed packages) to documents, and the choice which of
-them are trained on, evaluated on or left out. Begin with source.py.
-"""
+"""From the name of a source to documents to train on and to evaluate on. Begin with source.py."""

@@ -7,7 +7,7 @@
     .txt, and other endings that a name or glob selects ("src/**/*.py")      the file
 
 Text files larger than LONG_FILE are cut at blank lines into documents of about CUT_AFTER, at most LONGEST. A
-text file that is the only one, and not larger than LONGEST, becomes about DOCUMENTS, to hold some out.
+text file that is the only file, and not larger than LONGEST, becomes about DOCUMENTS, to hold some out.
 
 Files may be compressed: .gz, .bz2, .xz, .zst. Text is UTF-8, with or without a byte order mark. A line or
 record that cannot be read is an error that names it. (The datasets library would not name it, and reads
@@ -35,7 +35,7 @@ from utils.io.urls import explained
 LFS = b"version https://git-lfs.github.com/spec/"  # begins a pointer file, which a clone without Git LFS has
 LONG_FILE, CUT_AFTER, LONGEST = 1 << 18, 1 << 16, 1 << 20  # bytes
 PIECE = 1 << 17  # characters of a line that are read at a time
-DOCUMENTS = 30  # that the only text file is divided into
+DOCUMENTS = 30  # documents that the only text file is divided into
 LONG_LINE = 1000  # bytes; to divide the only text file, longer lines are cut between words
 WORD = re.compile(r"\s*\S+|\s+")
 UNIT_BYTES = 1 << 26  # small files are read together up to this size
@@ -46,8 +46,7 @@ def splits(source) -> list[str]:
 
 
 def open_units(source) -> tuple[str, list[Callable]]:
-    """(fingerprint, units) of a split. A unit is one or more files, of together UNIT_BYTES or more; the last
-    unit may be smaller."""
+    """(fingerprint, units) of a split. A unit is a large file, or small files of about UNIT_BYTES."""
     by_split, units, size = split_files(source.dataset_name, report=True), [], UNIT_BYTES
     urls = by_split[source.split]
     divide = source.divide and len(by_split) == len(urls) == 1

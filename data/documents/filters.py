@@ -164,7 +164,7 @@ def hash_fraction(text: str) -> float:
 
 def choose_hold_out(corpus: Corpus, fraction: float, min_chars: int, min_documents: int,
                     max_chars: float = float("inf")) -> HoldOut:
-    """The HoldOut of one corpus. With FEW documents or more it has `fraction` alone. Of fewer it holds out this
+    """The HoldOut of one corpus. With FEW documents or more it has `fraction` alone. Of fewer it takes that
     fraction, rounded up, or as many as have min_chars in min_documents, but at most half. max_chars: how much
     text the run will read; later documents are held out by `fraction`."""
     documents, complete = [], True  # (hash_fraction, characters, hash) of each
@@ -191,8 +191,7 @@ def choose_hold_out(corpus: Corpus, fraction: float, min_chars: int, min_documen
 
 def show_progress(documents: Iterable, description: str) -> Iterator:
     """Yields the same documents and counts them on stderr: with a bar in a terminal, else with lines."""
-    options = {"bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
-               "mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "delay": SECONDS_BETWEEN_LINES}
-    if sys.stderr.isatty():
-        options = {"leave": False}
+    options = {"leave": False} if sys.stderr.isatty() else {
+        "bar_format": "{desc}: {n_fmt} documents, {rate_fmt}\n",
+        "mininterval": SECONDS_BETWEEN_LINES, "miniters": 1, "delay": SECONDS_BETWEEN_LINES}
     yield from tqdm(documents, description, unit=" documents", **options)
