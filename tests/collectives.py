@@ -1,9 +1,9 @@
-"""What the processes of a run send each other.
+"""Counts the collectives of a run and their bytes.
 
     torchrun --nproc_per_node 4 tests/collectives.py OUTPUT train_clm --max_train_steps 4
 
-makes the run of `python train_clm.py --max_train_steps 4` and leaves OUTPUT/0.json to 3.json, the records of
-each process; with FSDP as in tests/fsdp_on_cpu.py. `counted_run` forks such a run.
+runs `python train_clm.py --max_train_steps 4` and writes the records of each process to OUTPUT/0.json to
+OUTPUT/3.json; with FSDP as in tests/fsdp_on_cpu.py. `counted_run` forks such a run.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from tests.runs import arguments, fsdp_environment
 class Collectives(TorchDispatchMode):
     """Counts the collectives of its thread: {"alltoall_base_ bfloat16": [calls, bytes]}, by phases.
 
-    Bytes: of the whole that is reduced, scattered or broadcast; of what a process gets by a gather or an
-    all-to-all."""
+    For a reduction, scatter or broadcast the bytes are those of the full tensor, for a gather or all-to-all
+    those that a process receives."""
 
     def __init__(self):
         super().__init__()
-        self.records = []  # (phase, collectives) of those that have ended
-        self.open = [{}]  # the collectives of phases within each other
+        self.records = []  # (phase, collectives) of finished phases
+        self.open = [{}]  # the collectives of nested phases
 
     @contextlib.contextmanager
     def phase(self, name):
@@ -45,7 +45,7 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it comes again as what that is made of
+            return NotImplemented  # its local tensors are dispatched again
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.split("::")[1]
         if function.namespace == "c10d":
@@ -62,7 +62,7 @@ class Collectives(TorchDispatchMode):
 
 
 def counted_run(folder, script, flags, processes, sharded=False) -> list[list]:
-    """The records of each process."""
+    """Returns the records of each process: [(phase, collectives)]."""
     folder.mkdir()
     words = [folder, script, *arguments(flags)]
     env = fsdp_environment(processes) if sharded else None
@@ -72,7 +72,7 @@ def counted_run(folder, script, flags, processes, sharded=False) -> list[list]:
 
 
 def watch(counted, owner, name, phase):
-    """From now on a call of this function or method is a phase."""
+    """Counts each call of `owner.name` as a phase."""
     call = getattr(owner, name)
 
     def watched(*args, **kwargs):
@@ -83,7 +83,7 @@ def watch(counted, owner, name, phase):
 
 
 def watch_loop(counted, log_class, steps_class):
-    """Phases: "evaluation" and "save", as they are timed, and "step", from the seed of one to its end."""
+    """Phases "evaluation" and "save", which the log times, and "step", from its seed to its end."""
     seed, ends, timed = steps_class.seed, log_class.add, log_class.timed
 
     @contextlib.contextmanager
@@ -92,7 +92,7 @@ def watch_loop(counted, log_class, steps_class):
             yield
 
     def begins(self, step):
-        if len(counted.open) == 2:  # within "all" alone: not the seed of an evaluation
+        if len(counted.open) == 2:  # directly within "all", not the seed of an evaluation
             self.counted_step = counted.phase("step")
             self.counted_step.__enter__()
         seed(self, step)
@@ -126,13 +126,13 @@ def main():
         watch(counted, owner, name, phase)
     with counted.phase("all"), counted:
         try:
-            importlib.import_module(script).main.__wrapped__()  # without entry_point, which ends the process
+            importlib.import_module(script).main.__wrapped__()  # entry_point would end the process
         except SystemExit as end:
             if end.code:
                 raise
     (folder / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(counted.records))
     sys.stdout.flush()
-    os._exit(0)  # as entry_point does, and why
+    os._exit(0)  # as entry_point does, which says why
 
 
 if __name__ == "__main__":

@@ -20,21 +20,21 @@ SETTINGS = dict(
 
 
 def settings(folder, *names, **changes) -> SimpleNamespace:
-    """Those that a script would hand over. folder: for the cache and output_dir."""
-    own = dict(
+    """Settings as a script passes them, with cache_dir and output_dir in `folder`."""
+    folders = dict(
         dataset_name=[str(name) for name in names], cache_dir=f"{folder}/cache", output_dir=f"{folder}/run"
     )
-    return SimpleNamespace(**{**SETTINGS, **own, **changes})
+    return SimpleNamespace(**{**SETTINGS, **folders, **changes})
 
 
 def load(folder, *names, algorithm="bpe", n_special=0, **changes) -> tuple:
-    """(tokenizer, rows, {name: rows to evaluate on}) as a script gets them."""
+    """Returns (tokenizer, rows, {name: evaluation rows}) as load_rows does."""
     args = settings(folder, *names, **changes)
     return load_rows(args, algorithm, n_special)
 
 
 def exit_status(main, words) -> int:
-    """Of a command of data/."""
+    """Runs a command of data/ and returns its exit status."""
     try:
         main([str(word) for word in words])
     except SystemExit as end:
@@ -43,7 +43,7 @@ def exit_status(main, words) -> int:
 
 
 def make_texts(n: int, seed: int = 0, words: int = 120) -> list[str]:
-    """n different texts of 1 to 2 x `words` made-up words."""
+    """n different texts of 1 to 2 * `words` random words."""
     rng = random.Random(seed)
     vocabulary = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(1, 8))) for _ in range(400)]
     return [f"{i} " + " ".join(rng.choices(vocabulary, k=rng.randint(1, 2 * words))) for i in range(n)]
@@ -61,7 +61,7 @@ def save_tokenizer(path: Path, seed: int = 0, algorithm: str = "bpe", model_type
 
 
 def all_ids(rows) -> np.ndarray:
-    """The token ids of all rows, [n, T]."""
+    """Token ids of all rows, [n, T]."""
     return rows.columns(np.arange(len(rows)), np.zeros(len(rows), int))["input_ids"]
 
 
@@ -71,15 +71,15 @@ def all_columns(rows) -> dict[str, list]:
 
 
 def files_of(folder) -> dict[str, bytes]:
-    """All that lies there; of the manifest without the seconds, of the tokenizer without what transformers
-    notes of the environment."""
+    """Returns the content of each file, without seconds (in the manifest) and tokenizer_config.json, which
+    depends on the environment."""
     folder = Path(folder)
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    del found["tokenizer/tokenizer_config.json"]
-    manifest = json.loads(found.pop("manifest.json"))
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del files["tokenizer/tokenizer_config.json"]
+    manifest = json.loads(files.pop("manifest.json"))
     for account in manifest["accounting"].values():
         account.pop("seconds", None)
-    return found | {"manifest.json": manifest}
+    return files | {"manifest.json": manifest}
 
 
 def manifest_of(folder) -> dict:
@@ -87,6 +87,6 @@ def manifest_of(folder) -> dict:
 
 
 def tokens_of(folder, split: str) -> np.ndarray:
-    """All of a split, as the manifest orders its files; read without the project's code."""
+    """Token ids of a split in the order of the manifest's files, read by numpy alone."""
     files = manifest_of(folder)["splits"].get(split, {"files": []})["files"]
     return np.concatenate([np.empty(0, int), *(np.load(Path(folder, file["file"])) for file in files)])

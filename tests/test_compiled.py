@@ -1,5 +1,5 @@
-"""Compiled by blocks, as the GPUs' YAML files say: the same run, on the CPU. aot_eager traces and
-differentiates as inductor does, in a tenth of the time."""
+"""Regional compilation, which the YAML files for GPUs choose, gives the same run; here on the CPU. aot_eager
+traces and differentiates as inductor does, in a tenth of the time."""
 
 import shutil
 import time
@@ -22,7 +22,7 @@ finally:
 MASKED = {
     "model_type": "modernbert", "prompts": ["The [MASK] of a list."],
     "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
-    "optimizer_type": "adamw",  # Muon's iteration makes as much of rounding as of gradients, in bfloat16
+    "optimizer_type": "adamw",  # Muon amplifies differences of rounding, as it iterates in bfloat16
 }  # fmt: skip
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs g++ here")
 
@@ -35,7 +35,7 @@ def workspace(tmp_path_factory):
 
 
 def around(workspace, script):
-    """The script, which then says how many breaks graphs had."""
+    """Writes a script that runs train_SCRIPT.py and then prints its numbers of graph breaks and graphs."""
     path = workspace / f"train_{script}.py"
     path.write_text(AROUND.replace("SCRIPT", script))
     return path
@@ -62,29 +62,29 @@ def trained(script, flags, **settings):
 
 
 def assert_same_losses(lines, others, rel):
-    for one, other in zip(lines, others, strict=True):
-        assert one.keys() == other.keys()
-        for key in one:
+    for line, other in zip(lines, others, strict=True):
+        assert line.keys() == other.keys()
+        for key in line:
             if key.startswith("loss") and "stderr" not in key:
-                assert one[key] == pytest.approx(other[key], rel=rel), (one["step"], key)
+                assert line[key] == pytest.approx(other[key], rel=rel), (line["step"], key)
 
 
 @needs_a_compiler
 @pytest.mark.parametrize("script", ["clm", "mlm"])
-def test_thirty_steps_by_inductor_are_those_of_eager(script, workspace):
-    """In float32 to 1e-5, with evaluations and samples between; no graph breaks."""
+def test_thirty_steps_with_inductor_have_the_losses_of_eager(script, workspace):
+    """In float32 to 1e-5, with evaluations, samples and no graph break."""
     of_script = MASKED if script == "mlm" else {"optimizer_type": "adamw", "prompts": ["import os"]}
     steps = {"max_train_steps": 30, "eval_steps": 10, "save_steps": 30, **of_script}
-    told, lines = trained(
+    output, lines = trained(
         around(workspace, script), flags(workspace, f"{script}-inductor", **steps),
         env=compiled("inductor"),
     )  # fmt: skip
     _, eager = trained(f"train_{script}.py", flags(workspace, f"{script}-eager", **steps))
     assert_same_losses(lines, eager, 1e-5)
-    assert "with inductor" in told and "breaks 0" in told and "graphs 0" not in told
+    assert "with inductor" in output and "breaks 0" in output and "graphs 0" not in output
 
 
-def test_killed_and_continued_it_ends_with_the_same_digits(workspace):
+def test_a_compiled_run_resumed_after_sigkill_is_bit_identical(workspace):
     settings = {"save_steps": 2, **DROPOUT}
     _, lines = trained("train_clm.py", flags(workspace, "whole", **settings), env=compiled())
     killed, log = flags(workspace, "killed", **settings), workspace / "log"
@@ -100,8 +100,8 @@ def test_killed_and_continued_it_ends_with_the_same_digits(workspace):
     assert not [name for name in ends[0] if "_orig_mod" in name]
 
 
-def test_two_processes_train_like_one(workspace):
-    _, one = trained("train_clm.py", flags(workspace, "one"))
+def test_two_compiled_processes_train_like_one(workspace):
+    _, single = trained("train_clm.py", flags(workspace, "one"))
     half = flags(workspace, "two", per_device_train_batch_size=4)
     _, two = trained("train_clm.py", half, processes=2, env=compiled(ACCELERATE_USE_CPU="true"))
-    assert_same_losses(two, one, 1e-5)
+    assert_same_losses(two, single, 1e-5)

@@ -1,6 +1,6 @@
-"""data.convert: the ids of other projects' files, as they were put in, or what is wrong in a line.
+"""data.convert reads the token files of other projects, or says in one line what is wrong with them.
 
-tests/tfrecords was written by TensorFlow 2.21, in the way of transformers' prepare_tfrecord_shards.py:
+TensorFlow 2.21 wrote tests/tfrecords as transformers' prepare_tfrecord_shards.py does:
 
     with tf.io.TFRecordWriter(f"{split}/dataset-{shard}-{records}.tfrecord") as out:
         lists = {"input_ids": record(n), "attention_mask": [1] * 32}
@@ -12,26 +12,23 @@ import gzip
 import os
 import pickle
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from crc32c import crc32c
-from transformers import AutoTokenizer
 
 from data import convert
-from tests import forked
-from tests.data_runs import all_ids, exit_status, load, make_texts, save_tokenizer, tokens_of, write_jsonl
-from tests.runs import PROJECT, TINY, metrics, write_corpus
+from tests.data_runs import all_ids, exit_status, load, save_tokenizer, tokens_of
+from tests.runs import PROJECT
 
 RECORDS = PROJECT / "tests" / "tfrecords"
-T, KNOWN = 32, 400  # tokens of a row; ids of the tokenizers below
+T, KNOWN = 32, 400  # tokens of a row; vocabulary size of the tokenizers
 
 
 def record(n: int) -> list[int]:
-    """The numbers of record n of tests/tfrecords, which goes on from file to file."""
+    """Token ids of record n of tests/tfrecords. n counts over all files."""
     return [(n * 31 + t * t) % 300 for t in range(T)]
 
 
@@ -40,24 +37,24 @@ def ids(n: int, seed: int = 0) -> np.ndarray:
 
 
 def nanogpt(path, tokens, kind="<u2") -> str:
-    """As its data/*/prepare.py."""
+    """Writes a .bin file as nanoGPT's data/*/prepare.py does."""
     np.array(tokens, dtype=kind).tofile(path)
     return str(path)
 
 
-def llmc(path, tokens, magic=20240520, version=1, told=None, letter="H") -> str:
-    """By its format's description alone: a header of 256 int32, then the tokens."""
-    header = struct.pack("<256i", magic, version, len(tokens) if told is None else told, *[0] * 253)
+def llmc(path, tokens, magic=20240520, version=1, count=None, letter="H") -> str:
+    """Writes a .bin file by llm.c's description: a header of 256 int32, then the tokens."""
+    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
     Path(path).write_bytes(header + struct.pack(f"<{len(tokens)}{letter}", *map(int, tokens)))
     return str(path)
 
 
-def datatrove(path, documents: list, eos=None, told=None) -> str:
-    """By its format's description: ids of all documents, where each ends, and three lines."""
+def datatrove(path, documents: list, eos=None, count=None) -> str:
+    """Writes a .ds file by its description: ids of all documents, the end of each, and metadata."""
     flat = [[*document, *([] if eos is None else [eos])] for document in documents]
     np.concatenate(flat).astype("<u2").tofile(path)
     np.cumsum([len(document) for document in flat]).astype("<u8").tofile(f"{path}.index")
-    count = sum(map(len, flat)) if told is None else told
+    count = sum(map(len, flat)) if count is None else count
     Path(f"{path}.metadata").write_text(f"gpt2|2\n{count}\n{count} T")
     return str(path)
 
@@ -80,7 +77,8 @@ def tfrecord(path, examples: list[bytes]) -> str:
         return data + struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) % 2**32)
 
     data = [field(1, b"".join(features)) for features in examples]
-    Path(path).write_bytes(b"".join(checked(struct.pack("<Q", len(one))) + checked(one) for one in data))
+    parts = (part for record in data for part in (struct.pack("<Q", len(record)), record))
+    Path(path).write_bytes(b"".join(map(checked, parts)))
     return str(path)
 
 
@@ -104,7 +102,7 @@ def refused(source, out, tokenizer, capsys, *words) -> str:
     return capsys.readouterr().err
 
 
-def test_ids_are_those_that_were_put_in(tmp_path, tokenizer):
+def test_converted_ids_are_those_of_the_file(tmp_path, tokenizer):
     (tmp_path / "in").mkdir()
     nanogpt(tmp_path / "in" / "train.bin", ids(3000))
     nanogpt(tmp_path / "in" / "val.bin", ids(700, 1))
@@ -126,12 +124,12 @@ def test_ids_are_those_that_were_put_in(tmp_path, tokenizer):
         assert tokens_of(out, "train").tolist() == ids(500).tolist()
 
 
-def test_without_crc32c_the_command_to_install_it_is_told(tmp_path, tokenizer, capsys, monkeypatch):
+def test_a_missing_crc32c_names_the_command_that_installs_it(tmp_path, tokenizer, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "crc32c", None)  # importing it fails
     assert "pip install crc32c" in refused(RECORDS, tmp_path / "out", tokenizer, capsys)
 
 
-def test_records_that_tensorflow_wrote_are_rows(tmp_path, tokenizer):
+def test_tfrecords_written_by_tensorflow_become_rows(tmp_path, tokenizer):
     out = converted(RECORDS, tmp_path / "out", tokenizer, "--shard_mb", "0.0001")
     splits = {"train": range(40), "validation": range(40, 48), "test": range(48, 49)}
     for split, numbers in splits.items():
@@ -142,19 +140,19 @@ def test_records_that_tensorflow_wrote_are_rows(tmp_path, tokenizer):
         load(tmp_path, out, block_size=16)
 
 
-def test_documents_of_datatrove_get_their_end(tmp_path, tokenizer):
+def test_datatrove_documents_end_with_eos(tmp_path, tokenizer):
     documents = [ids(size, size) % (KNOWN - 1) + 1 for size in (30, 7, 100)]
-    whole = [token for document in documents for token in [*document, 0]]
+    expected = [token for document in documents for token in [*document, 0]]
     for name, eos in (("with", 0), ("without", None)):
         (tmp_path / name).mkdir()
         datatrove(tmp_path / name / "00000_a.ds", documents[:2], eos)
         datatrove(tmp_path / name / "00001_a.ds", documents[2:], eos)
         out = converted(tmp_path / name, tmp_path / f"{name} out", tokenizer)
-        assert tokens_of(out, "train").tolist() == whole
+        assert tokens_of(out, "train").tolist() == expected
 
 
 @pytest.mark.parametrize(("write", "message"), [
-    (lambda p: llmc(p / "a.bin", ids(100), told=101), "header says 101 tokens"),
+    (lambda p: llmc(p / "a.bin", ids(100), count=101), "header says 101 tokens"),
     (lambda p: llmc(p / "a.bin", ids(100), version=2), "version 2 of magic 20240520"),
     (lambda p: llmc(p / "a.bin", ids(100), magic=77), "a header with magic 77"),
     (lambda p: nanogpt(p / "a.bin", [*ids(500), 400]), "the id 400"),
@@ -175,19 +173,19 @@ def test_documents_of_datatrove_get_their_end(tmp_path, tokenizer):
     (lambda p: tfrecord(p / "a.tfrecord", [[feature(b"text", 1, field(1, b"words"))]]), "but text"),
     (lambda p: (p / "a.tfrecord").write_bytes(next(RECORDS.rglob("*.tfrecord")).read_bytes()[:99])
      and p / "a.tfrecord", "truncated"),
-    (lambda p: datatrove(p / "a.ds", [ids(10)], told=11), "its metadata says 11"),
+    (lambda p: datatrove(p / "a.ds", [ids(10)], count=11), "its metadata says 11"),
     (lambda p: p / "gone.bin", "no such file"),
     (lambda p: p / "gone", "no token files; as a data set of sentence pairs it cannot be read"),
 ])  # fmt: skip
-def test_each_broken_file_is_a_line(write, message, tmp_path, tokenizer, capsys):
+def test_each_broken_file_is_one_line(write, message, tmp_path, tokenizer, capsys):
     error = refused(write(tmp_path), tmp_path / "out", tokenizer, capsys)
     assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
-def test_the_last_rows_are_held_out_where_there_is_no_other_split(tmp_path, tokenizer, capsys):
-    """Of a file of ids as nanoGPT does it; of rows, whole ones. Then one file suffices."""
-    one, more = nanogpt(tmp_path / "one.bin", ids(1000)), ("--validation_fraction", "0.101")
-    out = converted(one, tmp_path / "ids", tokenizer, *more)
+def test_without_a_validation_file_the_last_rows_are_held_out(tmp_path, tokenizer, capsys):
+    """The last ids of a .bin file, as nanoGPT does; the last rows of TFRecords."""
+    path, more = nanogpt(tmp_path / "one.bin", ids(1000)), ("--validation_fraction", "0.101")
+    out = converted(path, tmp_path / "ids", tokenizer, *more)
     assert tokens_of(out, "train").tolist() == ids(1000)[:899].tolist()
     assert tokens_of(out, "validation").tolist() == ids(1000)[899:].tolist()
     assert len(load(tmp_path, out)[2][""]) == 101 // 16
@@ -197,20 +195,20 @@ def test_the_last_rows_are_held_out_where_there_is_no_other_split(tmp_path, toke
     out = converted(tmp_path / "in", tmp_path / "rows", tokenizer, *more)
     for split, numbers in {"train": range(35), "validation": range(35, 40)}.items():
         assert tokens_of(out, split).reshape(-1, T).tolist() == [record(n) for n in numbers]
-    whole, parted = (converted(RECORDS, tmp_path / f"{n}", tokenizer, *more[:n]) for n in (0, 2))
-    assert all((tokens_of(whole, split) == tokens_of(parted, split)).all() for split in ("train", "test"))
+    plain, fraction = (converted(RECORDS, tmp_path / f"{n}", tokenizer, *more[:n]) for n in (0, 2))
+    assert all((tokens_of(plain, split) == tokens_of(fraction, split)).all() for split in ("train", "test"))
     assert "validation_fraction: must be in [0, 1), is 1.0" in refused(
-        one, tmp_path / "no", tokenizer, capsys, "--validation_fraction", "1")
+        path, tmp_path / "no", tokenizer, capsys, "--validation_fraction", "1")
 
 
-def test_training_names_the_command(tmp_path, tokenizer):
+def test_training_on_token_files_names_the_convert_command(tmp_path, tokenizer):
     path = nanogpt(tmp_path / "train.bin", ids(500))
     for name in (path, tmp_path, f"{tmp_path}/*.bin"):
         with pytest.raises(ValueError, match=r"holds token ids: run `python -m data.convert "):
             load(tmp_path, name, tokenizer_name=tokenizer)
 
 
-def test_a_folder_in_use_and_a_wrong_tokenizer_are_refused(tmp_path, tokenizer, capsys):
+def test_a_folder_in_use_and_another_tokenizer_are_refused(tmp_path, tokenizer, capsys):
     path, other = nanogpt(tmp_path / "train.bin", ids(500)), save_tokenizer(tmp_path / "other", seed=3)
     out = converted(path, tmp_path / "out", tokenizer)
     assert exit_status(convert.main, [path, out, "--tokenizer_name", tokenizer]) == 2
@@ -233,61 +231,3 @@ def test_no_pickle_is_opened(tmp_path, tokenizer):
     nanogpt(tmp_path / "in" / "train.bin", ids(500))
     converted(tmp_path / "in", tmp_path / "out", tokenizer)
     assert not (tmp_path / "harm").exists()
-
-
-@pytest.mark.slow
-def test_datatrove_itself_gives_the_same_rows_whatever_the_number_of_tasks(tmp_path, tokenizer):
-    """Where it is installed: its local executor, then converted, then trained on."""
-    pytest.importorskip("datatrove")
-    for part in range(4):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        write_jsonl(tmp_path / "in" / f"{part}.jsonl", make_texts(20, seed=part))
-    found = set()
-    for tasks in (1, 2, 4):
-        code = (
-            "import sys\nfrom datatrove.executor import LocalPipelineExecutor as Run\nfrom "
-            "datatrove.pipeline.readers import JsonlReader\nfrom datatrove.pipeline.tokens import "
-            "DocumentTokenizer\nsource, out, tokenizer, tasks = sys.argv[1:]\nRun([JsonlReader(source), "
-            "DocumentTokenizer(out, tokenizer_name_or_path=tokenizer + '/tokenizer.json', "
-            "eos_token='<|endoftext|>', shuffle_documents=False)], tasks=int(tasks), workers=1, "
-            "logging_dir=out + '.logs').run()\n"
-        )
-        out = tmp_path / f"ds{tasks}"
-        subprocess.run([sys.executable, "-c", code, tmp_path / "in", out, tokenizer, str(tasks)], check=True,
-                       capture_output=True, text=True, env=os.environ)  # fmt: skip
-        other = write_jsonl(tmp_path / "b.jsonl", make_texts(9, seed=9))
-        shards = converted(out, tmp_path / f"out{tasks}", tokenizer)
-        rows = load(tmp_path, shards, eval_dataset_name=[other], validation_fraction=0.1)[1]
-        documents = bytes(tokens_of(shards, "train").astype("<u2")).split(b"\0\0")
-        found.add((len(rows), tuple(sorted(documents))))
-    assert len(found) == 1 and found.pop()[0] > 100
-
-
-def test_training_on_each_format_gives_the_same_losses(tmp_path):
-    """The ids that a run has made of text, as each project would have written them."""
-    flags = TINY | {"cache_dir": tmp_path / "cache"}
-
-    def losses(name, source) -> list:
-        done = forked.run("train_clm.py", flags | {"dataset_name": source, "output_dir": tmp_path / name})
-        assert done.returncode == 0, done.stderr[-2000:]
-        return [(line["step"], line.get("loss/train"), line.get("loss/eval"))
-                for line in metrics(tmp_path / name)]  # fmt: skip
-
-    expected = losses("text", write_corpus(tmp_path / "a.jsonl"))
-    [made] = (tmp_path / "cache").glob("rows-*/manifest.json")
-    flags["tokenizer_name"] = tmp_path / "text"
-    end = AutoTokenizer.from_pretrained(tmp_path / "text").eos_token_id
-    for name in ("flat", "troves", "records"):
-        (tmp_path / name).mkdir()
-    for split in ("train", "validation"):
-        tokens = tokens_of(made.parent, split)
-        nanogpt(tmp_path / f"flat/{split}.bin", tokens)
-        *documents, nothing = np.split(tokens, np.flatnonzero(tokens == end) + 1)
-        assert len(documents) > 4 and not len(nothing)
-        datatrove(tmp_path / f"troves/{split}.ds", documents)
-        rows = tokens[: len(tokens) // T * T].reshape(-1, T).tolist()
-        examples = [[feature(b"input_ids", INT, field(1, b"".join(map(varint, row))))] for row in rows]
-        tfrecord(tmp_path / f"records/{split}.tfrecord", examples)
-    for name in ("flat", "troves", "records"):
-        out = converted(tmp_path / name, tmp_path / f"{name} here", str(tmp_path / "text"))
-        assert losses(f"run {name}", out) == expected

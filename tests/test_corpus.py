@@ -1,4 +1,4 @@
-"""Every source gives the same documents, everything odd is counted, and mistakes are named."""
+"""Documents of every source and file format; files that cannot be read are refused in one line."""
 
 import ast
 import bz2
@@ -24,7 +24,7 @@ import pyarrow.parquet
 import pytest
 
 from data.documents.files import CUT_AFTER, LONG_FILE
-from data.documents.filters import Accounting, HoldOut, clean_documents, show_progress
+from data.documents.filters import Accounting, clean_documents, show_progress
 from data.documents.installed import DOCSTRING
 from data.documents.source import Source, open_corpus, splits_of
 from data.tokens.shards import find_shards
@@ -48,7 +48,7 @@ def write_lines(path, lines):
     return str(path)
 
 
-def test_installed_python_is_the_source_on_this_machine():
+def test_installed_python_is_the_source_code_on_this_machine():
     corpus = load("installed-python")
     assert list(next(iter(corpus))) == ["repo_name", "path", "copies", "size", "content", "license"]
     assert corpus.text_column == "content" and "validation" not in corpus.splits
@@ -64,50 +64,29 @@ def test_installed_python_is_the_source_on_this_machine():
     assert int(by_path["json/__init__.py"]["size"]) == os.path.getsize(json.__file__)
 
 
-def test_the_fingerprint_of_the_installation_is_the_same_in_another_process():
-    command = (
-        "from data.documents.source import Source, open_corpus;"
-        "print(open_corpus(Source('installed-docs')).fingerprint)"
-    )
-    other = subprocess.run([sys.executable, "-c", command], cwd=PROJECT, capture_output=True, text=True,
-                           env=os.environ | {"PYTHONHASHSEED": "7"}, check=True)
-    assert other.stdout.strip() == load("installed-docs").fingerprint
-
-
-def test_the_fingerprint_of_the_installation_knows_content_and_the_generators_code(tmp_path):
-    """In an environment of its own: a file of the same size with other content, and a generator edited."""
+def test_the_fingerprint_of_the_installation_changes_only_with_its_files(tmp_path):
+    """In a new virtual environment, by a change that leaves the size of the file as it is."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
-    script = """
-import importlib, os, pathlib, sys, sysconfig
-from data.documents import installed
-from data.documents.source import Source
-def fingerprint(name):
-    installed._list_files.cache_clear()
-    return installed.open_units(Source(name))[0]
-module = pathlib.Path(sysconfig.get_path("purelib"), "module.py")
-module.write_text("x = 1\\n")
-first = fingerprint("installed-python")
-assert fingerprint("installed-python") == first
-module.write_text("x = 2\\n")
-assert fingerprint("installed-python") != first, "content"
-own = pathlib.Path(sys.argv[1], "own.py")
-sys.path.insert(0, sys.argv[1])
-found = []
-for text in ("one", "two"):
-    own.write_text(f"def rows():\\n    yield dict(text='{text}')\\n")
-    import own as module
-    installed.INSTALLED["own"] = importlib.reload(module).rows
-    found.append(fingerprint("own"))
-assert found[0] != found[1], "code"
-"""
-    path = os.pathsep.join([str(PROJECT), *sys.path])
-    done = subprocess.run([tmp_path / "env" / "bin" / "python", "-c", script, tmp_path], capture_output=True,
-                          text=True, env=os.environ | {"PYTHONPATH": path})
-    assert done.returncode == 0, done.stderr
+    [packages] = (tmp_path / "env/lib").glob("*/site-packages")
+    code = ("from data.documents.source import Source, open_corpus\n"
+            "print(open_corpus(Source('installed-python')).fingerprint)")  # fmt: skip
+
+    def fingerprint(seed):
+        env = {"PYTHONPATH": os.pathsep.join([str(PROJECT), *sys.path]), "PYTHONHASHSEED": seed}
+        done = subprocess.run([tmp_path / "env/bin/python", "-c", code], env=os.environ | env,
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (packages / "module.py").write_text("x = 1\n")
+    before = fingerprint("0")
+    assert fingerprint("7") == before
+    (packages / "module.py").write_text("x = 2\n")
+    assert fingerprint("0") != before
 
 
-def test_installed_docs_are_the_docstrings_that_ast_finds():
-    found = missed = wrong = 0
+def test_installed_docs_are_the_docstrings_that_ast_parses():
+    matched = missed = wrong = 0
     for document in itertools.islice(load("installed-python"), 0, 1200, 6):
         try:
             tree = ast.parse(document["content"] or "")
@@ -117,11 +96,11 @@ def test_installed_docs_are_the_docstrings_that_ast_finds():
                   if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
                   and ast.get_docstring(node) and "\\" not in ast.get_docstring(node)]
         lexical = [match[2] for match in DOCSTRING.finditer(document["content"] or "")]
-        triple = [text for text in by_ast if "\n" in text]  # the others may stand in single quotes
-        found += sum(text in lexical for text in triple)
+        triple = [text for text in by_ast if "\n" in text]  # docstrings of one line may have single quotes
+        matched += sum(text in lexical for text in triple)
         missed += sum(text not in lexical for text in triple)
         wrong += sum("\\" not in text and cleandoc(text) not in map(cleandoc, by_ast) for text in lexical)
-    assert found > 500 and missed < 0.02 * found and wrong < 0.03 * found
+    assert matched > 500 and missed < 0.02 * matched and wrong < 0.03 * matched
     documents = list(itertools.islice(load("installed-docs"), 50))
     assert all(len(document["text"]) >= 400 and ">>>" not in document["text"] for document in documents)
 
@@ -137,10 +116,11 @@ def parquet_of(rows) -> bytes:
 
 
 NO_NUL = [row for row in ROWS if "\0" not in row["text"]]  # Python 3.10's csv stops at NUL
-LINES = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+JSONL = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+BOM = b"\xef\xbb\xbf"
 FORMATS = {  # file: content, documents
-    "a.jsonl": (LINES, ROWS), "a.ndjson": (LINES, ROWS), "a.jsonlines": (LINES, ROWS),
-    "a.json": (b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode(), ROWS), "b.json": (LINES, ROWS),
+    "a.jsonl": (JSONL, ROWS), "a.ndjson": (JSONL, ROWS), "a.jsonlines": (JSONL, ROWS),
+    "a.json": (BOM + json.dumps(ROWS, indent=1).encode(), ROWS), "b.json": (JSONL, ROWS),
     "a.csv": (csv_of(NO_NUL), NO_NUL), "a.tsv": (csv_of(NO_NUL, "\t"), NO_NUL),
     "a.parquet": (parquet_of(ROWS), ROWS), "a.txt": (TEXTS[3].encode(), [{"text": TEXTS[3]}]),
 }  # fmt: skip
@@ -149,8 +129,8 @@ PACKED[".zst"] = lambda data: pa.compress(data, "zstd", asbytes=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_documents_however_it_is_packed_and_named(name, tmp_path):
-    """Alone, in a folder, by a glob, by a URL; also after a trip to another process."""
+def test_every_format_and_compression_gives_the_same_documents(name, tmp_path):
+    """Named as a file, a folder, a glob or a URL; also from a pickled corpus."""
     content, rows = FORMATS[name]
     for ending, pack in PACKED.items():
         if ending and name.endswith(".parquet"):
@@ -164,15 +144,7 @@ def test_every_format_gives_the_same_documents_however_it_is_packed_and_named(na
             assert list(corpus) == rows == list(pickle.loads(pickle.dumps(corpus))), place
 
 
-def test_a_saved_data_set_and_a_folder_of_texts_give_the_same_documents(tmp_path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    (tmp_path / "txt").mkdir()
-    for row in ROWS:
-        (tmp_path / "txt" / f"{row['id']}.txt").write_bytes(row["text"].encode())
-    assert list(load(tmp_path / "saved")) == ROWS and texts(load(tmp_path / "txt")) == TEXTS
-
-
-def test_odd_documents_are_counted(tmp_path):
+def test_unusable_documents_are_dropped_and_counted(tmp_path):
     long = "word and " * 5_600_000  # 50 MB on one line
     rows = [{"text": ""}, {"text": long}, {"text": "a\0b"}, {"text": None}, {"text": 7}, {"text": ["x"]},
             {"other": "x"}, {"text": "good"}, {"text": "good"}, {"text": " \n\t"}, {"text": "\ud800"}]
@@ -180,8 +152,8 @@ def test_odd_documents_are_counted(tmp_path):
         *(json.dumps(row).encode() for row in rows),
         b"", b'{"text": "last"}'])
     counts = Accounting()
-    kept = [text for text, _, _ in clean_documents(load(path), counts)]
-    assert kept == [long, "a\0b", "good", "last"]
+    documents = [text for text, _, _ in clean_documents(load(path), counts)]
+    assert documents == [long, "a\0b", "good", "last"]
     assert (counts.read, counts.used, counts.duplicate, counts.empty, counts.unreadable) == (12, 4, 1, 2, 5)
     assert counts.bytes == len(long) + 3 + 4 + 4
 
@@ -190,81 +162,76 @@ ARTICLE = " \n = Title {0} = \n \n Some text of {0} . \n \n = = Part = = \n \n M
 
 
 def test_wikitext_becomes_one_document_per_article(tmp_path):
-    whole = "".join(ARTICLE.format(i) for i in range(5))
-    rows = [json.dumps({"text": line.strip(" \n") and line}).encode() for line in whole.splitlines(True)]
-    lines = write_lines(tmp_path / "wiki.jsonl", rows)  # as the Hub has it: a row per line
+    text = "".join(ARTICLE.format(i) for i in range(5))
+    rows = [json.dumps({"text": line.strip(" \n") and line}).encode() for line in text.splitlines(True)]
+    lines = write_lines(tmp_path / "wiki.jsonl", rows)  # one row per line, as on the Hub
     articles = texts(load(lines))
     assert len(articles) == 5 and all(f"Title {i} =" in text for i, text in enumerate(articles))
-    assert "".join("".join(articles).split()) == "".join(whole.split())
+    assert "".join("".join(articles).split()) == "".join(text.split())
 
 
-def test_a_long_text_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
-    draw = random.Random(0)
-    whole = "".join(f"line {draw.random()}\n" + "\n" * (draw.random() < 0.2) for _ in range(60_000))
-    (tmp_path / "long.txt").write_text(whole)
-    pieces = texts(load(tmp_path / "long.txt"))
-    assert "".join(pieces) == whole and len(whole) > LONG_FILE
-    assert all(CUT_AFTER <= len(piece) < CUT_AFTER + 4096 and piece.endswith("\n\n") for piece in pieces[:-1])
-    (tmp_path / "short.txt").write_text(whole[: LONG_FILE])
-    assert texts(load(tmp_path / "short.txt", divide=False)) == [whole[: LONG_FILE]]
+random_line = random.Random(0).random
+PARAGRAPHS = "".join(f"line {random_line()}\n" + "\n" * (random_line() < 0.2) for _ in range(60_000))
 
 
 @pytest.mark.parametrize("text, documents", [
     ("oneword", range(1, 2)), ("one\ntwo", range(2, 3)), ("words  of one line " * 500, range(25, 32)),
     ("a line of 400 kB " * 24_000, range(25, 32)), ("half " * 9000 + "\n" + "half " * 9000, range(25, 32)),
-    ("one\r\ntwo\r\n\r\n" * 999, range(25, 32)), ("ä ö\n" * 40_000, range(25, 32))])  # fmt: skip
-def test_a_small_text_file_that_is_alone_is_divided_if_some_is_to_be_held_out(tmp_path, text, documents):
+    ("one\r\ntwo\r\n\r\n" * 999, range(25, 32)), ("ä ö\n" * 40_000, range(25, 32)),
+    (PARAGRAPHS[:LONG_FILE], range(25, 32)), (PARAGRAPHS, range(18, 25)),
+    ("word and\n" * 500_000, range(4, 99)), ("word " * 900_000, range(4, 99)),
+    ("日本語" * 500_000, range(4, 99)),
+], ids=itertools.count())  # fmt: skip
+def test_a_text_file_is_divided_and_nothing_is_lost(text, documents, tmp_path):
+    """Long files always, at blank lines. A single small file too, so that a part can be held out."""
     path = tmp_path / "alone.txt"
     path.write_bytes(text.encode())
-    pieces = [document["text"] for document in open_corpus(Source(str(path)))]
+    pieces = texts(load(path))
     assert "".join(pieces) == text and len(pieces) in documents
-    assert [document["text"] for document in open_corpus(Source(str(path), divide=False))] == [text]
-    (tmp_path / "second.txt").write_text("another\n" * 99)
-    assert len([*open_corpus(Source(str(tmp_path)))]) == 2
+    assert max(len(piece.encode()) for piece in pieces) <= 1 << 21
+    if text == PARAGRAPHS:
+        assert all(CUT_AFTER <= len(piece) < CUT_AFTER + 4096 for piece in pieces[:-1])
+        assert all(piece.endswith("\n\n") for piece in pieces[:-1])
+    if len(text.encode()) <= LONG_FILE:
+        assert texts(load(path, divide=False)) == [text]
+        (tmp_path / "second.txt").write_text("another\n" * 99)
+        assert len(texts(load(tmp_path))) == 2
 
 
 def test_a_folder_of_source_files_is_read_as_code(tmp_path, capsys):
-    """Each file is a document; its few .json files are no data."""
-    files = {"a.py": "import os\n" * 99, "test/b.py": "import sys\n" * 99, "lib/c.js": "let x = 1\n",
-             "package.json": "{}", "notes.txt": "words", ".git/config.py": "hidden", "logo.png": "\x89PNG"}
+    """Each file is a document. Names such as train.py mean no split, and package.json is no data."""
+    files = {"train.py": "import os\n" * 99, "test/b.py": "import sys\n" * 99, "lib/c.js": "let x = 1\n",
+             "package.json": "{}", "notes.txt": "words", ".git/config.py": "hidden", "logo.png": "\x89PNG",
+             "test/empty.py": ""}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    corpus = open_corpus(Source(str(tmp_path)))
-    read = ("a.py", "test/b.py", "lib/c.js", "notes.txt")
+    corpus = load(tmp_path)
+    python = ["train.py", "test/b.py", "test/empty.py"]
+    read = [*python, "lib/c.js", "notes.txt"]
     assert sorted(texts(corpus)) == sorted(files[name] for name in read)
     assert [*corpus.splits] == ["train"]
-    assert "read as text, a document each: 2 .py, 1 .js, 1 .txt; 3 not read" in capsys.readouterr().out
+    assert "read as text, a document each: 3 .py, 1 .js, 1 .txt; 3 not read" in capsys.readouterr().out
+    by_glob = load(f"{tmp_path}/**/*.py")
+    assert sorted(texts(by_glob)) == sorted(files[name] for name in python) and [*by_glob.splits] == ["train"]
+    (tmp_path / "a.md").write_text("# A title\n")
+    assert texts(load(tmp_path / "a.md")) == ["# A title\n"]
 
 
-def test_splits_of_saved_data_sets_and_of_files_whose_names_mean_none(tmp_path):
-    """tests/test_files.py has those of folders."""
+def test_saved_data_sets_and_their_splits(tmp_path):
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "alone"))
+    assert list(load(tmp_path / "alone")) == ROWS
     parts = {"train": ROWS[:4], "validation": ROWS[4:]}
     saved = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in parts.items()})
     saved.save_to_disk(str(tmp_path / "saved"))
     for split, rows in parts.items():
         assert list(load(tmp_path / "saved", split=split)) == rows
         assert split in splits_of(Source(str(tmp_path / "saved")))
-    folder = folder_of(tmp_path / "plain", "part1.jsonl", "test_of_it.jsonl")  # no file says train
-    assert len(texts(load(folder))) == 2 and "test" not in splits_of(Source(folder))
     with pytest.raises(ValueError, match="no split 'test'"):
         load(tmp_path / "saved", split="test")
-
-
-def test_mistakes_are_named_with_their_remedy(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", [b'{"title": "x", "body": "y"}'])
-    with pytest.raises(ValueError, match="neither a column content nor text.*title, body"):
-        load(path)
-    with pytest.raises(ValueError, match="no column 'words'.*title, body"):
-        load(path, text_column="words")
-    assert texts(load(path, text_column="body")) == ["y"]
-    assert texts(load(write_lines(tmp_path / "content.jsonl", [b'{"content": "z"}']))) == ["z"]
-    rows = [b"{\"content\": null}", b"{\"content\": \"z\"}"]
-    assert texts(load(write_lines(tmp_path / "null.jsonl", rows))) == [None, "z"]
-    for name in ("x" * 300, "y" * 300 + ".jsonl", "./" + "z" * 300):
-        assert find_shards(name) is None
-        with pytest.raises(ValueError, match="dataset_name"):
-            load(name)
+    next((tmp_path / "alone").glob("*.arrow")).write_bytes(b"damage")
+    with pytest.raises(ValueError, match="alone' cannot be loaded"):
+        load(tmp_path / "alone")
 
 
 def folder_of(path, *names) -> str:
@@ -274,16 +241,27 @@ def folder_of(path, *names) -> str:
     return str(path)
 
 
-def test_a_file_of_two_splits_is_named_and_refused(tmp_path):
-    clean = "train-1.jsonl", "train-2.jsonl", "dev.jsonl"
-    assert len(texts(load(folder_of(tmp_path / "clean", *clean, "manifest.json", "card.md")))) == 2
-    folder = folder_of(tmp_path / "two", *clean, "train_val.jsonl")
-    with pytest.raises(ValueError, match="words of two splits: train_val.jsonl; rename"):
-        load(folder)
-    assert len(texts(load(f"{folder}/train-*"))) == 2
+def test_the_text_column_is_the_named_one_or_content_or_text(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [b'{"title": "x", "body": "y", "file": "z"}'])
+    with pytest.raises(ValueError, match="neither a column content nor text.*title, body"):
+        load(path)
+    with pytest.raises(ValueError, match="no column 'words'.*title, body"):
+        load(path, text_column="words")
+    for column, text in (("body", "y"), ("file", "z")):
+        documents = clean_documents(load(path, text_column=column), Accounting())
+        assert [document for document, _, _ in documents] == [text]
+    rows = [b'{"content": null}', b'{"content": "z"}']
+    assert texts(load(write_lines(tmp_path / "null.jsonl", rows))) == [None, "z"]
 
 
-def test_a_name_with_brackets_is_a_name(tmp_path):
+@pytest.mark.parametrize("name", ["x" * 300, "y" * 300 + ".jsonl", "./" + "z" * 300])
+def test_a_name_too_long_for_a_file_is_one_message(name):
+    assert find_shards(name) is None
+    with pytest.raises(ValueError, match="dataset_name"):
+        load(name)
+
+
+def test_brackets_in_the_name_of_an_existing_file_are_no_glob(tmp_path):
     for name in ("my[1].jsonl", "what?.jsonl", "all*.jsonl"):
         folder_of(tmp_path / f"in {name}", name, "my1.jsonl", "whats.jsonl", "allen.jsonl")
         path = tmp_path / f"in {name}" / name
@@ -293,22 +271,210 @@ def test_a_name_with_brackets_is_a_name(tmp_path):
     assert texts(load(tmp_path / "in what?.jsonl" / "wha*.jsonl")) == ["what?.jsonl", "whats.jsonl"]
 
 
-def test_a_data_folder_with_a_state_json_and_a_damaged_saved_data_set(tmp_path):
-    folder = folder_of(tmp_path / "folder", "a.jsonl")
-    (tmp_path / "folder" / "state.json").write_text('{"text": "of another program"}')
-    assert texts(load(folder)) == ["a.jsonl"]
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    next((tmp_path / "saved").glob("*.arrow")).write_bytes(b"damage")
-    with pytest.raises(ValueError, match="saved' cannot be loaded"):
-        load(tmp_path / "saved")
-    (tmp_path / "dict").mkdir()
-    for content in ("{}", "[", '{"splits": ["train"]}'):
-        (tmp_path / "dict" / "dataset_dict.json").write_text(content)
-        with pytest.raises(ValueError, match="dict' cannot be loaded"):
-            load(tmp_path / "dict")
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+RANDOM_PARQUET = parquet_of([{"text": f"text {i} " + os.urandom(50).hex()} for i in range(2000)])
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+PZSTD = b"\x50\x2a\x4d\x18\x04\0\0\0\x10\0\0\0"  # a skippable frame with the length of the next frame
+NUMBERED = [f"{i},line {i}" for i in range(200)]
 
 
-def test_one_file_of_the_web_is_read_and_followed(tmp_path):
+def csv_with(line: str) -> bytes:
+    """A CSV file of 200 rows with `line` as row 100."""
+    return "\n".join(["id,text", *NUMBERED[:100], line, *NUMBERED[101:], ""]).encode()
+
+
+def noise(n: int) -> bytes:
+    return random.Random(0).randbytes(n)
+
+
+# case: (files of a folder, texts that are read or the error message, number of unreadable documents)
+CASES = {
+    "BOM": ({"a.jsonl": BOM + LINES, "b.csv": BOM + b"text\nthree\n", "c.txt": BOM + b"four"},
+            ["one", "two", "three", "four"], 0),
+    "CRLF": ({"a.jsonl": LINES.replace(b"\n", b"\r\n"), "b.csv": b"id,text\r\n1,three\r\n"},
+             ["one", "two", "three"], 0),
+    **{f"{encoding} {name}": ({name: "text\n".encode(encoding)},
+                              f"{name} cannot be read .*not UTF-8; convert it, as by .iconv -f utf-16", 0)
+       for encoding in ("utf-16", "utf-32") for name in ("a.jsonl", "b.csv")},
+    "utf-16, text": ({"a.txt": b"one", "b.txt": "é".encode("utf-16")}, ["one"], 1),
+    "Latin-1": ({"a.jsonl": LINES + "{\"text\": \"é\"}".encode("latin-1")},
+                "a.jsonl cannot be read .line 3: it is not UTF-8; convert it", 0),
+    "Latin-1, csv": ({"a.csv": "text\né\n".encode("latin-1")}, "a.csv cannot be read .it is not UTF-8", 0),
+    "Latin-1, text": ({"a.txt": b"one", "b.txt": "é".encode("latin-1")}, ["one"], 1),
+    "lone surrogates": ({"a.jsonl": LINES + b'{"text": "\\ud800"}\n'}, ["one", "two"], 1),
+    "null": ({"a.jsonl": LINES + b'{"text": null}\n'}, ["one", "two"], 1),
+    "lists": ({"a.jsonl": LINES + b'["three"]\n'}, "a.jsonl cannot be read .line 3: must be an object", 0),
+    "nested 10,000 deep": ({"a.jsonl": LINES + b"[" * 100_000}, "a.jsonl cannot be read .line 3", 0),
+    "other columns of other types": ({"a.jsonl": b'{"text": "one", "m": 1}\n{"text": "two", "m": ["x"]}\n'},
+                                     ["one", "two"], 0),
+    "a text like a date": ({"a.jsonl": b'{"text": "2020-01-01T00:00:00"}'}, ["2020-01-01T00:00:00"], 0),
+    "texts that csv readers take for none": ({"a.csv": b"text\nNA\nnull\n007\n"}, ["NA", "null", "007"], 0),
+    "hidden": ({"a.txt": b"one", ".env.txt": b"x", ".git/b.txt": b"x", "__MACOSX/d.txt": b"x",
+                "._c.txt": b"x",
+                ".ipynb_checkpoints/a-checkpoint.txt": b"x"}, ["one"], 0),
+    "semicolons": ({"a.csv": b"id;text\n1;one\n"}, "give --text_column one that holds text: id;text", 0),
+    "a .zip": ({"a.jsonl.zip": b"PK"}, "holds no file of the types", 0),
+    "empty lines": ({"a.jsonl": b"\n" + LINES + b"\n\n"}, ["one", "two"], 0),
+    "empty files": ({"a.jsonl": LINES, "b.jsonl": b"", "c.txt": b"", "d.csv": b"",
+                     "e.jsonl.gz": PACKED[".gz"](b"")}, ["one", "two"], 0),
+    "half a last line": ({"a.jsonl": LINES + b'{"text": "thr'}, "cannot be read .line 3: Unterminated", 0),
+    "no last line end": ({"a.jsonl": LINES[:-1]}, ["one", "two"], 0),
+    "a text that is binary": ({"a.jsonl": LINES, "b.txt": noise(1000)}, ["one", "two"], 1),
+    **{f"{ending} without the ending": ({"a.jsonl": PACKED[ending](LINES)}, "cannot be read .*not UTF-8", 0)
+       for ending in (".gz", ".xz", ".zst")},
+    "zst of two parts": ({"a.jsonl.zst": PACKED[".zst"](LINES[:16]) + PACKED[".zst"](LINES[16:])},
+                         ["one", "two"], 0),
+    "zst as pzstd writes it": ({"a.txt.zst": PZSTD + PACKED[".zst"](b"one")}, ["one"], 0),
+    **{f"{damage} {ending}": ({f"a.jsonl{ending}": data}, rf"l\{ending} cannot be read .*; repair it or", 0)
+       for ending in (".gz", ".bz2", ".xz", ".zst") for compressed in [PACKED[ending](LINES + noise(9999))]
+       for damage, data in (("cut", compressed[:5000]), ("no", b"not compressed at all"),
+                            ("flipped", compressed[:4000] + b"damage" + compressed[4006:]))},
+    "a clone of a data set": ({"README.md": b"# A data set\n", "load.py": b"import datasets\n",
+                               "data.jsonl": LINES}, ["one", "two"], 0),
+    "other columns": ({"a.jsonl": b'{"content": "one"}', "b.jsonl": b'{"text": "two", "id": 1}'},
+                      "document 2 has no column 'content', but text, id: name files that", 0),
+    "deep folders": ({"a/b/c/x.jsonl": LINES, "a/y.jsonl": b'{"text": "three"}'}, ["one", "two", "three"], 0),
+    "found late": ({"a.jsonl": LINES * 200, "b.jsonl.zst": PACKED[".zst"](noise(9999))[:5000]},
+                   "b.jsonl.zst cannot be read .*; repair it or take it out", 0),
+    "cut parquet": ({"a.parquet": RANDOM_PARQUET[:-20]}, "a.parquet cannot be read", 0),
+    "parquet, a piece gone": ({"a.parquet": RANDOM_PARQUET[:9000] + RANDOM_PARQUET[9100:]},
+                              "a.parquet cannot be read", 0),
+    "a line end that csv does not quote": ({"a.csv": b"id,text,label\n1,one\nhalf,x\n"},
+                                           "a.csv cannot be read .record 1 has fewer fields", 0),
+    "a pointer of Git LFS": ({"a.txt": b"one", "b.txt.gz": POINTER}, "b.txt.gz cannot be .*git lfs pull", 0),
+    **{f"a stray quote {n}": ({"a.csv": csv_with(line)}, "a.csv cannot be read", 0)
+       for n, line in enumerate(('100,"line 100', '100,"line 100" and more, "with" it'))},
+    "quotes": ({"a.csv": b'id,text\n1,"a ""quoted"" word, and\na line"\n'},
+               ['a "quoted" word, and\na line'], 0),
+    "a file of two splits": ({"train-1.jsonl": LINES, "dev.jsonl": LINES, "train_val.jsonl": LINES},
+                             "words of two splits: train_val.jsonl; rename", 0),
+    "files that are no data": ({"train-1.jsonl": LINES, "dev.jsonl": LINES, "manifest.json": LINES,
+                                "card.md": b"x"}, ["one", "two"], 0),
+    "names that mean no split": ({"part1.jsonl": LINES[:16], "test_of_it.jsonl": LINES[16:]},
+                                 ["one", "two"], 0),
+    "a state.json of another program": ({"a.jsonl": LINES, "state.json": b'{"text": "x"}'},
+                                        ["one", "two"], 0),
+    **{f"a damaged dataset_dict.json, {content}": ({"dataset_dict.json": content.encode()},
+                                                   "cannot be loaded", 0)
+       for content in ("{}", "[", '{"splits": ["train"]}')},
+    "no parquet": ({"a.jsonl": LINES * 100, "b.parquet": LINES}, "b.parquet cannot be read", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_is_read_or_refused_in_one_line(case, tmp_path):
+    files, expected, unreadable = CASES[case]
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    counts = Accounting()
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=rf"\A[^\n]*{expected}[^\n]*\Z"):
+            list(clean_documents(load(tmp_path), counts))
+        return
+    assert [text for text, _, _ in clean_documents(load(tmp_path), counts)] == expected
+    assert counts.unreadable == unreadable
+    assert counts.read == len(expected) + unreadable + counts.empty + counts.duplicate
+
+
+LAYOUTS = [
+    ("train.jsonl", "test.jsonl", "validation.jsonl"), ("training.jsonl", "testing.jsonl", "other.jsonl"),
+    ("train/a.jsonl", "test/a.jsonl", "dev/a.jsonl"), ("train/part0/x.jsonl", "test/part0/x.jsonl"),
+    ("my-train-file.jsonl", "my_val_1.jsonl", "latest.jsonl"), ("a.jsonl", "sub/b.jsonl"),
+    ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"),
+    ("train/a.jsonl", "x/test.jsonl", "eval.jsonl"), ("contrasting.jsonl", "untrained.jsonl"),
+]
+
+
+@pytest.mark.parametrize("names", LAYOUTS)
+def test_splits_are_those_of_datasets_load_dataset(names, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
+    theirs = datasets.load_dataset(str(tmp_path), streaming=True)
+    theirs = {str(split): sorted(row["text"] for row in rows) for split, rows in theirs.items()}
+    for name in (tmp_path, f"{tmp_path}/**/*.jsonl"):
+        ours = {split: sorted(row["text"] for row in open_corpus(Source(str(name), split=split)))
+                for split in open_corpus(Source(str(name))).splits}
+        assert ours == theirs
+
+
+def test_a_split_folder_can_be_named_alone(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "0.jsonl").write_text(json.dumps({"text": split}))
+    assert [row["text"] for row in open_corpus(Source(str(tmp_path), split="test"))] == ["test"]
+    assert [row["text"] for row in open_corpus(Source(f"{tmp_path}/test"))] == ["test"]
+
+
+def test_files_of_other_types_are_counted_in_one_line(tmp_path, capsys):
+    for name in ("a.jsonl", "b.jsonl", "b.jsonl.zip", "card.md", "train.bin", "x.pkl", "y.pkl", "LICENSE"):
+        (tmp_path / name).write_bytes(LINES)
+    load(tmp_path)
+    assert capsys.readouterr().out == (
+        f"data       {tmp_path}, files: train 2; 6 not read (such as .bin .md .pkl .zip no ending)\n")
+
+
+def test_symbolic_links_are_followed_once_and_a_broken_link_is_refused(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    (inside / "z").mkdir(parents=True)
+    outside.mkdir()
+    (inside / "z" / "a.jsonl").write_bytes(b'{"text": "one"}')
+    (outside / "b.jsonl").write_bytes(b'{"text": "two"}')
+    (outside / "c.jsonl").write_bytes(b'{"text": "three"}')
+    (inside / "linked").symlink_to("../outside")
+    (inside / "again").symlink_to("z")
+    (inside / "z" / "loop").symlink_to("..")
+    (outside / "loop").symlink_to("../inside/linked")
+    (inside / "file.jsonl").symlink_to("z/a.jsonl")
+    documents = [document["text"] for document in load(inside)]
+    assert documents == ["one", "two", "three", "one"], "by name: file, linked, z"
+    (inside / "nothing.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(ValueError, match="^[^\n]*inside' cannot be read: .*nothing.jsonl[^\n]*$"):
+        load(inside)
+
+
+READ = """
+import re, sys
+import datasets
+
+from data.documents.filters import Accounting, clean_documents
+from data.documents.source import Source, open_corpus
+def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 2**10
+before = peak()
+counts = Accounting()
+for document in clean_documents(open_corpus(Source(sys.argv[1])), counts): pass
+print(counts.used, counts.unreadable, peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux")
+@pytest.mark.parametrize("what, most", [("lines", 350), ("text", 250), ("many", 60), ("binary", 60)])
+def test_reading_takes_bounded_memory(tmp_path, what, most):
+    """`most`: peak MiB beyond imports, for lines and texts of 50 MB, 10,000 small files, 50 MB of noise."""
+    if what == "lines":
+        with open(tmp_path / "a.jsonl", "w") as file:
+            for number in range(4):
+                file.write(json.dumps({"text": f"{number} word " * 6_000_000}) + "\n")
+    if what == "text":
+        (tmp_path / "a.txt").write_text("".join(f"word {number} and " for number in range(3_000_000)))
+        pieces = -(-(tmp_path / "a.txt").stat().st_size // (1 << 20))  # cut each MiB
+    if what == "binary":
+        (tmp_path / "a.txt").write_bytes(noise(50_000_000))
+        (tmp_path / "b.jsonl").write_bytes(LINES)
+    for number in range(10_000 if what == "many" else 0):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"text": f"text {number} " * 20}))
+    done = subprocess.run([sys.executable, "-c", READ, tmp_path], cwd=PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    documents, unreadable, peak = done.stdout.split()
+    print(what, done.stdout)
+    assert int(documents) == (pieces if what == "text" else {"lines": 4, "many": 10_000, "binary": 2}[what])
+    assert float(peak) < most
+    assert (int(unreadable) > 0) == (what == "binary")
+
+
+def test_a_file_is_read_from_a_web_address(tmp_path):
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *words):
             pass
@@ -340,7 +506,7 @@ def test_one_file_of_the_web_is_read_and_followed(tmp_path):
     ("gs://bucket/texts", "install gcsfs"), ("abfs://container@account/texts.jsonl", "Install adlfs"),
     ("smb://host/texts", "smbprotocol"),
 ])
-def test_a_package_that_a_url_needs_is_named(url, line):
+def test_a_missing_package_for_a_url_is_named(url, line):
     with contextlib.suppress(ImportError):
         fsspec.core.url_to_fs(url)
         pytest.skip("the package is there")
@@ -357,23 +523,15 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [json.dumps({"content": text}).encode() for text in documents])
     counts = Accounting()
     corpus = load(path, keywords=("pandas", "seaborn"))
-    documents_kept = clean_documents(corpus, counts)
-    kept = [text for text, _, _ in show_progress(documents_kept, "filtering")]
+    filtered = clean_documents(corpus, counts)
+    selected = [text for text, _, _ in show_progress(filtered, "filtering")]
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
-    assert kept == expected and counts.filtered == 500 - len(expected)
+    assert selected == expected and counts.filtered == 500 - len(expected)
     assert f"{counts.filtered:,} filtered" in counts.line()
 
 
-def test_the_validation_split_is_a_function_of_content():
-    documents = [f"document {i}" for i in range(20_000)]
-    held_out = {text for text in documents if HoldOut(0.05)(text, 0)}
-    assert abs(len(held_out) - 1000) < 4 * 31  # four standard deviations
-    assert held_out < {text for text in documents if HoldOut(0.1)(text, 0)}
-    assert not any(HoldOut(0.0)(text, 0) for text in documents)
-
-
-def test_text_files_and_installed_sources_need_no_library_of_tables(tmp_path):
-    """datasets and pyarrow are 85 MB and half a second, of each process of each run."""
+def test_reading_text_imports_neither_datasets_nor_pyarrow(tmp_path):
+    """They would take 85 MB and half a second in each process of each run."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     code = (
         "import sys, data.load; from data.documents.source import Source, open_corpus;"

@@ -1,4 +1,4 @@
-"""What a run does when its data change, or are gone, between two starts."""
+"""A resumed run whose data were changed or deleted."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ from tests.runs import PATIENCE, PROJECT, TINY, metrics, write_corpus
 FILES = ("model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
-def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp_path):
-    """Exactly as if nothing had happened, and says it in a line; as long as the cache has them."""
+def test_a_resumed_run_keeps_its_rows_when_its_data_change_or_are_gone(tmp_path):
+    """Bit-identically, from the cache and with one line of output. Without the cache the run stops."""
     corpus, output_dir, cache = tmp_path / "corpus.jsonl", tmp_path / "run", tmp_path / "cache"
     flags = TINY | {"dataset_name": corpus, "cache_dir": cache, "prompts": "none", "output_dir": output_dir}
 
@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp
 
     before = write_corpus(corpus).read_text()
     assert "the rows that this run began with" not in start()
-    whole = result()
+    expected = result()
     for change in ("edited", "gone", "and no cache"):
         shutil.rmtree(output_dir / "checkpoints" / "step-00000006")
         corpus.write_text(before + json.dumps({"content": "new " * 3000}) + "\n")
@@ -39,4 +39,4 @@ def test_a_run_goes_on_with_its_rows_and_its_tokenizer_or_names_what_differs(tmp
             assert "dataset_name: the rows have other content" in log and "Traceback" not in log
         else:
             assert start().count(f"data       the rows that this run began with: {corpus} is not read") == 1
-            assert result() == whole, change
+            assert result() == expected, change

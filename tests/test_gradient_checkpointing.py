@@ -1,4 +1,4 @@
-"""Blocks that are computed again in the backward pass: the same run, dropout included, in less memory."""
+"""Gradient checkpointing changes no number of a run, also with dropout."""
 
 import pytest
 
@@ -20,14 +20,14 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_is_the_same_run(script, processes, data, tmp_path):
+def test_gradient_checkpointing_gives_the_same_run(script, processes, data, tmp_path):
     flags = {**TINY, **data, "max_train_steps": 3, **SCRIPTS[script]}
     if script == "train_mlm.py":
         del flags["keywords"]
     lines = []
     for again in ("false", "true"):
-        mine = {**flags, "output_dir": tmp_path / again, "gradient_checkpointing": again}
+        run_flags = {**flags, "output_dir": tmp_path / again, "gradient_checkpointing": again}
         log = tmp_path / f"{again}.log"
-        finish(start_all(PROJECT, script, mine, log, processes), log)
+        finish(start_all(PROJECT, script, run_flags, log, processes), log)
         lines.append(metrics(tmp_path / again))
     assert lines[0] == lines[1] and lines[0][-1]["step"] == 3

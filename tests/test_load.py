@@ -1,6 +1,5 @@
-"""load_rows: from settings to rows, checked against packers of the tests' own."""
+"""load_rows: from settings to rows of tokens, compared with a packer that is written here."""
 
-import csv
 import json
 import random
 import shutil
@@ -10,10 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from data.documents.source import sources_of_run
 from data.load import eval_loader, train_loader
-from data.open import open_all
-from data.prepare import held_out
 from data.tokens.tokenizer import load_tokenizer
 from tests import forked
 from tests.data_runs import all_ids, files_of, load, make_texts, save_tokenizer, settings, write_jsonl
@@ -27,39 +23,24 @@ def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def random_corpus(folder: Path, rng: random.Random) -> tuple[str, list[str]]:
-    """A corpus in one of several formats, and the documents to train or evaluate on, in order."""
+def random_corpus(path: Path, rng: random.Random) -> list[str]:
+    """Writes a .jsonl file; returns the documents to train or evaluate on, in order."""
     documents = ["".join(rng.choices(PIECES, k=rng.randint(0, 60))) for _ in range(rng.randint(12, 60))]
     documents = [f"{rng.randrange(10**6)} {text}" if text.strip() else text for text in documents]
     documents += rng.choices(documents, k=5)
     rng.shuffle(documents)
-    kind = rng.choice(["jsonl", "jsonl", "csv", "tsv", "parquet", "folder"])
-    if kind in ("csv", "tsv"):
-        with open(folder / f"a.{kind}", "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, delimiter="," if kind == "csv" else "\t")
-            writer.writerows([["text"], *([text] for text in documents)])
-    elif kind == "parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        odd = [None] * len(documents)
-        pyarrow.parquet.write_table(pyarrow.table({"text": documents, "odd": odd}), folder / "a.parquet")
-    elif kind == "folder":
-        for number, text in enumerate(documents):
-            (folder / f"{number:03d}.txt").write_bytes(text.encode())
-    else:
-        lines = [json.dumps({"text": text}, ensure_ascii=rng.random() < 0.5) for text in documents]
-        lines.insert(rng.randrange(len(lines)), json.dumps({"text": "lone \ud800"}))
-        (folder / "a.jsonl").write_text("\n".join(lines), "utf-8")
-    return str(folder), [text for text in dict.fromkeys(documents) if text.strip()]
+    lines = [json.dumps({"text": text}, ensure_ascii=rng.random() < 0.5) for text in documents]
+    lines.insert(rng.randrange(len(lines)), json.dumps({"text": "lone \ud800"}))
+    path.write_text("\n".join(lines), "utf-8")
+    return [text for text in dict.fromkeys(documents) if text.strip()]
 
 
 @pytest.mark.parametrize("number", range(40))
-def test_every_token_of_every_kept_document_is_in_a_row_once(number, tmp_path, tokenizer):
-    """But for less than a row at the end of each split. The packer here: encode each document, add EOS."""
+def test_rows_hold_every_token_of_every_document_once(number, tmp_path, tokenizer):
+    """Except for less than a row at the end of each split. The packer here adds EOS to each document."""
     rng = random.Random(number)
-    (tmp_path / "in").mkdir()
-    name, documents = random_corpus(tmp_path / "in", rng)
+    name = tmp_path / "a.jsonl"
+    documents = random_corpus(name, rng)
     T = rng.choice([4, 16, 33])
     _, rows, evals = load(tmp_path, name, tokenizer_name=tokenizer, block_size=T, seed=number)
     plain = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
@@ -70,7 +51,7 @@ def test_every_token_of_every_kept_document_is_in_a_row_once(number, tmp_path, t
     left = {split: list(ids) for split, ids in streams.items()}
     for ids in encoded:
         for stream in left.values():
-            if stream and stream[: len(ids)] == ids[: len(stream)]:  # else it is in what is dropped
+            if stream and stream[: len(ids)] == ids[: len(stream)]:  # otherwise it was dropped
                 del stream[: len(ids)]
                 break
     assert not left["train"] and not left["eval"]
@@ -79,55 +60,56 @@ def test_every_token_of_every_kept_document_is_in_a_row_once(number, tmp_path, t
 
 
 @pytest.mark.parametrize("T", [16, 30])
-def test_positions_batches_and_padding(T, tmp_path, tokenizer):
+def test_loaders_give_every_row_once_per_epoch_and_pad_evaluation_batches(T, tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(40))
     args = settings(tmp_path, name, tokenizer_name=tokenizer, block_size=T, max_eval_samples=10)
     _, rows, evals = load(tmp_path, name, tokenizer_name=tokenizer, block_size=T)
     n, ids = len(rows), all_ids(rows)
-    whole = [batch for batch in train_loader(rows, args, 0, 2 * n)]
-    keys = [np.concatenate([batch[name].numpy() for batch in whole]) for name in ("position", "epoch", "row")]
+    batches = [batch for batch in train_loader(rows, args, 0, 2 * n)]
+    names = "position", "epoch", "row"
+    keys = [np.concatenate([batch[name].numpy() for batch in batches]) for name in names]
     assert keys[0].tolist() == list(range(2 * n)) and (keys[1] == np.arange(2 * n) // n).all()
     assert sorted(keys[2][:n]) == sorted(keys[2][n:]) == list(range(n)) and (keys[2][:n] != keys[2][n:]).any()
-    assert all((batch["input_ids"].numpy() == ids[batch["row"]]).all() for batch in whole)
+    assert all((batch["input_ids"].numpy() == ids[batch["row"]]).all() for batch in batches)
     resumed = [batch["row"].tolist() for batch in train_loader(rows, args, 8, 2 * n)]
-    assert resumed == [batch["row"].tolist() for batch in whole[2:]]
+    assert resumed == [batch["row"].tolist() for batch in batches[2:]]
     drawn = [batch for batch in eval_loader(evals[""], args)]
     numbers = sum((batch["row"].tolist() for batch in drawn), [])
     assert len(numbers) == 12 and numbers[-2:] == [-1, -1] and len({*numbers}) == 11
     assert not drawn[-1]["input_ids"][2:].any() and drawn[-1]["input_ids"].shape == (4, T)
 
 
-def test_few_documents_hold_out_at_least_one_row_and_none_of_it_is_trained_on(tmp_path, tokenizer):
+def test_a_small_corpus_holds_out_at_least_one_row(tmp_path, tokenizer):
     for n in (2, 3, 10, 60):
         texts = make_texts(n, seed=n)
         name = write_jsonl(tmp_path / f"{n}.jsonl", texts)
-        found = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=1e-6)
-        text = {split: found[0].decode(all_ids(rows).ravel()) for split, rows in
-                (("train", found[1]), ("eval", found[2][""]))}  # fmt: skip
-        inside = {split: {t for t in texts if t[:40] in whole} for split, whole in text.items()}
+        known, rows, evals = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=1e-6)
+        text = {split: known.decode(all_ids(split_rows).ravel())
+                for split, split_rows in (("train", rows), ("eval", evals[""]))}  # fmt: skip
+        inside = {split: {t for t in texts if t[:40] in joined} for split, joined in text.items()}
         assert len(inside["eval"]) and not inside["train"] & inside["eval"], n
 
 
-def test_what_is_evaluated_on_is_never_trained_on(tmp_path, tokenizer, capsys):
+def test_evaluation_documents_are_never_trained_on(tmp_path, tokenizer, capsys):
     texts = make_texts(60)
-    for name, some in (("a", texts), ("copy", texts[:40]), ("other", make_texts(9, seed=5))):
-        write_jsonl(tmp_path / f"{name}.jsonl", some)
+    for name, documents in (("a", texts), ("copy", texts[:40]), ("other", make_texts(9, seed=5))):
+        write_jsonl(tmp_path / f"{name}.jsonl", documents)
     a, copy, other = (str(tmp_path / f"{name}.jsonl") for name in ("a", "copy", "other"))
-    how = dict(tokenizer_name=tokenizer)
+    settings = dict(tokenizer_name=tokenizer)
     with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
-        load(tmp_path, a, eval_dataset_name=[a], **how)
-    tokenizer, rows, evals = load(tmp_path, a, eval_dataset_name=[copy, other], **how)
+        load(tmp_path, a, eval_dataset_name=[a], **settings)
+    tokenizer, rows, evals = load(tmp_path, a, eval_dataset_name=[copy, other], **settings)
     assert "40 of 60 documents are evaluated on and therefore not trained on" in capsys.readouterr().out
     assert list(evals) == ["copy", "other"]
     text = tokenizer.decode(all_ids(rows).ravel())
     assert all((t[:60] in text) == (i >= 40) for i, t in enumerate(texts))
 
 
-def test_a_mixture_holds_out_by_one_rule_and_trains_in_its_shares(tmp_path, tokenizer):
+def test_a_mixture_has_exact_shares_and_leaks_no_evaluation_document(tmp_path, tokenizer):
     small, large = make_texts(8, seed=1), make_texts(300, seed=2)
-    shared = small + large[:3]  # all of the small one is in the large one, too
-    names = [write_jsonl(tmp_path / f"{name}.jsonl", some)
-             for name, some in (("small", shared), ("large", large + small))]  # fmt: skip
+    shared = small + large[:3]  # the large data set holds all documents of the small one
+    names = [write_jsonl(tmp_path / f"{name}.jsonl", documents)
+             for name, documents in (("small", shared), ("large", large + small))]  # fmt: skip
     args = settings(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75], block_size=16)
     tokenizer, rows, evals = load(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75])
     assert list(evals) == ["small", "large"]
@@ -146,16 +128,16 @@ def test_a_mixture_holds_out_by_one_rule_and_trains_in_its_shares(tmp_path, toke
         sources = [source for _, _, source in keys[1000 * window : 1000 * window + 1000]]
         assert sources.count(0) == 250 and sources.count(1) == 750
     assert places(1500) == keys[1500:]
-    for source, one in enumerate(rows.sources.values()):
-        taken = [row for _, row, s in keys if s == source]
-        assert sorted(taken[: len(one)]) == list(range(len(one)))[: len(taken)] or len(taken) < len(one)
+    for source, source_rows in enumerate(rows.sources.values()):
+        taken, n = [row for _, row, s in keys if s == source], len(source_rows)
+        assert sorted(taken[:n]) == list(range(n))[: len(taken)] or len(taken) < n
     batch = next(iter(train_loader(rows, args, 0, 64)))
     for ids, row, source in zip(batch["input_ids"], batch["row"], batch["source"], strict=True):
         assert ids.tolist() == all_ids([*rows.sources.values()][source])[row].tolist()
     assert rows.epochs(4000)["small"] == 1000 / len(rows.sources["small"])
 
 
-def test_a_share_of_0_is_only_evaluated(tmp_path, tokenizer):
+def test_a_data_set_with_share_0_is_only_evaluated(tmp_path, tokenizer):
     names = [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(40, seed)) for seed, name in enumerate("ab")]
     _, rows, evals = load(tmp_path, *names, tokenizer_name=tokenizer, mixture=[1, 0])
     assert list(evals) == ["a", "b"] and len(rows) == len(rows.sources["a"])
@@ -163,23 +145,23 @@ def test_a_share_of_0_is_only_evaluated(tmp_path, tokenizer):
     assert not batch["source"].any()
 
 
-def test_the_first_rows_are_those_of_all_rows_and_little_more_is_read(tmp_path, tokenizer):
+def test_max_train_samples_gives_the_first_rows_and_reads_little_more(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(3000))
-    _, whole, _ = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.02)
-    few = dict(validation_fraction=0.02, max_train_samples=50)
-    _, some, _ = load(tmp_path, name, tokenizer_name=tokenizer, **few)
-    assert len(some) == 50 and (all_ids(some) == all_ids(whole)[:50]).all()
-    assert some.fingerprint != whole.fingerprint
+    _, all_rows, _ = load(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.02)
+    limits = dict(validation_fraction=0.02, max_train_samples=50)
+    _, first_rows, _ = load(tmp_path, name, tokenizer_name=tokenizer, **limits)
+    assert len(first_rows) == 50 and (all_ids(first_rows) == all_ids(all_rows)[:50]).all()
+    assert first_rows.fingerprint != all_rows.fingerprint
     read = [json.loads(path.read_text())["accounting"]["train"]["read"]
             for path in tmp_path.glob("cache/rows-*/manifest.json")]  # fmt: skip
     assert min(read) < 100 and max(read) == 3000
 
 
-def test_a_damaged_cache_is_told_and_prepared_again(tmp_path, tokenizer, capsys):
+def test_a_damaged_cache_is_reported_and_rebuilt(tmp_path, tokenizer, capsys):
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
     before = all_ids(load(tmp_path, name, tokenizer_name=tokenizer)[1])
     (folder,) = tmp_path.glob("cache/rows-*[0-9a-f]")
-    whole = files_of(folder)
+    undamaged = files_of(folder)
     for damage in ("flipped", "gone", "manifest"):
         path = folder / "manifest.json" if damage == "manifest" else next(folder.glob("train-*.npy"))
         data = bytearray(path.read_bytes())
@@ -191,71 +173,29 @@ def test_a_damaged_cache_is_told_and_prepared_again(tmp_path, tokenizer, capsys)
         capsys.readouterr()
         assert (all_ids(load(tmp_path, name, tokenizer_name=tokenizer)[1]) == before).all()
         assert "all of it is prepared again" in capsys.readouterr().out or damage == "manifest", damage
-        assert files_of(folder) == whole, damage
+        assert files_of(folder) == undamaged, damage
 
 
-def test_a_resumed_run_needs_the_cache_alone(tmp_path, tokenizer, capsys):
-    names = [write_jsonl(tmp_path / f"{name}.jsonl", make_texts(40, seed)) for seed, name in enumerate("ab")]
-    how = dict(mixture=[0.5, 0.5])
-    first, rows, evals = load(tmp_path, *names, **how)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "args.json").write_text(json.dumps({"rows": rows.prepared}))
-    for name in names:
-        Path(name).unlink()
-    capsys.readouterr()
-    again, same, same_evals = load(tmp_path, *names, **how)
-    assert "the rows that this run began with" in capsys.readouterr().out
-    assert same.fingerprint == rows.fingerprint and list(same_evals) == list(evals)
-    assert again.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
-    with pytest.raises(ValueError, match="no such file"):
-        load(tmp_path, *names, **how, block_size=8)  # other rows
-    with pytest.raises(ValueError, match="no such file"):
-        load(tmp_path, *names, **how, resume_from_checkpoint="none")
-    shutil.rmtree(tmp_path / "cache")
-    with pytest.raises(ValueError, match="no such file"):
-        load(tmp_path, *names, **how)
-
-
-def test_rows_keep_all_templates_of_their_tokenizer(tmp_path):
-    words = load_tokenizer(save_tokenizer(tmp_path / "tokenizer"))
-    words.chat_template = templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    words.save_pretrained(tmp_path / "tokenizer")
-    name = write_jsonl(tmp_path / "a.jsonl", make_texts(40))
-    assert load(tmp_path, name, tokenizer_name=str(tmp_path / "tokenizer"))[0].chat_template == templates
-
-
-def test_the_tokenizer_is_the_one_that_is_named_also_where_rows_are_another_ones(tmp_path):
-    """Of the same ids: with a template, a token for padding. A resumed run goes on with its own."""
+def test_a_tokenizer_with_equal_ids_reuses_rows_and_keeps_its_template_and_padding(tmp_path):
     name, folder = write_jsonl(tmp_path / "a.jsonl", make_texts(40)), tmp_path / "tokenizer"
-    words, found = load_tokenizer(save_tokenizer(folder)), []
-    for template in (None, "{{ messages }}"):
+    words, fingerprints = load_tokenizer(save_tokenizer(folder)), set()
+    for template in (None, "{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):
         words.chat_template, words.pad_token = template, template and words.eos_token
         words.save_pretrained(folder)
         tokenizer, rows, _ = load(tmp_path, name, tokenizer_name=str(folder))
         assert (tokenizer.chat_template, tokenizer.pad_token) == (template, words.pad_token)
-        found.append(rows.fingerprint)
-    assert len({*found}) == 1
+        fingerprints.add(rows.fingerprint)
+    assert len(fingerprints) == 1
 
 
-def test_the_fingerprint_follows_content_and_tokenizer(tmp_path, tokenizer):
+def test_the_fingerprint_changes_with_content_tokenizer_and_block_size(tmp_path, tokenizer):
     other = save_tokenizer(tmp_path / "other", seed=1)
-    texts, found = make_texts(60), set()
-    for some, own, T in ((texts, tokenizer, 16), (texts, tokenizer, 17), (texts, other, 16),
+    texts, fingerprints = make_texts(60), set()
+    for documents, tokenizer_name, T in ((texts, tokenizer, 16), (texts, tokenizer, 17), (texts, other, 16),
                          (texts[::-1], tokenizer, 16), (texts[1:] + ["y " * 99], tokenizer, 16)):  # fmt: skip
-        name = write_jsonl(tmp_path / "a.jsonl", some)
-        found.add(load(tmp_path, name, tokenizer_name=own, block_size=T)[1].fingerprint)
-    assert len(found) == 5
-
-
-def test_evaluation_alone_prepares_no_training_rows(tmp_path, tokenizer):
-    names = {split: write_jsonl(tmp_path / f"{split}.jsonl", make_texts(30, seed))
-             for seed, split in enumerate(("a", "b"))}  # fmt: skip
-    how = dict(tokenizer_name=tokenizer, eval_dataset_name=[names["b"]], eval_only=True)
-    _, rows, evals = load(tmp_path, names["a"], **how)
-    assert len(rows) and len(evals[""])
-    assert [*json.loads(next(tmp_path.glob("cache/rows-*/manifest.json")).read_text())["splits"]] == [
-        "validation"
-    ]
+        name = write_jsonl(tmp_path / "a.jsonl", documents)
+        fingerprints.add(load(tmp_path, name, tokenizer_name=tokenizer_name, block_size=T)[1].fingerprint)
+    assert len(fingerprints) == 5
 
 
 TWO = """
@@ -273,30 +213,30 @@ print(json.dumps([accelerator.process_index, train, evaluated, rows.fingerprint]
 """
 
 
-def test_two_processes_see_together_what_one_sees_and_the_first_prepares(tmp_path, tokenizer):
+def test_two_processes_share_the_rows_of_one_and_prepare_once(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
     words = [tmp_path, name, tokenizer]
     done = forked.run_code(TWO, words, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("data       train:") == 1
     two = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    one = json.loads(
+    single = json.loads(
         [line for line in forked.run_code(TWO, words).stdout.splitlines() if line.startswith("[")][0]
     )
     for i in (1, 2):
         merged = [batch for pair in zip(two[0][i], two[1][i], strict=True) for batch in pair]
         seen = [row for batch in merged for row in batch if row >= 0]
-        assert seen == [row for batch in one[i] for row in batch if row >= 0]
-    assert two[0][3] == two[1][3] == one[3]
+        assert seen == [row for batch in single[i] for row in batch if row >= 0]
+    assert two[0][3] == two[1][3] == single[3]
 
 
-def test_a_mistake_in_the_data_is_the_message_of_the_first_process_and_ends_all(tmp_path, tokenizer):
+def test_a_data_error_is_printed_once_and_ends_all_processes(tmp_path, tokenizer):
     done = forked.run_code(TWO, [tmp_path, tmp_path / "gone.jsonl", tokenizer], processes=2)
     assert done.returncode == 1 and done.stderr.count("ValueError: dataset_name") == 1
 
 
-def test_who_waits_for_another_run_says_so(tmp_path, tokenizer):
-    """And goes on with what that one made."""
+def test_a_run_says_that_it_waits_for_another_run_to_prepare_the_rows(tmp_path, tokenizer):
+    """Then it uses the rows of the other run."""
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
     load(tmp_path, name, tokenizer_name=tokenizer)
     (folder,) = tmp_path.glob("cache/rows-*[0-9a-f]")
@@ -312,14 +252,3 @@ def test_who_waits_for_another_run_says_so(tmp_path, tokenizer):
     process.kill()
     waiting.join(60)
     assert waiting.exitcode == 0 and "data       train:" not in words.read_text()
-
-
-def test_the_documents_that_are_evaluated_on_are_those_of_the_rows(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
-    known, _, evals = load(tmp_path, name, tokenizer_name=tokenizer)
-    args = settings(tmp_path, name, tokenizer_name=tokenizer)
-    train, no_evals, _ = open_all(args, *sources_of_run(args))
-    _, corpora, [corpus] = held_out(args, train, no_evals, args.block_size)
-    assert not corpora
-    text = "<|endoftext|>".join(document[corpus.text_column] for document in corpus)
-    assert known.decode(all_ids(evals[""]).ravel())[:-20] in text

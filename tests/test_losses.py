@@ -1,14 +1,8 @@
-"""The losses against brute force in float64, and unchanged by autocast, compile, DDP and FSDP.
-
-Run as a program (twice, from the tests below) it is the worker of the two-process tests.
-"""
+"""The losses and their gradients against brute force in float64 and against transformers' own heads."""
 
 import copy
 import math
-import os
 import shutil
-import sys
-import warnings
 
 import pytest
 import torch
@@ -27,7 +21,6 @@ from transformers import (
     masking_utils,
 )
 
-from tests import forked
 from tests.test_optim import settings
 from utils.learning.fused_head import ChunkSoftmax, CompilerSoftmax, chunk_rows, linear_cross_entropy
 from utils.learning.kernels import use_one_kernel_gelu
@@ -61,7 +54,7 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor 
 
 
 def problem(rows, dtype=torch.float64, bias=True):
-    """hidden, weight, bias, targets with every seventh ignored, token weights of either sign."""
+    """Returns ([hidden, weight, bias], targets with every seventh ignored, token weights of both signs)."""
     torch.manual_seed(0)
     targets = torch.randint(V, (rows,))
     targets[::7] = -100 if rows > 1 else 3
@@ -71,7 +64,7 @@ def problem(rows, dtype=torch.float64, bias=True):
 
 
 def brute_force(leaves, targets, token_weights):
-    """(weighted sum, losses, correct) from all the logits at once."""
+    """Returns (weighted sum, losses, correct), computed from all logits at once."""
     logits = F.linear(*leaves)
     losses = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
     return (losses * token_weights).sum(), losses, (logits.argmax(1) == targets)
@@ -82,8 +75,8 @@ def by_chunks(softmax, leaves, targets, token_weights, with_correct=True):
     return linear_cross_entropy(hidden, weight, targets, token_weights, bias, softmax, with_correct)
 
 
-def relative_error(found, expected):
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+def relative_error(value, expected):
+    return ((value.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 KINDS = [(kind, rows, bias) for kind in ("by hand", "compiler") for rows in (1, 256, 700) for bias in (1, 0)]
@@ -91,8 +84,8 @@ KINDS.append(pytest.param("compiled", 700, 1, marks=needs_a_compiler))
 
 
 @pytest.mark.parametrize("kind, rows, bias", KINDS)
-def test_the_chunked_loss_equals_brute_force(kind, rows, bias):
-    """Losses, gradients and which are correct; without gradients, too. compiled: by inductor, on the CPU."""
+def test_chunked_loss_equals_brute_force(kind, rows, bias):
+    """Losses, gradients and correct predictions; losses also without gradients. compiled: by inductor."""
     torch._dynamo.reset()
     softmax = ChunkSoftmax() if kind == "by hand" else CompilerSoftmax()
     softmax = torch.compile(softmax, fullgraph=True, dynamic=False) if kind == "compiled" else softmax
@@ -104,7 +97,7 @@ def test_the_chunked_loss_equals_brute_force(kind, rows, bias):
     assert not losses.requires_grad and losses.shape == (rows,)
     torch.testing.assert_close([loss, losses, *grads], [expected, expected_losses, *expected_grads])
     assert torch.equal(correct, expected_correct)
-    if kind != "compiled":  # again for seconds
+    if kind != "compiled":  # compiling a second graph would take seconds
         with torch.no_grad():
             loss, losses, correct = by_chunks(softmax, leaves, targets, weights, with_correct=False)
         assert not loss.requires_grad and correct is None
@@ -112,7 +105,7 @@ def test_the_chunked_loss_equals_brute_force(kind, rows, bias):
 
 
 @pytest.mark.parametrize("softmax", [ChunkSoftmax(), CompilerSoftmax()], ids=["by hand", "compiler"])
-def test_the_chunked_loss_is_as_exact_under_autocast_as_a_plain_one(softmax):
+def test_chunked_loss_under_autocast_is_as_exact_as_a_plain_loss(softmax):
     leaves, targets, weights = problem(700, torch.float32)
     weights = weights.abs()
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -129,25 +122,7 @@ def test_the_chunked_loss_is_as_exact_under_autocast_as_a_plain_one(softmax):
         assert relative_error(tensor, true) <= 1.2 * relative_error(other, true) + 1e-6
 
 
-def test_the_loss_for_the_compiler_takes_chunks_of_one_size_over_all_positions():
-    """And gives what the other gives, losses and gradients."""
-    lm, rows = small_model("gpt2"), 48  # more than 256 positions, the limit of a chunk
-    batch, weights = {"input_ids": torch.randint(V, (rows, T))}, torch.rand(rows)
-    sizes, results = {True: [], False: []}, []
-    for softmax in (ChunkSoftmax(), CompilerSoftmax()):
-        model, chunks = CausalLMLoss(lm), sizes[softmax.by_hand]
-        model.chunk_softmax = softmax
-        softmax.register_forward_pre_hook(lambda module, args, chunks=chunks: chunks.append(len(args[0])))
-        lm.zero_grad()
-        loss, losses = model(batch, weights)
-        loss.backward()
-        results.append([loss.detach(), losses, gradients(lm)])
-    assert sum(sizes[True]) == rows * (T - 1) and len(set(sizes[True])) == 2
-    assert sizes[False] == [192] * 6  # rows * T
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
-
-
-def test_a_second_backward_is_refused_not_wrong():
+def test_a_second_backward_is_refused():
     loss, _, _ = by_chunks(ChunkSoftmax(), *problem(9))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -163,20 +138,20 @@ def test_huge_logits_stay_finite():
 
 
 def smoothed(logits, targets):
-    """Label smoothing and z-loss, as a script may have them."""
+    """A token_loss with label smoothing and z-loss."""
     assert logits.dtype in (torch.float32, torch.float64) and targets.min() >= 0
     losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
     return losses + 1e-2 * logits.logsumexp(1) ** 2
 
 
-def test_an_edited_loss_that_gives_no_loss_per_token_is_refused():
+def test_an_edited_loss_without_a_loss_per_token_is_refused():
     model = CausalLMLoss(small_model("gpt2"), F.cross_entropy)
     with pytest.raises(ValueError, match=r"token_loss: returned \[\] for \[\d+\] targets"):
         model({"input_ids": torch.randint(V, (2, T))})
 
 
-def test_ignored_tokens_have_no_gradient_through_an_edited_loss():
-    """The value and the derivative; those of tokens without a prediction come with target 0."""
+def test_ignored_tokens_have_no_gradient():
+    """Ignored tokens reach token_loss with target 0, where this one has the value and derivative NaN."""
     batch = masked_batch()
     batch["slot_labels"][batch["slot_labels"] == 0] = 1
 
@@ -194,7 +169,7 @@ def test_ignored_tokens_have_no_gradient_through_an_edited_loss():
 
 
 class Operations(TorchDispatchMode):
-    """Their names, and the number of elements of the largest tensor that any of them returns."""
+    """Records the names of operations and the number of elements of the largest tensor that one returns."""
 
     size, names = 0, frozenset()
 
@@ -221,15 +196,21 @@ def test_the_logits_of_all_rows_never_exist(precision):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "roberta", "bert", "modernbert", "bert-nsp", "esm"])
 def test_a_step_never_waits_for_the_device(name):
-    """Sentence pairs, which are padded, too; rows of the others are full and have no attention mask."""
+    """Covers loss, gradient, clipping, guard and means. Sentence pairs are padded, other rows are full."""
     if name in MASKED:
         model, batch = MaskedLMLoss(masked_model(name)), masked_batch(name, padded=name.startswith("bert"))
     else:
         model, batch = CausalLMLoss(small_model(name)), {"input_ids": torch.randint(V, (2, T))}
+    accelerator = Accelerator(cpu=True)
+    guard = UpdateGuard(accelerator, build_optimizer(model, settings()))
+    means = Means(accelerator, "loss/train")
     with Operations() as seen:
         losses = model(batch)
-        (losses["loss_sums"].sum() if name in MASKED else losses[0]).backward()
+        loss = losses["loss_sums"].sum() if name in MASKED else losses[0]
+        loss.backward()
+        means.add(loss[None], guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
     assert not [name for name in seen.names if "_local_scalar_dense" in name or "is_nonzero" in name]
+    assert guard.read() == [0] and means.read() == {"loss/train": loss.item()}
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
@@ -248,8 +229,8 @@ def test_attention_is_causal_without_a_mask(model_type):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device, GPU=1 pytest")
-def test_on_a_gpu_a_whole_step_waits_for_nothing():
-    """Loss, gradient, clipping, guard, means and update: torch raises at a wait."""
+def test_a_step_on_a_gpu_never_synchronizes():
+    """Covers loss, gradient, clipping, guard, means and update. torch raises at a synchronization."""
     accelerator = Accelerator(mixed_precision="bf16")
     model = CausalLMLoss(small_model("gpt2"))
     to_device(model, accelerator)
@@ -263,34 +244,34 @@ def test_on_a_gpu_a_whole_step_waits_for_nothing():
             means.add(loss[None], guard.check(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
-            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one builds things
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step synchronizes
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert guard.read() == [0] * 8 and means.read()["loss/train"] > 0
 
 
-def test_key_tokens_are_those_of_one_token_and_the_others_are_told(capsys):
+def test_key_tokens_of_several_tokens_are_ignored_and_named(capsys):
     vocabulary = {"[UNK]": 0, "plt": 1, " plt": 2, "pd": 7}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
     assert keytoken_table(["plt", "pd", "sk"], words).tolist() == [0, 1, 1, 0, 0, 0, 0, 1]  # ids have gaps
-    told = "in use: 'plt', ' plt', 'pd'; ignored, because the tokenizer splits them: ' pd', 'sk', ' sk'\n"
-    assert capsys.readouterr().out == f"keytokens  {told}"
+    message = "in use: 'plt', ' plt', 'pd'; ignored, because the tokenizer splits them: ' pd', 'sk', ' sk'\n"
+    assert capsys.readouterr().out == f"keytokens  {message}"
     assert keytoken_table([], words).sum() == 0 and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-def test_keytoken_loss_equals_the_formula_value_and_gradient(model_type, alpha):
+def test_keytoken_loss_and_gradient_equal_the_formula(model_type, alpha):
     lm = small_model(model_type).double()
     before = copy.deepcopy(lm.state_dict())
-    model = CausalLMLoss(lm)  # it tries the head
+    model = CausalLMLoss(lm)  # its trial of the head changes no weight
     assert all(torch.equal(value, before[name]) for name, value in lm.state_dict().items())
     input_ids, keytokens = torch.randint(40, (5, T)), [3, 7, 11]
     row_weights = keytoken_row_weights(input_ids, torch.eye(V)[keytokens].sum(0), alpha)
     loss, row_losses = model({"input_ids": input_ids}, row_weights)
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in lm.named_parameters()}
 
     lm.zero_grad()
     losses, weights = [], []
@@ -298,7 +279,7 @@ def test_keytoken_loss_equals_the_formula_value_and_gradient(model_type, alpha):
         logp = lm(row[None]).logits[0].log_softmax(-1)
         losses.append(-sum(logp[t, row[t + 1]] for t in range(T - 1)) / (T - 1))
         weights.append(1 + alpha * sum(row.tolist().count(token) for token in keytokens))
-    expected = sum(w * one for w, one in zip(weights, losses, strict=True)) / len(losses)
+    expected = sum(w * row_loss for w, row_loss in zip(weights, losses, strict=True)) / len(losses)
     expected.backward()
     assert model.splits_head
     torch.testing.assert_close(row_weights.tolist(), [float(w) for w in weights])
@@ -306,11 +287,11 @@ def test_keytoken_loss_equals_the_formula_value_and_gradient(model_type, alpha):
         [loss, row_losses], [expected, torch.stack(losses).detach()], rtol=1e-9, atol=0
     )
     expected_grads = {name: parameter.grad for name, parameter in lm.named_parameters()}
-    torch.testing.assert_close(found, expected_grads, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere"])
-def test_a_head_with_scaled_or_capped_logits_is_noticed_and_used_whole(model_type):
+def test_a_model_with_scaled_or_capped_logits_keeps_its_own_head(model_type):
     with pytest.warns(UserWarning, match="computed from all the logits"):
         model = CausalLMLoss(small_model(model_type))
     input_ids = torch.randint(V, (3, T))
@@ -325,17 +306,18 @@ def test_a_head_with_scaled_or_capped_logits_is_noticed_and_used_whole(model_typ
 def test_a_causal_model_trains_an_edited_loss_and_is_evaluated_by_cross_entropy(model_type):
     lm = small_model(model_type).double()
     model, plain = CausalLMLoss(lm, smoothed), CausalLMLoss(lm)
-    model.splits_head = plain.splits_head = model_type != "cohere"  # which is in float32 inside
+    model.splits_head = plain.splits_head = model_type != "cohere"  # Cohere scales its logits in float32
     batch, row_weights = {"input_ids": torch.randint(V, (5, T))}, torch.rand(5).double()
     loss, row_losses = model(batch, row_weights)
     loss.backward()
-    found = gradients(lm)
+    grads = gradients(lm)
     lm.zero_grad()
     logits, targets = lm(batch["input_ids"]).logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
-    own = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1).view(5, -1).mean(1)
-    expected = (row_weights * (own + 1e-2 * logits.logsumexp(1).square().view(5, -1).mean(1))).mean()
+    token_losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+    token_losses = token_losses + 1e-2 * logits.logsumexp(1).square()
+    expected = (row_weights * token_losses.view(5, -1).mean(1)).mean()
     expected.backward()
-    torch.testing.assert_close([loss.double(), found], [expected, gradients(lm)], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close([loss.double(), grads], [expected, gradients(lm)], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(row_losses.double(), plain(batch)[1].double(), rtol=1e-5, atol=0)
     assert all(map(torch.equal, model.eval()(batch, row_weights), plain(batch, row_weights)))
 
@@ -343,16 +325,13 @@ def test_a_causal_model_trains_an_edited_loss_and_is_evaluated_by_cross_entropy(
 @pytest.mark.parametrize("name", ["roberta", "distilbert"])
 @pytest.mark.filterwarnings("ignore:.*computed from all the logits")
 def test_a_masked_model_trains_an_edited_loss_and_is_evaluated_by_cross_entropy(name):
-    settings = SMALL | {"pad_token_id": 1}
-    if name == "distilbert":
-        settings = {"vocab_size": V, "dim": D, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}
-    lm = small_model(name, AutoModelForMaskedLM, **settings)
+    lm = masked_model(name)
     model, plain = MaskedLMLoss(lm, smoothed), MaskedLMLoss(lm)
     assert model.splits_head == (name == "roberta")
     batch = masked_batch()
     loss = model(batch)["loss_sums"][0]
     loss.backward()
-    found = gradients(lm)
+    grads = gradients(lm)
     lm.zero_grad()
     labels = full_labels(batch)
     predicted = labels != -100
@@ -361,8 +340,8 @@ def test_a_masked_model_trains_an_edited_loss_and_is_evaluated_by_cross_entropy(
     expected = expected + 1e-2 * logits.logsumexp(1).square().sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    largest = max(grad.abs().max().item() for grad in found.values())
-    torch.testing.assert_close(found, gradients(lm), rtol=1e-5, atol=1e-6 * largest)
+    largest = max(grad.abs().max().item() for grad in grads.values())
+    torch.testing.assert_close(grads, gradients(lm), rtol=1e-5, atol=1e-6 * largest)
     evaluated = plain.eval()(batch)
     assert evaluated["rows"][:, 1].tolist() == predicted.sum(1).tolist()
     torch.testing.assert_close(model.eval()(batch), evaluated, rtol=0, atol=0)
@@ -377,7 +356,7 @@ def test_a_masked_model_trains_an_edited_loss_and_is_evaluated_by_cross_entropy(
         pytest.param("llama", False, True, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type, split, compiled):
+def test_documents_with_separate_positions_do_not_attend_to_each_other(model_type, split, compiled):
     torch._dynamo.reset()
     lm = small_model(model_type).double()
     model = CausalLMLoss(lm)
@@ -390,27 +369,17 @@ def test_documents_with_positions_of_their_own_do_not_see_each_other(model_type,
         logits = [torch.cat([lm(part[None]).logits[0] for part in ids.split(row)])[:-1] for ids, row in rows]
         return torch.stack([F.cross_entropy(x, ids[1:]) for x, (ids, _) in zip(logits, rows, strict=True)])
 
-    close = {"rtol": 1e-9, "atol": 0} if split else {"rtol": 1e-6, "atol": 0}  # whole logits become float32
-    apart = one_by_one(list(zip(input_ids, lengths, strict=True)))
-    whole = one_by_one([(ids, [T]) for ids in input_ids])
-    assert not torch.isclose(apart, whole)[1:].any()
-    for _ in range(2):  # either kind of batch leaves no trace for the other
+    close = {"rtol": 1e-9, "atol": 0} if split else {"rtol": 1e-6, "atol": 0}  # full logits are float32
+    by_document = one_by_one(list(zip(input_ids, lengths, strict=True)))
+    by_row = one_by_one([(ids, [T]) for ids in input_ids])
+    assert not torch.isclose(by_document, by_row)[1:].any()
+    for _ in range(2):  # neither kind of batch affects the other
         separate = {"input_ids": input_ids, "position_ids": positions}
-        found = call(separate)[1], call({"input_ids": input_ids})[1]
-        torch.testing.assert_close(torch.stack(found).double(), torch.stack([apart, whole]).detach(), **close)
-        logits = lm(**separate, use_cache=False).logits  # another caller
+        row_losses = [call(separate)[1].double(), call({"input_ids": input_ids})[1].double()]
+        torch.testing.assert_close(row_losses, [by_document.detach(), by_row.detach()], **close)
+        logits = lm(**separate, use_cache=False).logits  # transformers' own forward
         losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), input_ids[:, 1:], reduction="none")
-        torch.testing.assert_close(losses.mean(1), apart)
-
-
-def test_a_forward_that_fails_leaves_transformers_as_it_was():
-    lm = small_model("gpt2")
-    model = CausalLMLoss(lm)
-    input_ids, positions = torch.randint(V, (1, T)), torch.arange(T)[None] % 8
-    expected = lm(input_ids=input_ids, position_ids=positions).logits
-    with pytest.raises(IndexError):
-        model({"input_ids": torch.full((1, T), V)})
-    assert torch.equal(lm(input_ids=input_ids, position_ids=positions).logits, expected)
+        torch.testing.assert_close(losses.mean(1), by_document)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -421,13 +390,13 @@ def test_an_attention_mask_reaches_the_model(split):
     input_ids, mask = torch.randint(V, (2, T)), (torch.arange(T) >= torch.tensor([[0], [6]])).long()
     logits = lm(input_ids=input_ids, attention_mask=mask).logits[:, :-1]
     expected = F.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:], reduction="none").mean(1)
-    found = model({"input_ids": input_ids, "attention_mask": mask})[1]
-    torch.testing.assert_close(found, expected)
-    assert not torch.isclose(found, model({"input_ids": input_ids})[1])[1]
+    row_losses = model({"input_ids": input_ids, "attention_mask": mask})[1]
+    torch.testing.assert_close(row_losses, expected)
+    assert not torch.isclose(row_losses, model({"input_ids": input_ids})[1])[1]
 
 
 class WithLateBias(GPT2LMHeadModel):
-    """New, it does what GPT-2 does: the parameters of its own change nothing yet."""
+    """GPT-2 with a bias of the logits that starts at zero."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -439,7 +408,7 @@ class WithLateBias(GPT2LMHeadModel):
         return out
 
 
-def test_a_part_of_the_head_that_does_nothing_yet_is_noticed_and_trained():
+def test_a_parameter_of_the_head_that_is_still_zero_is_trained():
     lm = WithLateBias(AutoConfig.for_model("gpt2", **GPT2))
     before, random = copy.deepcopy(lm.state_dict()), torch.get_rng_state()
     with pytest.warns(UserWarning, match="computed from all the logits"):
@@ -455,7 +424,8 @@ MASKED = {
     "bert": ("bert", AutoModelForMaskedLM, {"pad_token_id": 0}),
     "modernbert": ("modernbert", AutoModelForMaskedLM, {"pad_token_id": 0, "local_attention": 8}),
     "bert-nsp": ("bert", AutoModelForPreTraining, {"pad_token_id": 0}),
-    "esm": ("esm", AutoModelForMaskedLM, {"pad_token_id": 1, "mask_token_id": 4}),  # a bias beside its head
+    "esm": ("esm", AutoModelForMaskedLM, {"pad_token_id": 1, "mask_token_id": 4}),  # a separate bias
+    "distilbert": ("distilbert", AutoModelForMaskedLM, {"hidden_dim": 32}),  # its head cannot be split off
 }
 
 
@@ -465,7 +435,7 @@ def masked_model(name):
 
 
 def masked_batch(name=None, padded=False, rows=6, slots=5):
-    """For a model of MASKED. padded: with attention mask and token types."""
+    """A batch for a model of MASKED. padded: with attention mask and token types."""
     torch.manual_seed(1)
     input_ids = torch.randint(5, V, (rows, T))
     attention_mask = (torch.arange(T) < torch.randint(12, T + 1, (rows, 1))).long()
@@ -475,7 +445,7 @@ def masked_batch(name=None, padded=False, rows=6, slots=5):
     batch = {"input_ids": input_ids, "slots": positions, "slot_labels": labels, "row": torch.arange(rows)}
     if padded:
         batch |= {"attention_mask": attention_mask}
-    if padded and name not in ("modernbert", "esm"):
+    if padded and name not in ("modernbert", "esm", "distilbert"):
         batch |= {"token_type_ids": (torch.arange(T) > 9).long().repeat(rows, 1)}
     if name == "bert-nsp":
         batch |= {"next_sentence_label": torch.randint(2, (rows,))}
@@ -491,39 +461,40 @@ def gradients(lm):
 
 
 def full_labels(batch):
-    """[B, T], as transformers takes them."""
+    """Labels as transformers takes them, [B, T]."""
     return torch.full_like(batch["input_ids"], -100).scatter(1, batch["slots"], batch["slot_labels"])
 
 
 @pytest.mark.parametrize("name", MASKED)
-def test_sparse_head_equals_transformers_full_head_in_every_gradient(name):
+@pytest.mark.filterwarnings("ignore:.*computed from all the logits")
+def test_masked_loss_and_gradients_equal_transformers_full_head(name):
     lm, batch = masked_model(name), masked_batch(name, padded=True)
     before = copy.deepcopy(lm.state_dict())
-    model = MaskedLMLoss(lm)  # it tries the head
+    model = MaskedLMLoss(lm)  # its trial of the head changes no weight
     assert all(torch.equal(value, before[name]) for name, value in lm.state_dict().items())
     nsp, full = batch.get("next_sentence_label"), full_labels(batch)
     counts = torch.stack([(full != -100).sum(), *([] if nsp is None else [torch.tensor(len(nsp))])])
-    found = model(batch)
-    assert found.keys() == {"loss_sums", "right"}
-    loss, right = (found["loss_sums"] / counts).sum(), found["right"]
+    result = model(batch)
+    assert result.keys() == {"loss_sums", "right"}
+    loss, right = (result["loss_sums"] / counts).sum(), result["right"]
     loss.backward()
-    found = gradients(lm)
+    grads = gradients(lm)
     lm.zero_grad()
     out = lm(**without(batch, "slots", "slot_labels", "row"), labels=full)
     out.loss.backward()
-    assert model.splits_head
+    assert model.splits_head == (name != "distilbert")
     torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=0)
     logits = out.logits if nsp is None else out.prediction_logits
     assert right == (logits.argmax(-1) == full).sum()
     expected = gradients(lm)
-    # The gradient of a key bias is zero but for rounding: hence the tolerance relative to all of them.
+    # The gradient of a key bias is zero up to rounding, so the tolerance is relative to the largest one.
     largest = max(grad.abs().max().item() for grad in expected.values())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-6 * largest)
     assert_rows(model.eval()(batch), out, full, nsp)
 
 
-def assert_rows(found, out, full, nsp):
-    """Of each row what transformers' logits give: losses, predictions, right ones; and of the pairs."""
+def assert_rows(result, out, full, nsp):
+    """Compares summed losses, predictions and correct ones of each row with those of transformers' logits."""
     logits = out.logits if nsp is None else out.prediction_logits
     losses = F.cross_entropy(logits.mT, full, reduction="none").sum(1)
     columns = [losses, (full != -100).sum(1), (logits.argmax(-1) == full).sum(1)]
@@ -532,104 +503,27 @@ def assert_rows(found, out, full, nsp):
         columns += [F.cross_entropy(scores, nsp, reduction="none"), torch.ones_like(nsp)]
         columns += [scores.argmax(1) == nsp]
     expected = torch.stack([column.detach().float() for column in columns], 1)
-    torch.testing.assert_close(found["rows"], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found["loss_sums"], expected[:, ::3].sum(0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(result["rows"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(result["loss_sums"], expected[:, ::3].sum(0), rtol=1e-5, atol=0)
 
 
-def test_a_masked_head_of_another_form_is_used_whole():
-    lm = small_model(
-        "distilbert", AutoModelForMaskedLM, vocab_size=V, dim=D, n_layers=1, n_heads=2, hidden_dim=32
-    )
-    with pytest.warns(UserWarning, match="computed from all the logits"):
-        model = MaskedLMLoss(lm)
-    batch = masked_batch()
-    full = full_labels(batch)
-    out = lm(batch["input_ids"], labels=full)
-    found = model.eval()(batch)
-    torch.testing.assert_close(found["loss_sums"][0] / (full != -100).sum(), out.loss)
-    assert_rows(found, out, full, None)
-
-
-def value_and_gradients(model, lm, input_ids, *weights):
-    lm.zero_grad()
-    loss = model({"input_ids": input_ids, "position": torch.arange(len(input_ids))}, *weights)[0]
-    loss.backward()
-    return loss.detach(), gradients(lm)
-
-
-def test_steps_under_compile_are_one_graph_that_is_made_once():
-    model = CausalLMLoss(small_model("gpt2"))
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    compiled({"input_ids": torch.randint(V, (2, T)), "row": torch.arange(2)}, torch.rand(2))[0].backward()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for step in range(3):
-            batch = {"input_ids": torch.randint(V, (2, T)), "row": torch.arange(2) + step}
-            compiled(batch, torch.rand(2))[0].backward()
-
-
-@pytest.mark.parametrize("regional, token_loss", [
-    (True, None), (True, smoothed), (False, None), pytest.param(False, smoothed, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_compile_changes_neither_value_nor_gradient_nor_names(regional, token_loss):
-    """The backend traces and differentiates as inductor's front half does, without the C++ compiler."""
-    from accelerate.utils import compile_regions
-
+@pytest.mark.parametrize("token_loss", [None, smoothed])
+def test_the_compiled_loss_is_one_graph_with_the_value_and_gradients_of_eager(token_loss):
+    """aot_eager traces and differentiates as inductor does, without the C++ compiler."""
     lm = small_model("gpt2")
     use_one_kernel_gelu(lm)
     model = CausalLMLoss(lm, token_loss)
-    names = set(model.state_dict())
-    assert names == {"lm." + name for name in lm.state_dict()}  # the loss adds nothing to what is saved
-    inputs = torch.randint(V, (16, T)), torch.rand(16)
-    expected = value_and_gradients(model, lm, *inputs)
     torch._dynamo.reset()
-    if regional:
-        compiled = compile_regions(model, backend="aot_eager")
-        assert type(compiled.chunk_softmax).__name__ == "OptimizedModule"
-    else:
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=token_loss is None)
-    torch.testing.assert_close(value_and_gradients(compiled, lm, *inputs), expected, rtol=1e-5, atol=1e-7)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=token_loss is None)
+    for step in range(3):
+        batch = {"input_ids": torch.randint(V, (16, T)), "row": torch.arange(16) + step}
+        weights = torch.rand(16)
+        results = []
+        for loss_model in (model, compiled):
+            lm.zero_grad()
+            with torch._dynamo.config.patch(error_on_recompile=step > 0):
+                loss = loss_model(batch, weights)[0]
+                loss.backward()
+            results.append([loss.detach(), gradients(lm)])
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
-
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "ddp smoothed", "fsdp2 smoothed"])
-def test_two_processes_give_the_gradient_of_one(wrapper):
-    run = forked.run("tests.test_losses", [wrapper], processes=2)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("gradients agree") == 2
-
-
-def two_process_worker(wrapper):
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist.init_process_group("gloo")
-    lm = small_model("gpt2")
-    token_loss = smoothed if "smoothed" in wrapper else None
-    wrapper = wrapper.split()[0]
-    expected_model = CausalLMLoss(copy.deepcopy(lm), token_loss)
-    model = CausalLMLoss(lm, token_loss)
-    torch.manual_seed(0)
-    input_ids, weights = torch.randint(V, (32, T)), torch.rand(32)
-    _, expected = value_and_gradients(expected_model, expected_model.lm, input_ids, weights)
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        mesh = dist.init_device_mesh("cpu", (2,))
-        for block in lm.transformer.h:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    mine = slice(16 * dist.get_rank(), 16 * dist.get_rank() + 16)
-    loss, _ = model({"input_ids": input_ids[mine], "row": torch.arange(16)}, weights[mine])
-    loss.backward()
-    for name, parameter in lm.named_parameters():
-        grad = parameter.grad.full_tensor() if wrapper == "fsdp2" else parameter.grad
-        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7, msg=name)
-    print("gradients agree", flush=True)
-    dist.barrier()
-    os._exit(0)  # gloo's destructor, holding the GIL, may join a thread that waits for the GIL
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    two_process_worker(sys.argv[1])

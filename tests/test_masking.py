@@ -1,4 +1,5 @@
-"""data/masking.py: shares of masked tokens, independence of batching and processes, static shapes."""
+"""Masked tokens: their shares, independence of batch size and processes, static shapes."""
+
 import pickle
 
 import numpy as np
@@ -21,19 +22,11 @@ def make_tokenizer(**special):
 
 
 def make_batch(rows, epoch=0, T=126, seed=0):
-    """Rows of random tokens, about 6 % of them special: the row's content depends on its number alone."""
+    """Rows of random tokens, about 6 % of them special. The content depends on the row's number alone."""
     ids = np.stack([np.random.default_rng([seed, abs(r)]).integers(0, V, T) for r in rows])
     ids[:, ::20] = 2                                                         # </s> between documents
     return {"input_ids": torch.from_numpy(ids), "position": torch.tensor(rows) + epoch * 100,
             "epoch": torch.full((len(rows),), epoch), "row": torch.tensor(rows)}
-
-
-def assert_same(a: dict, b: dict):
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def predicted_slots(batch: dict, row: int) -> set[int]:
-    return set(batch["slots"][row][batch["slot_labels"][row] != -100].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +35,9 @@ def tokenizer():
 
 
 def count(tokenizer, T, n_rows, probability=0.15):
-    """Masked, random, unchanged predictions and eligible tokens, by comparing rows before and after."""
+    """Counts eligible, predicted, masked, random and unchanged tokens by comparing rows before and after."""
     collate, special = MaskTokens(tokenizer, probability, seed=7), torch.tensor(special_ids(tokenizer))
-    total = dict.fromkeys(("eligible", "predicted", "masked", "random", "kept"), 0)
+    total = dict.fromkeys(("eligible", "predicted", "masked", "random", "unchanged"), 0)
     replaced = []
     for start in range(0, n_rows, 256):
         batch = make_batch(list(range(start, min(start + 256, n_rows))), T=T)
@@ -62,21 +55,21 @@ def count(tokenizer, T, n_rows, probability=0.15):
         total["eligible"] += (~torch.isin(before, special)).sum().item()
         total["predicted"] += predicted.sum().item()
         total["masked"] += (a == tokenizer.mask_token_id).sum().item()
-        total["kept"] += (a == b).sum().item()
+        total["unchanged"] += (a == b).sum().item()
         changed = a[(a != b) & (a != tokenizer.mask_token_id)]
         total["random"] += len(changed)
         replaced.append(changed)
     return total, torch.cat(replaced)
 
 
-def test_shares_over_a_million_tokens(tokenizer):
+def test_shares_of_masked_random_and_unchanged_tokens_over_a_million_tokens(tokenizer):
     total, replaced = count(tokenizer, T=126, n_rows=8600)
     assert total["eligible"] > 1_000_000
-    share = {name: 100 * total[name] / total["predicted"] for name in ("masked", "random", "kept")}
+    share = {name: 100 * total[name] / total["predicted"] for name in ("masked", "random", "unchanged")}
     assert abs(100 * total["predicted"] / total["eligible"] - 15) < 0.2
-    for name, expected in (("masked", 80), ("random", 10), ("kept", 10)):
+    for name, expected in (("masked", 80), ("random", 10), ("unchanged", 10)):
         assert abs(share[name] - expected) < 0.5, name
-    # Random replacements: never special, every ordinary token reached, no token drawn suspiciously often.
+    # Random replacements are never special, reach every ordinary token and are uniform.
     frequency = torch.bincount(replaced, minlength=V)
     special = torch.tensor(special_ids(tokenizer))
     assert frequency[special].sum() == 0
@@ -88,33 +81,33 @@ def test_shares_over_a_million_tokens(tokenizer):
 
 
 @pytest.mark.parametrize("T", [10, 25, 33])
-def test_share_of_short_rows_is_not_rounded_away(tokenizer, T):
+def test_the_masked_share_of_short_rows_is_exact_on_average(tokenizer, T):
     total, _ = count(tokenizer, T=T, n_rows=20000)
     assert abs(100 * total["predicted"] / total["eligible"] - 15) < 0.3
 
 
 def test_masks_depend_on_seed_epoch_and_row_alone(tokenizer):
     collate = MaskTokens(tokenizer, seed=3)
-    whole = collate(make_batch(list(range(12)), epoch=2))
-    # Two processes with interleaved rows, other batch sizes and orders, a pickled copy (as workers get).
+    masked = collate(make_batch(list(range(12)), epoch=2))
+    # Rows of two processes, other batch sizes and orders, a pickled copy (as data loader workers have).
     copy = pickle.loads(pickle.dumps(collate))
     for rows in ([0, 2, 4, 6], [1, 3, 5], [11, 7]):
         part = copy(make_batch(rows, epoch=2))
         for name, value in part.items():
-            assert torch.equal(value, whole[name][rows]), name
+            assert torch.equal(value, masked[name][rows]), name
     torch.manual_seed(99)
     np.random.seed(99)
-    assert torch.equal(collate(make_batch(list(range(12)), epoch=2))["slots"], whole["slots"])
+    assert torch.equal(collate(make_batch(list(range(12)), epoch=2))["slots"], masked["slots"])
     for other in (collate(make_batch(list(range(12)), epoch=3)),
                   MaskTokens(tokenizer, seed=4)(make_batch(list(range(12)), epoch=2))):
-        same = (other["slots"] == whole["slots"]).float().mean()
+        same = (other["slots"] == masked["slots"]).float().mean()
         assert same < 0.1
 
 
 def test_shapes_are_static_and_padding_has_no_predictions(tokenizer):
     collate = MaskTokens(tokenizer)
     batch = make_batch([0, 1, 2, -1])
-    batch["input_ids"][1] = tokenizer.pad_token_id                           # nothing to predict
+    batch["input_ids"][1] = tokenizer.pad_token_id                           # no eligible token
     batch["input_ids"][2] = 500                                              # everything may be predicted
     out = collate(batch)
     assert out["slots"].shape == out["slot_labels"].shape == (4, 19)         # ceil(0.15 * 126)
@@ -126,38 +119,7 @@ def test_shapes_are_static_and_padding_has_no_predictions(tokenizer):
     assert "attention_mask" not in out
 
 
-def test_pairs_keep_their_form_and_padding_is_never_masked(tokenizer):
-    batch = make_batch([0, 1])
-    batch["attention_mask"] = (torch.arange(126) < torch.tensor([[126], [40]])).long()
-    batch["token_type_ids"] = (torch.arange(126) > 60).long().expand(2, -1)
-    batch["next_sentence_label"] = torch.tensor([0, 1])
-    out = MaskTokens(tokenizer)(batch)
-    assert out["input_ids"].shape == (2, 126)
-    assert (out["slots"][1][out["slot_labels"][1] != -100] < 40).all()
-    for name in ("attention_mask", "token_type_ids", "next_sentence_label"):
-        assert torch.equal(out[name], batch[name])
-
-
-class WholeWords(MaskTokens):
-    """Words are runs of four tokens: all of a word have the draw of its first one."""
-
-    def order(self, ids, draws):
-        return np.repeat(draws[:, ::4], 4, axis=1)[:, : ids.shape[1]]
-
-
-def test_a_subclass_may_mask_whole_words(tokenizer):
-    batch = make_batch(list(range(64)))
-    whole, single = (kind(tokenizer, 0.15, seed=3)(batch) for kind in (WholeWords, MaskTokens))
-    assert torch.equal((whole["slot_labels"] != -100).sum(1), (single["slot_labels"] != -100).sum(1))
-    special = torch.isin(batch["input_ids"], torch.tensor(special_ids(tokenizer)))
-    for row in range(64):
-        chosen = {slot - 1 for slot in predicted_slots(whole, row)}
-        words = {slot // 4 for slot in chosen}
-        complete = [{t for t in range(4 * w, min(4 * w + 4, 126)) if not special[row, t]} for w in words]
-        assert sum(not tokens <= chosen for tokens in complete) <= 1, "only the last word may be cut"
-
-
-def test_ids_with_gaps_are_masked_and_drawn():
+def test_random_tokens_are_existing_ids_of_a_vocabulary_with_gaps():
     words = [*dict.fromkeys(SPECIAL.values())] + [f"w{i}" for i in range(9)]
     ids = {word: i for i, word in enumerate(words)} | {"far": 70_000}
     gappy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(ids, "<unk>")), **SPECIAL)
@@ -168,11 +130,3 @@ def test_ids_with_gaps_are_masked_and_drawn():
     masked = out["input_ids"][:, 1:-1]
     changed = set(masked[(masked != before) & (masked != gappy.mask_token_id)].tolist())
     assert 70_000 in changed and changed <= set(ids.values()), "random tokens are ones that exist"
-
-
-def test_no_masks_without_the_tokens_for_it():
-    with pytest.raises(ValueError, match="mask_token, cls_token, sep_token"):
-        MaskTokens(make_tokenizer(unk_token="<unk>", pad_token="<pad>"))
-    for probability in (0, 1, 1.5, -0.1):
-        with pytest.raises(ValueError, match="mlm_probability"):
-            MaskTokens(make_tokenizer(**SPECIAL), probability)

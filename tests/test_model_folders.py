@@ -1,4 +1,4 @@
-"""Folders with a model that cannot be used as they are: told in a message."""
+"""Damaged or unsuitable model folders are refused in one message."""
 
 import json
 import random
@@ -20,8 +20,8 @@ T = 16
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A model and its tokenizer as a run leaves them."""
+def model_folder(tmp_path_factory):
+    """A model and its tokenizer as a run saves them."""
     folder = tmp_path_factory.mktemp("whole")
     torch.manual_seed(0)
     build("causal", "gpt2", GPT2, T).save_pretrained(folder)
@@ -29,9 +29,9 @@ def whole(tmp_path_factory):
     return folder
 
 
-def changed(whole, folder, change):
-    """A copy of the folder whose weights are those that `change` makes of them."""
-    shutil.copytree(whole, folder)
+def changed(model_folder, folder, change):
+    """Copies the folder with its weights changed by `change`."""
+    shutil.copytree(model_folder, folder)
     weights = load_file(folder / "model.safetensors")
     save_file(change(weights), folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -56,29 +56,30 @@ def built(folder):
     ],
     ids=["other names", "a block is missing", "another shape"],
 )  # fmt: skip
-def test_weights_that_do_not_fit_are_refused_and_the_first_are_named(whole, tmp_path, change, said):
-    folder = changed(whole, tmp_path / "other", change)
+def test_weights_that_do_not_fit_the_model_are_refused_by_name(model_folder, tmp_path, change, said):
+    folder = changed(model_folder, tmp_path / "other", change)
     (problem,) = problems_of(folder)
     assert problem.startswith(f"model_name_or_path, '{folder}': ") and said in problem
     with pytest.raises(ValueError, match="weights do not fit"):
         built(folder)
 
 
-def test_weights_that_are_not_finite_are_refused(whole, tmp_path):
+def test_weights_that_are_not_finite_are_refused(model_folder, tmp_path):
     nan = torch.full((32,), float("nan"))
-    folder = changed(whole, tmp_path / "nan", lambda w: w | {"transformer.ln_f.bias": nan})
+    folder = changed(model_folder, tmp_path / "nan", lambda w: w | {"transformer.ln_f.bias": nan})
     with pytest.raises(ValueError, match="transformer.ln_f.bias is not finite"):
         built(folder)
 
 
-def test_weights_that_are_not_needed_are_told(whole, tmp_path, capsys):
-    folder = changed(whole, tmp_path / "more", lambda w: w | {"cls.seq_relationship.bias": torch.zeros(2)})
+def test_unneeded_weights_are_left_out_and_named(model_folder, tmp_path, capsys):
+    unneeded = {"cls.seq_relationship.bias": torch.zeros(2)}
+    folder = changed(model_folder, tmp_path / "more", lambda w: w | unneeded)
     assert problems_of(folder) == []
     built(folder)
     assert "1 are not needed and left out: cls.seq_relationship.bias" in capsys.readouterr().out
 
 
-def test_a_script_evaluates_weights_or_says_that_they_do_not_fit(tmp_path):
+def test_a_script_evaluates_weights_or_refuses_those_that_do_not_fit(tmp_path):
     corpus, run = write_corpus(tmp_path / "corpus.jsonl", 20), tmp_path / "run"
     flags = {**TINY, "dataset_name": corpus, "cache_dir": tmp_path / "cache", "output_dir": run,
              "max_train_steps": 3, "save_steps": 3}  # fmt: skip
@@ -95,15 +96,15 @@ def test_a_script_evaluates_weights_or_says_that_they_do_not_fit(tmp_path):
     assert results[1][0] == 2 and "loss" not in done.stdout and "do not fit the model" in done.stderr
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/args.json").touch()
-    for setting in ("model_name_or_path", "tokenizer_name"):  # the Hub is not asked, not even its cache
+    for setting in ("model_name_or_path", "tokenizer_name"):  # a path: neither the Hub nor its cache is asked
         wrong = {"output_dir": "new", "dataset_name": corpus, setting: "runs/b"}
         online = environment(HF_HUB_OFFLINE="0")
         done = forked.run(str(PROJECT / "train_clm.py"), wrong, folder=tmp_path, env=online)
         assert done.returncode == 2 and "there is no such folder" in done.stderr and "http" not in done.stderr
 
 
-def test_a_head_that_only_the_configuration_ties_is_trained_as_transformers_loads_it(tmp_path):
-    """And generation_config.json, which neither samples nor saves may depend on, ends no run."""
+def test_a_head_tied_by_the_configuration_alone_is_trained_as_transformers_loads_it(tmp_path):
+    """An odd generation_config.json stops neither samples nor saves."""
     model, run = tmp_path / "model", tmp_path / "run"
     torch.manual_seed(0)
     data = write_corpus(tmp_path / "c.jsonl", 9)
@@ -136,10 +137,10 @@ CODE = "open({!r}, 'w').write('ran')\nfrom transformers import GPT2Config as Own
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])
-def test_code_in_a_model_folder_is_never_run(whole, tmp_path, what):
-    """Nor is anybody asked whether it may."""
+def test_code_in_a_model_folder_is_never_run(model_folder, tmp_path, what):
+    """The user is not asked whether to trust it either."""
     folder, mark = tmp_path / "model", tmp_path / "mark"
-    shutil.copytree(whole, folder)
+    shutil.copytree(model_folder, folder)
     (folder / "own.py").write_text(CODE.format(str(mark)))
     if what == "tokenizer":
         settings = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}
@@ -161,47 +162,41 @@ def test_code_in_a_model_folder_is_never_run(whole, tmp_path, what):
     assert not mark.exists() and "Traceback" not in log.read_text()
 
 
-def damage(folder, random):
-    """Changes one file of the folder; what it did, to be told."""
+def damage(folder, random) -> str:
+    """Changes one file of the folder; returns a description of the change."""
     file = random.choice(sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]))
     content = file.read_bytes()
-    how = random.choice(["byte", "cut", "empty", "gone", "swapped", "type", "type", "type"])
-    if how == "byte":
-        place = random.randrange(len(content))
-        file.write_bytes(content[:place] + bytes([random.randrange(256)]) + content[place + 1 :])
-    elif how == "cut":
-        file.write_bytes(content[: random.randrange(len(content))])
-    elif how == "empty":
-        file.write_bytes(b"")
-    elif how == "gone":
+    kind = random.choice(["byte", "cut", "empty", "missing", "swapped", "type", "type", "type"])
+    place = random.randrange(len(content))
+    if kind == "missing":
         file.unlink()
+    elif kind in ("byte", "cut", "empty"):
+        byte = content[:place] + bytes([random.randrange(256)]) + content[place + 1 :]
+        file.write_bytes({"byte": byte, "cut": content[:place], "empty": b""}[kind])
     elif file.suffix == ".safetensors":
         weights = load_file(file)
-        one, other = random.sample(sorted(weights), 2)
-        swapped = {one: weights[other], other: weights[one]}
-        weights |= swapped if how == "swapped" else {one: weights[one].int()}
+        first, second = random.sample(sorted(weights), 2)
+        swapped = {first: weights[second], second: weights[first]}
+        weights |= swapped if kind == "swapped" else {first: weights[first].int()}
         save_file(weights, file, {"format": "pt"})
+    elif kind == "swapped":
+        file.write_text(json.dumps(random.choice([[json.loads(content)], "text", 3, None])))
     else:
         value = json.loads(content)
-        inside = [part for part in [value, *value.values()] if isinstance(part, dict) and part]
-        part = random.choice(inside)
+        part = random.choice([part for part in [value, *value.values()] if isinstance(part, dict) and part])
         name = random.choice(sorted(part))
-        other = random.choice([[], {}, "two", None, 1.5, -1, 10**12, True, [{}], {"a": 1}])
-        if how == "swapped":
-            value = random.choice([[value], "text", 3, None])
-        else:
-            part[name] = other
-        how += f" {name}: {other}"
+        part[name] = random.choice([[], {}, "two", None, 1.5, -1, 10**12, True, [{}], {"a": 1}])
+        kind += f" {name}: {part[name]}"
         file.write_text(json.dumps(value))
-    return f"{file.name}: {how}"
+    return f"{file.name}: {kind}"
 
 
-def test_a_hundred_damaged_model_folders_end_in_a_message_or_load(whole, tmp_path):
-    """Nothing but a ValueError of this project's, whatever a file holds."""
+def test_a_hundred_damaged_model_folders_load_or_end_in_one_message(model_folder, tmp_path):
+    """The message is a ValueError of this project, not an exception of a library."""
     refused = 0
     for seed in range(100):
         folder = tmp_path / str(seed)
-        shutil.copytree(whole, folder)
+        shutil.copytree(model_folder, folder)
         what = damage(folder, random.Random(seed))
         try:
             problems = problems_of(folder)

@@ -1,5 +1,4 @@
-"""Muon on the hidden layers' matrices, AdamW on the rest, against torch.optim.Muon and torch.optim.AdamW."""
-
+"""Muon for hidden matrices and AdamW for the rest, compared with torch.optim.Muon and torch.optim.AdamW."""
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def optimizer_of(weights):
 
 
 def polar_express(update, *_):
-    """arXiv 2505.16932 for one matrix, in float32."""
+    """Polar Express (arXiv 2505.16932) for one matrix, in float32."""
     x = update.T if len(update) > update.shape[1] else update
     x = x / (x.norm() * 1.02)
     for a, b, c in muon.COEFFICIENTS:
@@ -36,48 +35,48 @@ def polar_express(update, *_):
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 24])
-def test_it_is_torchs_muon_with_better_iterations_and_rows_of_one_size(at_once, monkeypatch):
-    """torch iterates matrix after matrix; NorMuon's rule (arXiv 2510.05491) is written out."""
+def test_muon_is_torchs_muon_with_polar_express_and_normuon(at_once, monkeypatch):
+    """torch iterates one matrix at a time; NorMuon (arXiv 2510.05491) is written out here."""
     monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", polar_express)
     monkeypatch.setitem(muon.PRECISION, "cpu", torch.float32)
     monkeypatch.setattr(muon, "AT_ONCE", at_once)
     monkeypatch.setattr(muon, "WARM_UP", 5)
-    mine, theirs = parameters(), parameters()
-    ours = optimizer_of(mine)
+    weights, reference = parameters(), parameters()
+    ours = optimizer_of(weights)
     steps = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     matrices = torch.optim.Muon(steps, 1.0, weight_decay=0, adjust_lr_fn="match_rms_adamw")
-    others = torch.optim.AdamW(theirs[-1:], 0.01, fused=True)
+    others = torch.optim.AdamW(reference[-1:], 0.01, fused=True)
     squares = [torch.full((shape[0], 1), 1 / max(shape)) for shape in SHAPES]
     for seed in range(10):
         torch.manual_seed(seed)
-        for a, b in zip(mine, theirs, strict=True):
+        for a, b in zip(weights, reference, strict=True):
             a.grad = torch.randn_like(a) * torch.arange(1, len(a) + 1).view(-1, *[1] * (a.ndim - 1))
             b.grad = a.grad.clone()
-        for step, b in zip(steps, theirs, strict=False):
+        for step, b in zip(steps, reference, strict=False):
             step.data.zero_()
             step.grad = b.grad
         matrices.param_groups[0]["momentum"] = 0.85 + 0.1 * min(seed / 5, 1)
         for optimizer in (ours, matrices, others):
             optimizer.step()
-        for i, (b, step) in enumerate(zip(theirs, steps, strict=False)):
+        for i, (b, step) in enumerate(zip(reference, steps, strict=False)):
             update = -step.data / (0.2 * max(step.shape) ** 0.5)
             squares[i] = 0.95 * squares[i] + 0.05 * update.square().mean(1, keepdim=True)
             b.data = b.data * (1 - 0.01 * 0.1) - 0.01 * 0.2 * update / squares[i].sqrt()
-        for a, b in zip(mine, theirs, strict=True):
+        for a, b in zip(weights, reference, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
 
-def test_singular_values_come_near_one_and_vectors_stay():
+def test_orthogonalization_keeps_singular_vectors_and_brings_values_near_one():
     torch.manual_seed(0)
     matrices = torch.randn(3, 20, 50)
     u, s, v = torch.linalg.svd(orthogonalize(matrices), full_matrices=False)
     assert 0.85 < s.min() and s.max() < 1.15
     vectors, _ = torch.linalg.qr(torch.randn(20, 20))
-    small = torch.logspace(-2.6, 0, 20) * vectors  # singular values of very different sizes
+    small = torch.logspace(-2.6, 0, 20) * vectors  # singular values from 0.0025 to 1
     s = torch.linalg.svdvals(orthogonalize(small[None]))
     assert 0.8 < s.min() and s.max() < 1.2
     u0, _, v0 = torch.linalg.svd(matrices, full_matrices=False)
-    alike = (u0.mT @ orthogonalize(matrices) @ v0.mT).abs()  # diagonal, if the vectors are the same
+    alike = (u0.mT @ orthogonalize(matrices) @ v0.mT).abs()  # diagonal if the vectors are equal
     assert (alike - torch.diag_embed(alike.diagonal(dim1=1, dim2=2))).max() < 1e-3
     s = torch.linalg.svdvals(orthogonalize(matrices.bfloat16()).float())
     assert 0.8 < s.min() and s.max() < 1.2
@@ -88,14 +87,15 @@ def test_singular_values_come_near_one_and_vectors_stay():
 @pytest.mark.parametrize("kind, sizes", [
     ("gpt2", dict(n_layer=2, n_embd=32, n_head=2)),
     ("llama", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
-    ("llama", dict(num_hidden_layers=2, hidden_size=100, intermediate_size=48, num_attention_heads=2)),  # V
+    # The hidden size equals the vocabulary size.
+    ("llama", dict(num_hidden_layers=2, hidden_size=100, intermediate_size=48, num_attention_heads=2)),
     ("roberta", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
     ("modernbert", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2)),
     ("mixtral", dict(num_hidden_layers=2, hidden_size=32, intermediate_size=48, num_attention_heads=2,
                      num_key_value_heads=2, num_local_experts=3)),
     ("mamba", dict(num_hidden_layers=2, hidden_size=32, state_size=4)),
 ])
-def test_every_matrix_of_the_hidden_layers_and_nothing_else(kind, sizes):
+def test_muon_gets_every_hidden_matrix_and_nothing_else(kind, sizes):
     config = AutoConfig.for_model(kind, vocab_size=100, pad_token_id=1, bos_token_id=0, eos_token_id=2,
                                   cls_token_id=0, sep_token_id=2, **sizes)
     masked = kind in ("roberta", "modernbert")
@@ -126,8 +126,8 @@ train_clm.main()
 """
 
 
-def test_four_processes_that_share_the_iteration_have_the_losses_of_one(tmp_path):
-    """Of 30 steps, with the iteration in float32."""
+def test_four_processes_sharing_muon_have_the_losses_of_one(tmp_path):
+    """For 30 steps, with the iteration in float32."""
     flags = TINY | {
         "dataset_name": write_corpus(tmp_path / "c.jsonl"), "cache_dir": tmp_path / "cache",
         "optimizer_type": "muon", "max_train_steps": 30, "save_steps": 30, "eval_steps": 30,

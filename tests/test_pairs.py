@@ -1,4 +1,4 @@
-"""data/pairs.py: sentences, pairs of both labels, rows on disk."""
+"""Sentence pairs for next-sentence prediction: sentence splitting, pairs of both labels, prepared rows."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ WORDS = "the of and to in is for on with as by at from that which this it are wa
 
 
 def write_documents(path, n=40, sentences=(2, 30), seed=0):
-    """A .jsonl of documents whose sentences tell document and number: "D7 s3 of the and to ... ." """
+    """Writes n documents whose sentences begin with their numbers, such as "D7 s3 of the and to ... ." """
     rng = random.Random(seed)
     with open(path, "w") as file:
         for d in range(n):
@@ -47,7 +47,7 @@ def test_sentences_end_where_a_reader_ends_them():
         "He met Mr. J. Smith .", 'It is " H. gammarus " , he said .', "Costs 3 @.@ 5 !",
     ]  # fmt: skip
     assert split_sentences("Is it (e.g. this one?) Yes. It is") == ["Is it (e.g. this one?)", "Yes.", "It is"]
-    # A heading is a sentence; so is each paragraph at least; a hard-wrapped line goes on.
+    # Headings and paragraphs end a sentence, line breaks within a paragraph do not.
     assert split_sentences(" = Title = \n\nOne line\ngoes on. Two\nThree") == [
         "= Title =", "One line goes on.", "Two", "Three",
     ]  # fmt: skip
@@ -58,11 +58,11 @@ def test_sentences_end_where_a_reader_ends_them():
 
 
 def pairs_of(folder, *names, **changes):
-    how = dict(next_sentence=True, algorithm="unigram", model_type="bert", block_size=64)
-    return load(folder, *names, **{**how, **changes})
+    usual = dict(next_sentence=True, algorithm="unigram", model_type="bert", block_size=64)
+    return load(folder, *names, **{**usual, **changes})
 
 
-def test_what_is_evaluated_on_is_not_trained_on(tokenizer, tmp_path):
+def test_evaluation_documents_are_never_trained_on(tokenizer, tmp_path):
     lines = open(write_documents(tmp_path / "all.jsonl")).readlines()
     (tmp_path / "some.jsonl").write_text("".join(lines[:15]))
     names = dict(tokenizer_name=tokenizer, eval_dataset_name=[str(tmp_path / "some.jsonl")])
@@ -72,22 +72,8 @@ def test_what_is_evaluated_on_is_not_trained_on(tokenizer, tmp_path):
     assert any(f" d{d} s" in row for row in rows for d in range(15, 40)) and len(evals[""])
 
 
-def test_truncation_takes_from_the_longer_side_token_by_token():
-    for len_a in range(1, 14):
-        for len_b in range(1, 14):
-            a, b = np.arange(len_a), np.arange(100, 100 + len_b)
-            expected_a, expected_b = list(a), list(b)
-            while len(expected_a) + len(expected_b) > 9:
-                if len(expected_a) > len(expected_b):
-                    expected_a.pop(0)  # A keeps its end and B its beginning: they still meet
-                else:
-                    expected_b.pop()
-            [pair] = PairBuilder(room=9, seed=0).cut([a, b])
-            assert (list(pair.a), list(pair.b)) == (expected_a, expected_b)
-
-
 def numbered(lengths):
-    """Documents of sentences of these lengths. A token's id is its number: it tells where it comes from."""
+    """Documents with sentences of these lengths. Token ids count up, so that an id shows its origin."""
     count = itertools.count()
     return [[np.array(list(itertools.islice(count, n))) for n in document] for document in lengths]
 
@@ -98,7 +84,7 @@ def random_lengths(n, sentences, words, seed=1):
 
 
 @pytest.mark.parametrize("sentences, words", [((1, 4), (3, 20)), ((5, 60), (3, 60)), ((2, 12), (50, 300))])
-def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
+def test_half_of_the_pairs_follow_each_other_and_labels_say_which(sentences, words):
     documents = numbered(random_lengths(300, sentences, words))
     document_of = np.concatenate([np.full(sum(map(len, d)), i) for i, d in enumerate(documents)])
     builder = PairBuilder(room=125, seed=0)
@@ -109,7 +95,7 @@ def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
         assert (b[0] == a[-1] + 1) if label == 0 else (document_of[b[0]] != document_of[a[0]])
     labels = [label for _, _, label in pairs]
     assert abs(2 * sum(labels) - len(labels)) <= 2
-    # Every token is used once, whatever the label, or counted among what was not.
+    # Every token is in one pair, or dropped and counted, or still waiting.
     used = np.concatenate([side for a, b, _ in pairs for side in (a, b)])
     assert len(np.unique(used)) == len(used)
     assert len(used) + builder.dropped + left_over(builder) == len(document_of)
@@ -117,25 +103,12 @@ def test_pairs_are_what_their_label_says_and_half_of_each(sentences, words):
 
 
 def left_over(builder) -> int:
-    """Tokens of the pairs that wait."""
+    """Number of tokens of the pairs that wait for a partner."""
     return sum(len(pair.a) + len(pair.b) for pair in builder.waiting)
 
 
-def test_chunks_of_a_long_document_wait_for_others():
-    """Nothing is paired with its own document while others may come."""
-    book, *tales = numbered([[10] * 200] + [[10] * 20] * 30)
-    builder = PairBuilder(room=20, seed=0)
-    assert list(builder.pairs([book])) == [] and left_over(builder) == 2000
-    rows = list(builder.pairs(tales[:5]))  # 10 chunks each
-    assert 1000 <= left_over(builder) == 3000 - 20 * len(rows) < 1400
-    assert {pair.document for pair in builder.waiting} == {1}
-    assert all(a[0] < 2000 or b[0] < 2000 or a[0] // 200 != b[0] // 200 for a, b, label in rows if label == 1)
-    assert {a[0] < 2000 for a, _, _ in builder.pairs(tales[5:])} == {True, False}
-    assert left_over(builder) == 0
-
-
 @pytest.mark.parametrize("tales", [0, 3])
-def test_a_long_document_at_the_end_is_paired_with_itself_where_chunks_do_not_touch(tales):
+def test_a_last_long_document_is_paired_with_its_own_distant_chunks(tales):
     documents = numbered([[10] * 2000] + [[10] * 20] * tales)
     builder = PairBuilder(room=60, seed=0)
     rows = [*builder.pairs(documents), *builder.rest()]
@@ -148,7 +121,7 @@ def test_a_long_document_at_the_end_is_paired_with_itself_where_chunks_do_not_to
 
 
 def surface(pairs, lengths, room):
-    """What can be seen of the rows without reading them, and more (places): float64 [n, features], labels."""
+    """Lengths, positions and cuts of the pairs: features float64 [n, features] and labels [n]."""
     starts, ends, places, document_ends, n = set(), set(), [], set(), 0
     for document in lengths:
         places += [i / sum(document) for i in range(sum(document))]
@@ -164,7 +137,7 @@ def surface(pairs, lengths, room):
 
 
 def accuracy_on_the_other_half(x, y):
-    """Of a logistic regression on features and their products, trained on half of the rows."""
+    """Accuracy of a logistic regression on features and their products, trained on half of the rows."""
     i, j = torch.triu_indices(x.shape[1], x.shape[1])
     x = (x - x.mean(0)) / (x.std(0) + 1e-9)
     x = torch.cat([x, x[:, i] * x[:, j], torch.ones(len(x), 1)], 1)
@@ -189,18 +162,18 @@ def real_lengths(corpus):
 
 @pytest.mark.parametrize("room", [61, 125])
 @pytest.mark.parametrize("corpus", ["installed-docs", "articles"])
-def test_the_surface_does_not_give_the_label_away(corpus, room):
-    """4,000 pairs of real sentences (a token a word here), or of long articles such as WikiText's."""
+def test_lengths_and_cuts_say_nothing_about_the_label(corpus, room):
+    """On 4,000 pairs of real sentences (each word is a token), or of long articles such as WikiText's."""
     lengths = random_lengths(180, (60, 180), (3, 50)) if corpus == "articles" else real_lengths(corpus)
-    found = []
+    accuracies = []
     for seed in range(3):
         pairs = list(PairBuilder(room, seed).pairs(numbered(lengths)))
         random.Random(seed).shuffle(pairs)
         x, y = surface(pairs[:4000], lengths, room)
-        assert len(x) == 4000 or corpus == "installed-docs" and len(x) > 2000  # of few packages
-        assert abs(y[x[:, 0] == 0].mean() - 0.5) < 0.05  # of rows whose A starts in mid-sentence
-        found.append(accuracy_on_the_other_half(x, y))
-    assert sum(found) / 3 <= 0.53, found
+        assert len(x) == 4000 or corpus == "installed-docs" and len(x) > 2000  # few packages are installed
+        assert abs(y[x[:, 0] == 0].mean() - 0.5) < 0.05  # pairs whose A starts in mid-sentence
+        accuracies.append(accuracy_on_the_other_half(x, y))
+    assert sum(accuracies) / 3 <= 0.53, accuracies
 
 
 def test_rows_are_pairs_with_their_masks(tmp_path, tokenizer):
@@ -218,24 +191,24 @@ def test_rows_are_pairs_with_their_masks(tmp_path, tokenizer):
             assert batch["token_type_ids"][i].tolist() == of_b
     labels = all_columns(rows)["next_sentence_label"]
     assert abs(2 * sum(labels) - len(labels)) <= 2
-    for split, found in (("train", rows), ("eval", evals[""])):
-        for ids in all_ids(found):
+    for split, split_rows in (("train", rows), ("eval", evals[""])):
+        for ids in all_ids(split_rows):
             documents[split] |= {word for word in known.decode(ids).split() if word.startswith("D")}
     assert documents["eval"] and not documents["train"] & documents["eval"]
     mask = MaskTokens(known, 0.15, 0)
     *_, last = eval_loader(evals[""], args, mask)
     filled = last["row"] < 0
-    if filled.any():  # never counted, and attention is not empty
+    if filled.any():  # padding rows: not counted, attention not empty
         assert (last["next_sentence_label"][filled] == -100).all() and last["attention_mask"][filled].all()
     batch = next(iter(train_loader(rows, args, collate=mask)))
     for slots, slot_labels, row in zip(batch["slots"], batch["slot_labels"], batch["row"], strict=True):
-        whole = all_ids(rows)[row].copy()
+        unmasked = all_ids(rows)[row].copy()
         hidden = slot_labels != -100
-        assert (whole[slots[hidden]] == slot_labels[hidden].numpy()).all() and hidden.any()
-        assert not {*whole[slots[hidden]].tolist()} & {*known.all_special_ids}
+        assert (unmasked[slots[hidden]] == slot_labels[hidden].numpy()).all() and hidden.any()
+        assert not {*unmasked[slots[hidden]].tolist()} & {*known.all_special_ids}
 
 
-def test_label_0_means_that_b_follows_as_in_transformers():
+def test_label_0_means_that_b_follows_a_as_in_transformers():
     text = " ".join(BertForPreTraining.forward.__doc__.split())
     assert "0 indicates sequence B is a continuation of sequence A" in text
     assert "1 indicates sequence B is a random sequence" in text
@@ -262,7 +235,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet", "jsonl", "left", "no mask", "labels"])
-def test_pairs_of_others_are_read_rightly(form, tmp_path, tokenizer):
+def test_converted_pairs_are_those_of_the_file(form, tmp_path, tokenizer):
     row = {**ROW}
     if form == "left":
         row |= {name: [0, 0, *values[:6]] for name, values in ROW.items() if name != "next_sentence_label"}
@@ -271,21 +244,22 @@ def test_pairs_of_others_are_read_rightly(form, tmp_path, tokenizer):
     if form == "labels":
         row["labels"] = [row.pop("next_sentence_label")]
     rows = [row] * 12
-    made, name = datasets.Dataset.from_list(rows), str(tmp_path / f"pairs.{form}")
+    dataset, name = datasets.Dataset.from_list(rows), str(tmp_path / f"pairs.{form}")
     if form == "parquet":
-        made.to_parquet(name)
+        dataset.to_parquet(name)
     elif form == "jsonl":
-        made.to_json(name)
+        dataset.to_json(name)
     else:
-        datasets.DatasetDict(train=made, test=made).save_to_disk(name)
+        datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(name)
     assert exit_status(convert.main, [name, tmp_path / "out", "--tokenizer_name", tokenizer]) == 0
     evaluated = [write_documents(tmp_path / "a.jsonl")]
-    _, found, _ = pairs_of(tmp_path, tmp_path / "out", block_size=8, eval_dataset_name=evaluated)
-    assert all_columns(found) | {name: [value] * 12 for name, value in ROW.items()} == all_columns(found)
+    _, converted_rows, _ = pairs_of(tmp_path, tmp_path / "out", block_size=8, eval_dataset_name=evaluated)
+    columns = all_columns(converted_rows)
+    assert columns | {name: [value] * 12 for name, value in ROW.items()} == columns
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_wrong_pairs_of_others_are_refused(change, message, tmp_path, tokenizer, capsys):
+def test_invalid_pairs_are_refused(change, message, tmp_path, tokenizer, capsys):
     rows = [ROW] * 1100 + [ROW | change]
     datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "pairs"))
     words = [tmp_path / "pairs", tmp_path / "out", "--tokenizer_name", tokenizer]

@@ -1,4 +1,4 @@
-"""data.prepare: the same bytes whatever happens, with any number of workers; and the tokenizers it uses."""
+"""data.prepare writes the same bytes after kills and with any number of workers; its tokenizers."""
 
 import hashlib
 import json
@@ -19,6 +19,7 @@ from data.tokens.encode import Encoder
 from data.tokens.tokenizer import load_tokenizer
 from tests import forked
 from tests.data_runs import (
+    all_ids,
     exit_status,
     files_of,
     load,
@@ -35,7 +36,7 @@ KILLS = int(os.environ.get("KILLS", "30"))  # moments at which the preparation i
 
 
 def command(source, folder, tokenizer, **settings) -> list[str]:
-    """Arguments for small shards, of about 9 kB of text."""
+    """Returns arguments for small shards: about 9 kB of text each."""
     usual = {"dataset_name": source, "output_dir": folder, "shard_mb": 0.004096, "validation_fraction": 0.05}
     return [
         str(word)
@@ -53,8 +54,8 @@ def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_of_few_documents_exactly_the_fraction_is_held_out_in_any_order(tmp_path, tokenizer):
-    """The reference: keyed BLAKE2 of each text, sorted. The defaults of training and data.prepare agree."""
+def test_a_small_corpus_holds_out_exactly_the_fraction_in_any_order(tmp_path, tokenizer):
+    """Reference: the texts with the lowest keyed BLAKE2. Training and data.prepare have the same defaults."""
     for n, expected in ((21, 2), (113, 6), (344, 18), (999, 50)):
         texts = make_texts(n, seed=n, words=20)
         place = {text: hashlib.blake2b(text.encode(), digest_size=8, key=b"validation").digest()[::-1]
@@ -72,13 +73,13 @@ def test_of_few_documents_exactly_the_fraction_is_held_out_in_any_order(tmp_path
             assert tokens_of(cached, "validation").tolist() == ids
 
 
-def test_killed_at_random_moments_the_same_command_ends_with_the_same_bytes(tmp_path, tokenizer):
+def test_preparation_resumed_after_sigkill_is_byte_identical(tmp_path, tokenizer):
     source, rng = write_jsonl(tmp_path / "texts.jsonl", make_texts(4000)), random.Random(time.time_ns())
     assert run(source, tmp_path / "whole", tokenizer, shard_mb=0.05) == 0
     words, log = command(source, tmp_path / "killed", tokenizer, shard_mb=0.05), tmp_path / "log"
     shards, codes = len(files_of(tmp_path / "whole")) - 6, []
     for i in range(KILLS):
-        target = round(shards * (i + rng.random()) / KILLS * 0.95)  # so many are there, and a few ms more
+        target = round(shards * (i + rng.random()) / KILLS * 0.95)  # kill soon after
         process = forked.start(PROJECT, "data.prepare", words, log)
         while process.is_alive() and len(list((tmp_path / "killed").glob("*.npy"))) < target:
             time.sleep(0.005)
@@ -87,13 +88,13 @@ def test_killed_at_random_moments_the_same_command_ends_with_the_same_bytes(tmp_
         process.join()
         codes.append(process.exitcode)
     for newest in sorted((tmp_path / "killed" / "progress").glob("*.npz"))[-1:]:
-        newest.rename(f"{newest}.tmp")  # as after a kill between its writing and its renaming
+        newest.rename(f"{newest}.tmp")  # as if killed before it was renamed
     forked.finish([forked.start(PROJECT, "data.prepare", words, log)], log)
     assert codes.count(-signal.SIGKILL) > KILLS // 2, codes
     assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
 
 
-def test_any_number_of_workers_makes_the_same_bytes(tmp_path, tokenizer):
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(2000))
     for workers in (1, 2, 3, 8):
         done = forked.run(
@@ -105,38 +106,38 @@ def test_any_number_of_workers_makes_the_same_bytes(tmp_path, tokenizer):
         assert files_of(tmp_path / str(workers)) == files_of(tmp_path / "1")
 
 
-def test_training_on_shards_is_training_on_the_text(tmp_path, tokenizer):
-    """All of its splits; what is evaluated on is not trained on; whatever the size of the shards."""
+def test_prepared_shards_give_the_rows_of_all_splits(tmp_path, tokenizer):
+    """Documents of the validation split are not trained on. The size of the shards changes nothing."""
     texts = make_texts(150)
     (tmp_path / "source").mkdir()
-    for name, some in (("train", texts[:100]), ("valid", texts[90:120]), ("test", texts[115:])):
-        write_jsonl(tmp_path / "source" / f"{name}.jsonl", some)
-    found = []
+    for name, documents in (("train", texts[:100]), ("valid", texts[90:120]), ("test", texts[115:])):
+        write_jsonl(tmp_path / "source" / f"{name}.jsonl", documents)
+    splits = []
     for name, size in (("a", 0.004), ("b", 1)):
         assert run(tmp_path / "source", tmp_path / name, tokenizer, shard_mb=size) == 0
         assert manifest_of(tmp_path / name)["accounting"]["train"]["evaluated"] == 10
         assert manifest_of(tmp_path / name)["accounting"]["validation"]["read"] == 30
-        found.append(
+        splits.append(
             [tokens_of(tmp_path / name, split).tolist() for split in ("train", "validation", "test")]
         )
         _, rows, evals = load(tmp_path, tmp_path / name)  # with its tokenizer
-        ids = rows.columns(np.arange(len(rows)), np.zeros(len(rows)))["input_ids"].ravel().tolist()
-        assert ids == found[-1][0][: len(ids)] and len(ids) > len(found[-1][0]) - 16
-        assert len(evals[""]) == len(found[-1][1]) // 16 and 0 < evals[""].bytes_per_token < 9
-    assert found[0] == found[1]
+        ids = all_ids(rows).ravel().tolist()
+        assert ids == splits[-1][0][: len(ids)] and len(ids) > len(splits[-1][0]) - 16
+        assert len(evals[""]) == len(splits[-1][1]) // 16 and 0 < evals[""].bytes_per_token < 9
+    assert splits[0] == splits[1]
 
 
-def test_a_damaged_shard_is_told_and_the_folder_made_again_whole(tmp_path, tokenizer, capsys):
+def test_a_damaged_shard_is_named_and_prepared_again(tmp_path, tokenizer, capsys):
     source, folder = write_jsonl(tmp_path / "a.jsonl", make_texts(100)), tmp_path / "shards"
     assert run(source, folder, tokenizer) == 0
-    whole, path = files_of(folder), sorted(folder.glob("train-*.npy"))[1]
+    undamaged, path = files_of(folder), sorted(folder.glob("train-*.npy"))[1]
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"{path} has a wrong checksum. Copy it again, or delete"):
         load(tmp_path, folder)
     assert run(source, folder, tokenizer) == 0
-    assert f"{path} has a wrong checksum" in capsys.readouterr().out and files_of(folder) == whole
+    assert f"{path} has a wrong checksum" in capsys.readouterr().out and files_of(folder) == undamaged
     assert run(source, folder, tokenizer) == 0 and "data " not in capsys.readouterr().out
     assert run(source, folder, tokenizer, validation_fraction=0.1) == 2
     assert "other settings" in capsys.readouterr().err
@@ -145,7 +146,7 @@ def test_a_damaged_shard_is_told_and_the_folder_made_again_whole(tmp_path, token
 
 
 @pytest.mark.parametrize(("setting", "value"), [("keywords", ["nope"]), ("text_column", "nope")])
-def test_settings_of_text_are_refused_where_there_are_shards_alone(setting, value, tmp_path, tokenizer):
+def test_settings_for_text_are_refused_for_shards(setting, value, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(100))
     assert run(source, tmp_path / "shards", tokenizer) == 0
     with pytest.raises(ValueError, match=f"{setting}: for text, and .*shards holds tokens: leave it out"):
@@ -153,7 +154,7 @@ def test_settings_of_text_are_refused_where_there_are_shards_alone(setting, valu
 
 
 @pytest.mark.parametrize("name", ["/etc/hostname", "../a.npy", "train-../a.npy", 7])
-def test_a_manifest_that_names_files_elsewhere_is_refused(name, tmp_path, tokenizer):
+def test_a_manifest_that_names_files_outside_its_folder_is_refused(name, tmp_path, tokenizer):
     folder = tmp_path / "shards"
     assert run(write_jsonl(tmp_path / "a.jsonl", make_texts(100)), folder, tokenizer) == 0
     manifest = manifest_of(folder)
@@ -163,8 +164,8 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(name, tmp_path, tokeni
         load(tmp_path, folder)
 
 
-def test_remote_shards_are_copied_once_and_checked(tmp_path, tokenizer):
-    """From a memory file system; a damaged one is named."""
+def test_remote_shards_are_copied_once_and_verified(tmp_path, tokenizer):
+    """From fsspec's memory file system."""
     import fsspec
 
     folder, memory = tmp_path / "shards", fsspec.filesystem("memory")
@@ -175,19 +176,16 @@ def test_remote_shards_are_copied_once_and_checked(tmp_path, tokenizer):
     saved = memory.cat("/bucket/tokens/train-00000-00001.npy")
     memory.pipe("/bucket/tokens/train-00000-00001.npy", b"damage")
     assert load(tmp_path, "memory://bucket/tokens")[1].fingerprint == local.fingerprint  # the copy
-    whole = memory.cat("/bucket/tokens/train-00000-00000.npy")
+    content = memory.cat("/bucket/tokens/train-00000-00000.npy")
     (path,) = (path for path in tmp_path.glob("cache/shards-*/train-00000-00000.npy"))
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     memory.pipe("/bucket/tokens/train-00000-00001.npy", saved)
     assert load(tmp_path, "memory://bucket/tokens")[1].fingerprint == local.fingerprint
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
     memory.pipe("/bucket/tokens/train-00000-00001.npy", b"damage")
     with pytest.raises(ValueError, match="train-00000-00001.npy is missing or has another size"):
         load(tmp_path / "other", "memory://bucket/tokens")
     memory.rm("/bucket", recursive=True)
-
-
-# ---- Tokenizers
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
@@ -197,7 +195,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 @pytest.mark.parametrize(("algorithm", "model_type"), [
     ("unigram", "roberta"), ("unigram", "gpt2"), ("bpe", "gpt2"), ("bpe", "roberta"), ("unigram", "bert"),
 ])  # fmt: skip
-def test_special_tokens_that_are_spelled_out_stay_text(algorithm, model_type, tmp_path):
+def test_special_tokens_spelled_out_in_a_text_stay_text(algorithm, model_type, tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, algorithm=algorithm, model_type=model_type))
     text = "a word " + " ".join(tokenizer.all_special_tokens) + " and more"
     ids = ids_of(tokenizer, text)
@@ -205,35 +203,23 @@ def test_special_tokens_that_are_spelled_out_stay_text(algorithm, model_type, tm
     assert not special & {*ids[:-1]} and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id)
 
 
-def test_documents_begin_as_the_tokenizer_begins_them(tmp_path):
-    """As Llama's does, with <s>; the pipeline will."""
-    folder = save_tokenizer(tmp_path / "plain")
-    backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
-    backend.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    backend.save(f"{folder}/tokenizer.json")
-    tokenizer = load_tokenizer(folder)
-    assert ids_of(tokenizer, "a word") == tokenizer("a word")["input_ids"] + [0]
-    _, rows, _ = load(tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(30)), tokenizer_name=folder)
-    stream = rows.columns(np.arange(len(rows)), np.zeros(len(rows)))["input_ids"].ravel()
-    assert stream[0] == 0 and (stream == 0).sum() > 40  # two for each document
-
-
-@pytest.mark.parametrize("ends", ["<|endoftext|>", "<|endoftext|> <|endoftext|>"])
-def test_a_tokenizer_that_ends_documents_itself_begins_them_too(ends, tmp_path):
-    """As Llama's does with add_eos_token; the end is written once."""
+@pytest.mark.parametrize("template", ["b $A", "b $A <|endoftext|>", "b $A <|endoftext|> <|endoftext|>"])
+def test_documents_get_the_bos_of_their_tokenizer_and_one_eos(template, tmp_path):
+    """Llama's tokenizer adds <s>, with add_eos_token also the end."""
     folder = save_tokenizer(tmp_path / "plain")
     backend = Tokenizer.from_file(f"{folder}/tokenizer.json")
     special = [("b", begin := backend.token_to_id("b")), ("<|endoftext|>", 0)]
-    backend.post_processor = TemplateProcessing(single=f"b $A {ends}", special_tokens=special)
+    backend.post_processor = TemplateProcessing(single=template, special_tokens=special)
     backend.save(f"{folder}/tokenizer.json")
     tokenizer = load_tokenizer(folder)
     bare = tokenizer("a word", add_special_tokens=False)["input_ids"]
     assert ids_of(tokenizer, "a word") == [begin, *bare, 0]
+    _, rows, _ = load(tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(30)), tokenizer_name=folder)
+    stream = all_ids(rows).ravel()
+    assert stream[0] == begin and (stream[1:][stream[:-1] == 0] == begin).all() and (stream == 0).sum() > 20
 
 
-def test_a_tokenizer_that_does_not_know_the_text_is_refused_or_told(tmp_path, capsys):
+def test_a_tokenizer_that_loses_characters_is_refused_or_reported(tmp_path, capsys):
     folder = save_tokenizer(tmp_path / "words", algorithm="unigram", model_type="bert")
     english = make_texts(60)
     greek = [" ".join(chr(0x3B1 + ord(c) - 97) for c in text if c.islower()) for text in english]
@@ -248,7 +234,7 @@ def test_a_tokenizer_that_does_not_know_the_text_is_refused_or_told(tmp_path, ca
     assert "loses" not in capsys.readouterr().out
 
 
-def test_the_column_that_is_no_text_is_named(tmp_path):
+def test_a_column_that_holds_no_text_is_named(tmp_path):
     for name, row, message in (
         ("list", {"text": ["a"]}, "column text: list"),
         ("number", {"text": 7}, "column text: int"),
@@ -262,7 +248,7 @@ def test_the_column_that_is_no_text_is_named(tmp_path):
     assert open_corpus(Source(str(tmp_path / "other.jsonl"))).text_column == "text"
 
 
-def test_a_text_of_one_long_word_trains_a_tokenizer_at_once(tmp_path):
+def test_a_text_of_one_long_word_trains_a_tokenizer_quickly(tmp_path):
     rng = random.Random(0)
     (tmp_path / "dna.txt").write_text("".join(rng.choices("ACGT", k=1_000_000)))
     words = ["--dataset_name", tmp_path / "dna.txt", "--vocab_size", 600, "--output_dir", tmp_path / "out"]

@@ -1,4 +1,4 @@
-"""The presets against their sources, setting by setting; and one flag more than none is enough."""
+"""Presets have the settings and model sizes of their sources, and train on a Hub."""
 
 import io
 import json
@@ -15,13 +15,11 @@ from data.tokens.tokenizer import train_tokenizer
 from tests import forked
 from tests.hub_data import publish, put_data
 from tests.hub_server import HubServer
-from tests.runs import PROJECT, metrics, write_corpus
-from tests.runs import TINY as SMALL_RUN
+from tests.runs import PROJECT, metrics
 from utils.flags import parse_args
 from utils.learning.configuration import MODEL_CLASSES, configure, parse_overrides
-from utils.settings import check_settings
 
-# What each source says, in our names; sizes are those of the models that they make.
+# The settings of each source by our names.
 COURSE = {  # Hugging Face course, chapter 7.6, its loop with Accelerate
     "dataset_name": ["huggingface-course/codeparrot-ds-train"], "keywords": [],
     "eval_dataset_name": ["huggingface-course/codeparrot-ds-valid"],
@@ -50,8 +48,7 @@ AMD = {  # "Pre-training BERT using Hugging Face & PyTorch on an AMD GPU": its c
     "lr_scheduler_type": "linear", "num_warmup_steps": 0, "num_train_epochs": 200, "max_train_steps": 0,
     "max_grad_norm": 1.0, "eval_steps": 0, "save_steps": 0, "max_eval_samples": 0,
 }  # fmt: skip
-KINDS = {train_clm: "causal", train_mlm: "masked"}
-# preset -> script, source, what differs (its reason stands at the preset), vocabulary, kind, parameters
+# preset: script, source, settings that differ (the preset says why), vocabulary, kind, millions of parameters
 TABLE = {
     "codeparrot": (train_clm, COURSE, set(), 50_000, "causal", 124.2),
     "wikitext-roberta": (train_mlm, KERAS, set(), 25_000, "masked", 105.3),
@@ -62,31 +59,25 @@ TABLE = {
 
 
 @pytest.mark.parametrize("preset", TABLE)
-def test_a_preset_says_what_its_source_says(preset):
-    script, source, differs, *_ = TABLE[preset]
-    args = vars(parse_args(script.TrainArgs, script.PRESETS, argv=["--preset", preset]))
-    assert {name for name, value in source.items() if args[name] != value} == differs
-
-
-@pytest.mark.parametrize("preset", TABLE)
-def test_its_model_has_the_sources_size(preset):
-    """Built without memory: positions and vocabulary as in the source; codeparrot is 124.2 M."""
-    script, _, _, vocab_size, kind, millions = TABLE[preset]
+def test_a_preset_has_the_settings_and_the_model_size_of_its_source(preset):
+    """The model is built without memory, with positions and vocabulary as in the source."""
+    script, source, differs, vocab_size, kind, millions = TABLE[preset]
     args = parse_args(script.TrainArgs, script.PRESETS, argv=["--preset", preset])
+    assert {name for name, value in source.items() if getattr(args, name) != value} == differs
     config = AutoConfig.for_model(args.model_type)
     chosen = parse_overrides(config, args.config_overrides)
     positions = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    chosen.setdefault(positions, args.block_size + 2)  # RoBERTa's, counted from its pad id
+    chosen.setdefault(positions, args.block_size + 2)  # RoBERTa's start after its pad id
     with torch.device("meta"):
-        given = {"vocab_size": vocab_size, "pad_token_id": 0, **chosen}
-        config = AutoConfig.for_model(args.model_type, **given)
+        sizes = {"vocab_size": vocab_size, "pad_token_id": 0, **chosen}
+        config = AutoConfig.for_model(args.model_type, **sizes)
         model = MODEL_CLASSES[kind].from_config(config)
     assert config.max_position_embeddings >= 512
     assert round(model.num_parameters() / 1e6, 1) == millions
 
 
-def test_the_roberta_preset_is_roberta_base_but_for_its_vocabulary():
-    """What config.json of FacebookAI/roberta-base on the Hub says."""
+def test_the_roberta_preset_is_roberta_base_with_another_vocabulary():
+    """The reference is config.json of FacebookAI/roberta-base on the Hub."""
     hub = dict(
         attention_probs_dropout_prob=0.1, hidden_act="gelu", hidden_dropout_prob=0.1, hidden_size=768,
         initializer_range=0.02, intermediate_size=3072, layer_norm_eps=1e-5, max_position_embeddings=514,
@@ -100,16 +91,7 @@ def test_the_roberta_preset_is_roberta_base_but_for_its_vocabulary():
     assert hub.items() <= config.to_dict().items()
 
 
-@pytest.mark.parametrize("script", [train_clm, train_mlm], ids=["clm", "mlm"])
-@pytest.mark.parametrize("line", ["--max_train_steps 12", "--eval_steps 0 --save_steps 0"])
-def test_one_setting_may_be_given_alone(script, line, tmp_path):
-    """The first things that are tried. tests/test_saved_models.py trains with the first line."""
-    words = [*line.split(), "--output_dir", str(tmp_path)]
-    args = parse_args(script.TrainArgs, script.PRESETS, argv=words)
-    check_settings(args, KINDS[script])
-
-
-def test_the_hour_and_the_gpt2_preset_are_the_default_with_another_shape():
+def test_hour_and_gpt2_differ_from_the_default_in_shape_only():
     default, hour, gpt2 = (vars(parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv=line))
                            for line in ([], ["--preset", "hour"], ["--preset", "gpt2"]))  # fmt: skip
     shape = {"preset", "output_dir", "config_overrides"}
@@ -124,8 +106,6 @@ def test_the_hour_and_the_gpt2_preset_are_the_default_with_another_shape():
         sizes.append(model.num_parameters())
     assert abs(sizes[0] - sizes[2]) < 5e4
 
-
-# ---- Each preset on a Hub with what it names
 
 SIZE = "num_hidden_layers=1,hidden_size=32,num_attention_heads=2"
 TINY = {
@@ -143,8 +123,8 @@ def hub(tmp_path_factory, hub_port, _home):
 
 
 def started(hub, script, folder, **flags) -> tuple[dict, set]:
-    """Trains three steps and evaluates. Returns how many documents it has read of {split: documents}, and the
-    parquet files of data sets that it has asked for."""
+    """Trains three steps and evaluates. Returns ({split: documents that were read}, parquet files that were
+    requested)."""
     flags |= {"output_dir": folder / "run", "cache_dir": folder / "cache", "vocab_size": 600}
     hub.log.clear()
     done = forked.run(f"{script.__name__}.py", TINY | flags, env=hub.env() | {"OMP_NUM_THREADS": "1"})
@@ -152,26 +132,27 @@ def started(hub, script, folder, **flags) -> tuple[dict, set]:
     lines = metrics(folder / "run")
     assert lines[-1]["step"] == 3 and "loss/eval" in lines[-1]
     manifests = [json.loads(path.read_text()) for path in folder.glob("cache/*-*/manifest.json")]
-    read = {split: found["read"] for made in manifests for split, found in made["accounting"].items()}
+    read = {split: counts["read"] for manifest in manifests
+            for split, counts in manifest["accounting"].items()}  # fmt: skip
     return read, {*re.findall(r"/resolve/[^/]+/(\S+\.parquet)", " ".join(entry["line"] for entry in hub.log))}
 
 
 SCRIPTS = {name: script for script in (train_clm, train_mlm) for name in script.PRESETS}
-ON_THE_HUB = {  # what each trains on and evaluates; streams only have files
+ON_THE_HUB = {  # documents of each split, or the folder of requested files
     "codeparrot": {"train": 90, "validation": 30}, "gpt2-124m": "sample/10BT/",
     "wikitext-roberta": {"train": 50, "validation": 10}, "wikitext-bert-nsp": {"train": 50, "validation": 10},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", ON_THE_HUB)
-def test_it_starts_on_the_hub_and_evaluates_on_what_it_names(preset, hub, tmp_path):
+def test_a_preset_trains_and_evaluates_on_the_data_sets_that_it_names(preset, hub, tmp_path):
     expected = ON_THE_HUB[preset]
     read, asked = started(hub, SCRIPTS[preset], tmp_path, preset=preset)
     assert read == expected or asked and all(file.startswith(expected) for file in asked)
 
 
-def test_without_a_network_it_takes_what_the_hubs_cache_has(hub, tmp_path):
-    """As docs/data.md says: HF_ENDPOINT names a mirror, which the server here is, HF_HUB_OFFLINE=1 none."""
+def test_offline_a_preset_uses_the_hub_cache(hub, tmp_path):
+    """HF_HUB_OFFLINE=1, after a run with HF_ENDPOINT, as docs/data.md describes both."""
     started(hub, train_clm, tmp_path / "first", preset="codeparrot")
     hub.log.clear()
     flags = {"preset": "codeparrot", "output_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
@@ -198,9 +179,9 @@ def test_a_split_of_the_same_data_set_keeps_its_configuration(preset, split, row
     assert read == {"train": 50, "validation": rows}
 
 
-def test_weights_of_the_hub_are_evaluated_on_another_data_set_of_it(hub, tmp_path):
-    """The command of docs/numbers.md, alone, on two processes, and for a run whose text is gone. The
-    reference is transformers: the mean loss of rows of T tokens of all articles, each ended by EOS."""
+def test_hub_weights_are_evaluated_on_a_hub_data_set(hub, tmp_path):
+    """The command of docs/numbers.md, on one and two processes. The reference is transformers: the mean loss
+    of rows of T tokens of all articles, each ended by EOS."""
     env, T = hub.env() | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}, 32
     for name, entry in hub.commits("openai-community/gpt2")[-1]["files"].items():
         (tmp_path / name).write_bytes(hub.read(entry))
@@ -226,18 +207,10 @@ def test_weights_of_the_hub_are_evaluated_on_another_data_set_of_it(hub, tmp_pat
         record = json.loads(done.stdout.splitlines()[-1])
         assert record["eval_tokens"] == len(rows) * (T - 1)
         assert record["loss/eval"] == pytest.approx(expected, rel=1e-5)
-    text = write_corpus(tmp_path / "text.jsonl")
-    flags = SMALL_RUN | {"dataset_name": text, "keywords": "import", "output_dir": tmp_path / "run"}
-    assert forked.run("train_clm.py", flags, env=env).returncode == 0
-    text.unlink()
-    done = forked.run("train_clm.py", ["--output_dir", tmp_path / "run", *words], env=env)
-    record = json.loads(done.stdout.splitlines()[-1])
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
-    assert record["eval_tokens"] // (T - 1) == sum(len(tokenizer(a)["input_ids"]) + 1 for a in articles) // T
 
 
 @pytest.mark.parametrize("kind", ["pairs", "records"])
-def test_a_data_set_of_token_ids_names_data_convert_which_reads_it(kind, hub, tmp_path):
+def test_a_hub_data_set_of_token_ids_is_read_by_data_convert(kind, hub, tmp_path):
     if kind == "pairs":
         rows = [{"input_ids": [2, i + 5, 3, i + 6, 3], "token_type_ids": [0, 0, 0, 1, 1],
                  "next_sentence_label": i % 2} for i in range(40)]  # fmt: skip
@@ -256,7 +229,7 @@ def test_a_data_set_of_token_ids_names_data_convert_which_reads_it(kind, hub, tm
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_an_evaluation_set_without_a_train_split_is_its_validation_or_its_test(split, hub, tmp_path):
+def test_an_evaluation_set_without_a_train_split_uses_validation_or_test(split, hub, tmp_path):
     name, file = f"ada/only-{split}", f"data/{split}-00000-of-00001.parquet"
     rows = [{"content": f"{i} " * 200} for i in range(7)]
     put_data(hub, name, {"default": {split: file}}, {file: rows})

@@ -1,4 +1,4 @@
-"""The row arithmetic against counting by hand."""
+"""Rows, tokens and epochs of each step, compared with counting by hand."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def args(**changes):
 TWO = SimpleNamespace(num_processes=2)
 
 
-def test_a_constant_batch():
+def test_rows_tokens_and_epochs_of_a_constant_batch():
     steps = Steps(args(), TWO, range(100))
     assert steps.last == 250 // 24
     assert [steps.rows_before(s) for s in (0, 1, 10)] == [0, 24, 240]
@@ -25,8 +25,8 @@ def test_a_constant_batch():
     assert [step for step in range(11) if steps.due(step, 4)] == [0, 4, 8, 10]
 
 
-def test_once_per_epoch_is_at_the_end_of_each_exactly():
-    """24 rows a step of 100: rows 96, 120; 192, 216; ..., where steps per epoch, rounded, would drift."""
+def test_once_per_epoch_means_the_exact_end_of_each_epoch():
+    """A step has 24 of 100 rows: epochs end in steps 5, 9, 13, ... Rounded steps per epoch would drift."""
     steps = Steps(args(num_train_epochs=10), TWO, range(100))
     ends = [step for step in range(1, steps.last) if 24 * step // 100 > 24 * (step - 1) // 100]
     assert [step for step in range(1, steps.last) if steps.due(step, 0)] == ends
@@ -34,8 +34,8 @@ def test_once_per_epoch_is_at_the_end_of_each_exactly():
     assert steps.due(0, 0) and steps.due(steps.last, 0)
 
 
-def test_a_batch_that_grows_is_one_function():
-    """1, 1, 2, 2, 3, 3, ... micro-batches of 8 rows, 10 tokens each: everything follows."""
+def test_rows_and_tokens_follow_a_growing_batch():
+    """1, 1, 2, 2, 3, 3, ... micro-batches of 8 rows with 10 tokens."""
     counts = [1 + step // 2 for step in range(40)]
     steps = Steps(args(), TWO, range(100), lambda step: 1 + step // 2)
     rows = [8 * sum(counts[:step]) for step in range(40)]
@@ -44,7 +44,7 @@ def test_a_batch_that_grows_is_one_function():
     assert steps.last == max(step for step in range(40) if rows[step] <= 250)
 
 
-def test_too_few_rows_are_the_users_mistake():
+def test_fewer_rows_than_one_step_takes_are_refused():
     with pytest.raises(ValueError, match="rows of 10 tokens: it gives 20, and one step takes 24"):
         Steps(args(), TWO, range(20))
     for rows in (20, 0):

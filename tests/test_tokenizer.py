@@ -1,4 +1,4 @@
-"""Trained tokenizers agree with the models built for them, survive saving, and say what they miss."""
+"""Trained tokenizers: special tokens of each model family, reproducibility, errors."""
 
 import itertools
 import json
@@ -9,18 +9,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from data.documents.source import Source, open_corpus
 from data.tokens.encode import split_text
-from data.tokens.tokenizer import (
-    LIKE_ROBERTA,
-    load_tokenizer,
-    sample_texts,
-    train_tokenizer,
-    trained_tokenizer,
-)
+from data.tokens.tokenizer import load_tokenizer, sample_texts, train_tokenizer, trained_tokenizer
 from tests import forked
 from tests.runs import PROJECT
 
@@ -40,22 +33,23 @@ def trained(english):
 
 def test_model_types_of_one_family_share_a_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n\n" * 99)
-    corpus = open_corpus(Source(str(tmp_path / "a.txt")))
-
-    def made(model_type, algorithm="bpe"):
-        options = dict(algorithm=algorithm, model_type=model_type, cache_dir=tmp_path / "cache")
-        return trained_tokenizer([corpus], [1.0], vocab_size=300, **options).name_or_path
-
-    assert made("qwen3") == made("mamba") != made("bert") != made("modernbert") != made("roberta")
+    corpus, options = open_corpus(Source(str(tmp_path / "a.txt"))), {"cache_dir": tmp_path / "cache"}
+    gpt, mamba, bert, modernbert, roberta = (
+        trained_tokenizer(
+            [corpus], [1.0], vocab_size=300, algorithm="bpe", model_type=model_type, **options
+        ).name_or_path
+        for model_type in ("qwen3", "mamba", "bert", "modernbert", "roberta")
+    )
+    assert gpt == mamba != bert != modernbert != roberta
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids="-".join)
-def test_special_ids_are_those_of_the_model_family_also_after_saving(trained, family, tmp_path):
+def test_special_ids_are_those_of_the_model_family_also_after_loading(trained, family, tmp_path):
     tokenizer, (algorithm, model_type) = trained[family], family
     tokenizer.save_pretrained(tmp_path)
     config = AutoConfig.for_model(model_type)
     text, pair = "The first sentence .", "and a second"
-    for beside_a_model in (False, True):  # a config.json beside it makes AutoTokenizer think of another class
+    for beside_a_model in (False, True):  # a config.json may make AutoTokenizer choose another class
         if beside_a_model:
             config.save_pretrained(tmp_path)
         loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -81,10 +75,10 @@ def test_special_ids_are_those_of_the_model_family_also_after_saving(trained, fa
 
 
 @pytest.mark.parametrize("model_type, bos", [("roberta-prelayernorm", "<s>"), ("modernbert", None)])
-def test_any_masked_model_gets_the_tokens_that_masking_needs(english, model_type, bos):
+def test_every_masked_model_type_gets_the_tokens_that_masking_needs(english, model_type, bos):
     tokenizer = train_tokenizer(english[:50], "unigram", 500, model_type)
     assert tokenizer.bos_token == bos and tokenizer.pad_token and tokenizer.cls_token
-    before = tokenizer("It is")["input_ids"][:-1]  # without </s>; the space belongs to the hidden word
+    before = tokenizer("It is")["input_ids"][:-1]  # without </s>; [MASK] includes the space before it
     masked = tokenizer(f"It is {tokenizer.mask_token}.")["input_ids"]
     assert masked[: len(before) + 1] == [*before, tokenizer.mask_token_id]
     takes_types = hasattr(AutoConfig.for_model(model_type), "type_vocab_size")
@@ -101,22 +95,21 @@ def test_byte_level_bpe_round_trips_arbitrary_text(trained):
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_unigram_cuts_at_the_ends_of_lines_and_loses_nothing(trained, english):
-    """Documents join their paragraphs with blank lines; sentencepiece never sees a line's end."""
+def test_unigram_splits_at_line_ends_and_loses_nothing(trained, english):
+    """Unlike sentencepiece's corpora, documents have line ends between their paragraphs."""
     for family in (("unigram", "roberta"), ("unigram", "bert")):
         tokenizer = trained[family]
         glued = [token for token in tokenizer.get_vocab() if "\n" in token and token.strip("\n\u2581")]
         assert not glued and "\n" in tokenizer.get_vocab()
         for text in ["a\n\n b", "\n\nIt is\n", "a  b\n   c\n\n\nd ", *english[:50]]:
-            text = text.replace("``", '"').replace("''", '"').lstrip(" ")  # the normalizer's
+            text = text.replace("``", '"').replace("''", '"').lstrip(" ")  # as the normalizer does
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             if tokenizer.unk_token_id not in ids:
                 assert tokenizer.decode(ids) == text
 
 
 def test_training_gives_the_same_ids_in_every_process(capsys):
-    """The library orders equal scores as a hash map does, which starts elsewhere in each process: in this one
-    and in another."""
+    """The tokenizers library orders equal scores by hash, and hashes differ between processes."""
     code = ("import itertools, hashlib; from data.tokens.tokenizer import train_tokenizer\n"
             "from data.documents.source import Source, open_corpus\n"
             "texts = [row['text'] for row in itertools.islice(open_corpus(Source('installed-docs')), 60)]\n"
@@ -128,7 +121,7 @@ def test_training_gives_the_same_ids_in_every_process(capsys):
     assert len(done.stdout) > 32 and done.stdout == capsys.readouterr().out
 
 
-def test_the_vocabulary_that_was_reached_is_reported(english, capsys):
+def test_a_vocabulary_smaller_than_asked_for_is_reported(english, capsys):
     for algorithm, model_type in USUAL:
         tokenizer = train_tokenizer(english[:1], algorithm, 60_000, model_type)
         assert len(tokenizer) < 60_000
@@ -140,7 +133,7 @@ def test_the_vocabulary_that_was_reached_is_reported(english, capsys):
         load_tokenizer("./nowhere")
 
 
-def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(trained, english):
+def test_a_long_text_in_pieces_has_the_same_tokens(trained, english):
     text = "\n\n".join(english)[:300_000]
     for family in USUAL:
         backend = trained[family].backend_tokenizer
@@ -149,12 +142,12 @@ def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(trained, english):
         assert max(map(len, pieces)) < 2000
         ids = [i for piece in pieces for i in backend.encode(piece, add_special_tokens=False).ids]
         assert ids == backend.encode(text, add_special_tokens=False).ids
-    for hostile in ("x" * 100_000, "x\n" * 50_000, " " * 100_000):  # no place between two words
+    for hostile in ("x" * 100_000, "x\n" * 50_000, " " * 100_000):  # without a place between two words
         pieces = list(split_text(hostile, 1000))
         assert "".join(pieces) == hostile and max(map(len, pieces)) <= 1000 + (1 << 16)
 
 
-def test_the_sample_is_fair_bounded_and_independent_of_the_order():
+def test_the_sample_is_uniform_bounded_and_independent_of_order():
     texts = [f"document {i:06d} " + "x" * 84 for i in range(20_000)]  # 100 bytes each
     sample = sample_texts(iter(texts), 200_000)
     assert len(sample) == 2000 == len(set(sample))
@@ -164,20 +157,7 @@ def test_the_sample_is_fair_bounded_and_independent_of_the_order():
     # the mean of 2000 uniform draws: standard deviation 20000 / sqrt(12 x 2000) = 129
     assert abs(statistics.mean(positions) - 10_000) < 4 * 129
     assert abs(sum(position < 2000 for position in positions) - 200) < 4 * 14
-    assert sample_texts(["y" * 999], 10) == ["y" * 999]  # never nothing
-
-
-def test_roberta_like_special_tokens_go_to_the_models_that_number_positions_after_the_pad_id():
-    """transformers' models are asked whether they do: their position embeddings then have a padding_idx."""
-
-    def after_pad(model_type):
-        config = AutoConfig.for_model(model_type, pad_token_id=0, vocab_size=8)
-        with torch.device("meta"):
-            modules = AutoModelForMaskedLM.from_config(config).named_modules()
-        found = (module for name, module in modules if name.endswith("position_embeddings"))
-        return any(getattr(module, "padding_idx", None) is not None for module in found)
-
-    assert all(map(after_pad, LIKE_ROBERTA)) and not after_pad("bert")
+    assert sample_texts(["y" * 999], 10) == ["y" * 999]  # at least one text
 
 
 def command_line(*arguments):
@@ -200,7 +180,7 @@ def test_a_full_disk_is_one_message(english, tmp_path):
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in english[:20]))
     words = ["--dataset_name", source, "--vocab_size", 600, "--output_dir", tmp_path / "out"]
-    # Files end at 1 KiB there.
+    # ulimit: files may have 1 KiB.
     line = shlex.join([sys.executable, "-m", "data.tokens.tokenizer", *map(str, words)])
     line = ["bash", "-c", f"ulimit -f 1; exec {line}"]
     done = subprocess.run(line, cwd=PROJECT, capture_output=True, text=True)
@@ -208,7 +188,7 @@ def test_a_full_disk_is_one_message(english, tmp_path):
     assert f"output_dir {tmp_path / 'out'} cannot be written" in done.stderr and "room" in done.stderr
 
 
-def test_a_vocabulary_that_is_too_small_for_the_characters_is_to_be_raised():
+def test_a_vocabulary_too_small_for_the_characters_is_refused():
     texts = ["".join(chr(0x4E00 + (7 * i + j) % 6000) for j in range(300)) for i in range(300)]
     with pytest.raises(ValueError, match="raise vocab_size"):
         train_tokenizer(texts, "unigram", 1000, "roberta")

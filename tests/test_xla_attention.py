@@ -1,5 +1,4 @@
-"""Attention on a TPU: what the flash kernel gets and what is done with its result, by plain softmax attention
-in its place. The kernel itself: tests/xla."""
+"""Attention on a TPU: inputs and outputs of the flash kernel, with plain softmax attention in its place."""
 
 import pytest
 import torch
@@ -30,15 +29,16 @@ def softmax_attention(calls):
     ("model_type", "sizes", "tokens", "change", "causal"),
     [
         ("gpt2", dict(attn_pdrop=0), 128, None, [True] * 2),
-        ("llama", dict(num_key_value_heads=2), 256, None, [True] * 2),  # fewer heads of keys
-        ("gemma3_text", GEMMA | dict(layer_types=WINDOWS), 128, None, [True]),  # a scale of its own; a window
+        ("llama", dict(num_key_value_heads=2), 256, None, [True] * 2),  # grouped-query attention
+        # Gemma has its own scale, and sliding windows do not use the kernel.
+        ("gemma3_text", GEMMA | dict(layer_types=WINDOWS), 128, None, [True]),
         ("roberta", dict(attention_probs_dropout_prob=0), 128, None, [False] * 2),
         ("roberta", dict(attention_probs_dropout_prob=0), 128, "padding", []),
         ("roberta", dict(attention_probs_dropout_prob=0.1), 128, "training", []),  # the kernel has no dropout
-        ("llama", dict(num_key_value_heads=2), 130, None, []),  # its blocks are of 128
+        ("llama", dict(num_key_value_heads=2), 130, None, []),  # the kernel's blocks have 128 tokens
     ],
 )  # fmt: skip
-def test_a_kernel_for_whole_rows_gives_sdpas_logits_and_gradients(
+def test_flash_attention_on_xla_gives_the_logits_and_gradients_of_sdpa(
     model_type, sizes, tokens, change, causal, monkeypatch
 ):
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def test_a_kernel_for_whole_rows_gives_sdpas_logits_and_gradients(
     kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="sdpa").train(change == "training")
     with torch.no_grad():
-        for weight in model.parameters():  # as large as a trained one's, or all tokens attend alike
+        for weight in model.parameters():  # as large as in a trained model, or attention is uniform
             weight.mul_(4 if weight.ndim > 1 else 1)
     ids = torch.randint(2, 64, (2, tokens))
     inputs = {"input_ids": ids}

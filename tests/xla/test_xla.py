@@ -1,9 +1,8 @@
-"""The scripts on PyTorch/XLA's CPU device, through accelerate's TPU launcher: the path that a TPU host runs.
+"""The scripts on PyTorch/XLA's CPU device, through accelerate's TPU launcher: the code path of a TPU host.
 
     .venv-tpu/bin/python -m pytest tests/xla      (requirements.txt says how to make that environment)
 
-What a CPU cannot show: several XLA processes (accelerate's world is 1 there) and speed. A TPU's compiler runs
-here too, and the kernel of its attention, interpreted.
+A CPU cannot show speed or several XLA processes (accelerate's world size is 1). A TPU's compiler runs here.
 """
 
 import importlib.util
@@ -26,7 +25,7 @@ if importlib.util.find_spec("torch_xla") is None:
     pytest.skip("torch_xla is not installed: see tests/xla/requirements.txt", allow_module_level=True)
 
 os.environ |= {"PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu"}  # of this process
-# Optimization level 0 compiles five times faster, and computes the same here.
+# Optimization level 0 compiles five times faster and computes the same values.
 XLA = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 CPU = {"USE_TORCH_XLA": "0"}
 FIFTY = {"max_train_steps": 50, "eval_steps": 25, "save_steps": 25, "logging_steps": 5}
@@ -62,7 +61,7 @@ def launch(script, folder: Path, settings: dict, device=XLA, **env) -> subproces
 
 
 def trained(script, workspace, name, device=XLA, env=None, **changes) -> Path:
-    """The output folder of a run that ended well, its standard output in `stdout`; made once per name."""
+    """Returns the output folder of a run, with its output in the file `stdout`. Runs once per name."""
     folder = workspace / f"{Path(script).stem}-{name}"
     if not folder.exists():
         done = launch(script, folder, settings_for(script, workspace, **changes), device, **(env or {}))
@@ -76,21 +75,19 @@ def graphs(stdout: str) -> int:
 
 
 def assert_same_run(a: Path, b: Path, rel: float):
-    """The same numbers at the same steps: losses, learning rates, gradient norms, evaluations."""
+    """Compares losses, learning rates, gradient norms and evaluations at all steps."""
     for x, y in zip(metrics(a), metrics(b), strict=True):
         assert x.keys() == y.keys()
         for key in x:
-            within = 10 * rel if "stderr" in key else rel  # a small difference of large numbers
-            least = rel if "accuracy" in key else None  # of few predictions
+            within = 10 * rel if "stderr" in key else rel  # a difference of large numbers
+            least = rel if "accuracy" in key else None  # few predictions: one more or less
             assert x[key] == pytest.approx(y[key], rel=within, abs=least), (x, y)
 
 
 @both_scripts
-def test_trains_like_the_cpu_with_whole_updates_and_tied_weights(script, workspace):
-    """42 micro-batches, accumulation 2: accelerate's own end-of-data flag, set by a prefetch thread, steps
-    too often for this length. Weights that came untied on the way to the device would leave the head
-    untrained.
-    """
+def test_xla_trains_like_the_cpu_with_accumulation_and_tied_weights(script, workspace):
+    """With 42 micro-batches accelerate's end-of-data flag, which a prefetch thread sets, would cause another
+    step. Weights that are no longer tied on the device would leave the head untrained."""
     changes = {
         "max_train_steps": 21, "gradient_accumulation_steps": 2, "eval_steps": 10, "save_steps": 10,
         "optimizer_type": "adamw",  # Muon iterates in bfloat16, whose rounding differs
@@ -99,14 +96,14 @@ def test_trains_like_the_cpu_with_whole_updates_and_tied_weights(script, workspa
     cpu = trained(script, workspace, "cpu-21", CPU, **changes)
     assert_same_run(xla, cpu, rel=2e-5)
     on_xla, on_cpu = load_file(xla / "model.safetensors"), load_file(cpu / "model.safetensors")
-    assert on_xla.keys() == on_cpu.keys()  # a tied head is not among them
+    assert on_xla.keys() == on_cpu.keys()  # without the tied head
     for name, weight in on_xla.items():
         torch.testing.assert_close(weight, on_cpu[name], rtol=1e-3, atol=5e-5, msg=name)
 
 
 @both_scripts
-def test_no_graph_per_step_evaluation_or_save(script, workspace):
-    """50 steps with two evaluations and saves compile at most 9 graphs, 100 steps the same."""
+def test_the_number_of_graphs_does_not_grow_with_steps(script, workspace):
+    """50 steps with two evaluations and saves compile at most 9 graphs, and 100 steps as many."""
     fifty = graphs((trained(script, workspace, "xla-50", **FIFTY) / "stdout").read_text())
     longer = FIFTY | {"max_train_steps": 100}
     hundred = graphs((trained(script, workspace, "xla-100", **longer) / "stdout").read_text())
@@ -133,7 +130,7 @@ def test_a_resumed_run_is_bit_identical(script, workspace):
 
 @both_scripts
 def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, workspace):
-    """XLA_USE_BF16, accelerate's own way on a TPU, would round every one of them."""
+    """accelerate's own way on a TPU, XLA_USE_BF16, would round all of them."""
     exact = trained(script, workspace, "xla-6")
     autocast = trained(script, workspace, "xla-6-bf16", env={"ACCELERATE_MIXED_PRECISION": "bf16"})
     assert "bfloat16 autocast" in (autocast / "stdout").read_text()
@@ -153,8 +150,8 @@ def test_gradient_checkpointing_changes_no_loss(script, workspace):
 
 
 @both_scripts
-def test_the_host_reads_nothing_between_two_log_lines(script, workspace, tmp_path):
-    """20 steps of two micro-batches each: transfers from the device after each step."""
+def test_no_transfer_from_the_device_between_two_log_lines(script, workspace, tmp_path):
+    """Counts transfers after each of 20 steps with two micro-batches."""
     counting, counts = tmp_path / "counting.py", tmp_path / "counts"
     counting.write_text(
         f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
@@ -175,8 +172,8 @@ def test_the_host_reads_nothing_between_two_log_lines(script, workspace, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_an_update_that_is_not_finite_changes_neither_weights_nor_optimizer(kind):
-    """Also the first one, which makes the optimizer's state; the next ones are as without it."""
+def test_updates_that_are_not_finite_change_neither_weights_nor_optimizer_state(kind):
+    """Neither the first update, which creates the optimizer's state, nor a later one."""
     from accelerate import Accelerator
 
     from utils.devices import sync
@@ -210,36 +207,16 @@ def test_an_update_that_is_not_finite_changes_neither_weights_nor_optimizer(kind
     assert not torch.equal(first[0], second[0]) and not torch.equal(third[0], fourth[0])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_flash_kernel_is_softmax_attention(causal):
-    """Interpreted by jax, called as torch_xla calls it."""
-    import jax.numpy as jnp
-    from jax.experimental.pallas import tpu
-    from jax.experimental.pallas.ops.tpu.flash_attention import _flash_attention_impl
-
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 2, 2, 256, 64).bfloat16()
-    arrays = [jnp.asarray(x.float().numpy(), jnp.bfloat16) for x in (query, key, value)]
-    with tpu.force_tpu_interpret_mode():
-        blocks = 2, 256, 256, 256  # rows, queries, keys in memory, keys at a time
-        result = _flash_attention_impl(*arrays, None, None, False, causal, 64**-0.5, *blocks, False)
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        query.float(), key.float(), value.float(), is_causal=causal
-    )
-    difference = torch.tensor(result.astype(jnp.float32).tolist()) - expected
-    assert difference.abs().max() < 0.03
-
-
 @pytest.mark.parametrize(("script", "optimizer"), [
     ("train_clm.py", "adamw"), ("train_clm.py", "muon"), ("train_mlm.py", "adamw"),
 ])  # fmt: skip
 def test_every_graph_of_a_run_compiles_for_a_tpu(script, optimizer, workspace, tmp_path):
-    """Two layers: of micro-batches, a step, an evaluation, by libtpu for a v5e, with the flash kernel."""
+    """libtpu compiles micro-batch, step and evaluation of two layers for a v5e, with the flash kernel."""
     changes = {"block_size": 128, "gradient_accumulation_steps": 3, "optimizer_type": optimizer}
     settings = settings_for(script, workspace, **changes)
-    own = ("cache_dir", "max_train_steps", "eval_steps", "save_steps", "logging_steps", "prompts",
+    left_out = ("cache_dir", "max_train_steps", "eval_steps", "save_steps", "logging_steps", "prompts",
            "num_warmup_steps", "max_eval_samples", "save_total_limit")  # fmt: skip
-    flags = arguments({name: value for name, value in settings.items() if name not in own})
+    flags = arguments({name: value for name, value in settings.items() if name not in left_out})
     command = [sys.executable, "-m", "tests.benchmarks.tpu", "--plain", "false", "--folder", str(tmp_path)]
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     command += [script, *flags]
@@ -253,7 +230,7 @@ def test_every_graph_of_a_run_compiles_for_a_tpu(script, optimizer, workspace, t
 
 @both_scripts
 def test_an_error_in_the_data_ends_the_run(script, workspace, tmp_path):
-    """On XLA it dies in the prefetch thread, which says why, and the batches just end."""
+    """On XLA it ends the prefetch thread, and to the loop it looks like the end of the batches."""
     broken = tmp_path / "broken.py"
     broken.write_text(
         f"import sys\nsys.path.insert(0, {str(PROJECT)!r})\nimport {Path(script).stem} as script\n"
