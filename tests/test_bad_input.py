@@ -123,7 +123,7 @@ ROWS = [[part.strip() for part in row.split(" | ")] for row in TABLE.splitlines(
 
 
 @pytest.fixture(scope="module")
-def around(tmp_path_factory):
+def parent(tmp_path_factory):
     """The parent folder of the rows' folders, with the files that rows name."""
     folder = tmp_path_factory.mktemp("around")
     (folder / "corpus.jsonl").write_text('{"content": "import os"}\n' * 3)
@@ -145,20 +145,20 @@ def around(tmp_path_factory):
     return folder
 
 
-def left_in(folder):
+def list_files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "home" not in path.parts)
 
 
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{what} {flags}"[:60] for what, flags, _ in ROWS])
-def test_bad_input_is_one_message(around, number):
-    what, flags, said = ROWS[number]
-    folder, log = around / f"row-{number}", Path(f"{around}-{number}.log")
+def test_bad_input_is_one_message(parent, number):
+    what, flags, message = ROWS[number]
+    folder, log = parent / f"row-{number}", Path(f"{parent}-{number}.log")
     folder.mkdir()
-    before = left_in(around)
+    before = list_files(parent)
     text = TEXT if what in ("CLM", "MLM") and "--dataset_name" not in flags else ""
     words = shlex.split(f"{text} {flags.replace('LONG', 'x' * 300)}")
     run = globals()[what]
-    env = environment(HF_HOME=str(around / "home"))
+    env = environment(HF_HOME=str(parent / "home"))
     env.pop("HF_TOKEN", None)
     script = str(PROJECT / run) if run.endswith(".py") else run
     process = forked.start(PROJECT, script, words, log, env=env, cwd=folder)
@@ -167,13 +167,13 @@ def test_bad_input_is_one_message(around, number):
     output = log.read_text()
     assert process.exitcode == 2, output
     assert "Traceback" not in output and "SECRET" not in output and output.count("error: ") <= 1, output
-    for part in said.split(" && "):
+    for part in message.split(" && "):
         assert (part.removeprefix("!") in output) != part.startswith("!"), output
-    assert left_in(around) == before
+    assert list_files(parent) == before
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("MIXED_PRECISION", "fp8", "mixed_precision: 'fp8' is unknown, give no, bf16 or fp16."),
         ("MIXED_PRECISION", "fp16", "mixed_precision: fp16 needs an accelerator"),
@@ -181,9 +181,9 @@ def test_bad_input_is_one_message(around, number):
         ("GRADIENT_ACCUMULATION_STEPS", "4", "unset it, and give --gradient_accumulation_steps 4"),
     ],
 )
-def test_a_launcher_setting_that_cannot_be_met_is_one_message(around, name, value, said):
+def test_a_launcher_setting_that_cannot_be_met_is_one_message(parent, name, value, message):
     env = environment(**{f"ACCELERATE_{name}": value, "CUDA_VISIBLE_DEVICES": ""})
-    flags = ["--dataset_name", around / "no.jsonl", "--output_dir", around / "run"]
+    flags = ["--dataset_name", parent / "no.jsonl", "--output_dir", parent / "run"]
     done = forked.run("train_clm.py", flags, env=env)
-    assert done.returncode == 2 and said in done.stderr, done.stderr
-    assert not (around / "run").exists()
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not (parent / "run").exists()

@@ -34,7 +34,7 @@ def workspace(tmp_path_factory):
     return folder
 
 
-def around(workspace, script):
+def write_wrapper(workspace, script):
     """Writes a script that runs train_SCRIPT.py and then prints its numbers of graph breaks and graphs."""
     path = workspace / f"train_{script}.py"
     path.write_text(AROUND.replace("SCRIPT", script))
@@ -48,14 +48,14 @@ def flags(workspace, name, **changes):
     }  # fmt: skip
 
 
-def compiled(backend="aot_eager", **more):
+def compile_environment(backend="aot_eager", **more):
     return environment(
         ACCELERATE_DYNAMO_BACKEND=backend.upper(), ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION="True",
         ACCELERATE_DYNAMO_USE_DYNAMIC="False", **more,
     )  # fmt: skip
 
 
-def trained(script, flags, **settings):
+def train(script, flags, **settings):
     done = forked.run(str(script), flags, **settings)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout, metrics(flags["output_dir"])
@@ -75,25 +75,25 @@ def test_thirty_steps_with_inductor_have_the_losses_of_eager(script, workspace):
     """In float32 to 1e-5, with evaluations, samples and no graph break."""
     of_script = MASKED if script == "mlm" else {"optimizer_type": "adamw", "prompts": ["import os"]}
     steps = {"max_train_steps": 30, "eval_steps": 10, "save_steps": 30, **of_script}
-    output, lines = trained(
-        around(workspace, script), flags(workspace, f"{script}-inductor", **steps),
-        env=compiled("inductor"),
+    output, lines = train(
+        write_wrapper(workspace, script), flags(workspace, f"{script}-inductor", **steps),
+        env=compile_environment("inductor"),
     )  # fmt: skip
-    _, eager = trained(f"train_{script}.py", flags(workspace, f"{script}-eager", **steps))
+    _, eager = train(f"train_{script}.py", flags(workspace, f"{script}-eager", **steps))
     assert_same_losses(lines, eager, 1e-5)
     assert "with inductor" in output and "breaks 0" in output and "graphs 0" not in output
 
 
 def test_a_compiled_run_resumed_after_sigkill_is_bit_identical(workspace):
     settings = {"save_steps": 2, **DROPOUT}
-    _, lines = trained("train_clm.py", flags(workspace, "whole", **settings), env=compiled())
+    _, lines = train("train_clm.py", flags(workspace, "whole", **settings), env=compile_environment())
     killed, log = flags(workspace, "killed", **settings), workspace / "log"
-    process = forked.start(PROJECT, "train_clm.py", killed, log, env=compiled())
+    process = forked.start(PROJECT, "train_clm.py", killed, log, env=compile_environment())
     while not (killed["output_dir"] / "checkpoints/step-00000002").exists() and process.is_alive():
         time.sleep(0.01)
     process.kill()
     process.join()
-    _, again = trained("train_clm.py", killed, env=compiled())
+    _, again = train("train_clm.py", killed, env=compile_environment())
     assert again == lines
     ends = [load_file(workspace / name / "model.safetensors") for name in ("whole", "killed")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
@@ -101,7 +101,7 @@ def test_a_compiled_run_resumed_after_sigkill_is_bit_identical(workspace):
 
 
 def test_two_compiled_processes_train_like_one(workspace):
-    _, single = trained("train_clm.py", flags(workspace, "one"))
+    _, single = train("train_clm.py", flags(workspace, "one"))
     half = flags(workspace, "two", per_device_train_batch_size=4)
-    _, two = trained("train_clm.py", half, processes=2, env=compiled(ACCELERATE_USE_CPU="true"))
+    _, two = train("train_clm.py", half, processes=2, env=compile_environment(ACCELERATE_USE_CPU="true"))
     assert_same_losses(two, single, 1e-5)

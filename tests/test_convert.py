@@ -91,12 +91,12 @@ def tokenizer(tmp_path_factory):
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def converted(source, out, tokenizer, *words) -> Path:
+def convert_file(source, out, tokenizer, *words) -> Path:
     assert exit_status(convert.main, [source, out, "--tokenizer_name", tokenizer, *words]) == 0
     return out
 
 
-def refused(source, out, tokenizer, capsys, *words) -> str:
+def fail_to_convert(source, out, tokenizer, capsys, *words) -> str:
     assert exit_status(convert.main, [source, out, "--tokenizer_name", tokenizer, *words]) == 2
     assert not (Path(out) / "manifest.json").exists()
     return capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_converted_ids_are_those_of_the_file(tmp_path, tokenizer):
     (tmp_path / "in").mkdir()
     nanogpt(tmp_path / "in" / "train.bin", ids(3000))
     nanogpt(tmp_path / "in" / "val.bin", ids(700, 1))
-    out = converted(tmp_path / "in", tmp_path / "out", tokenizer, "--shard_mb", "0.001")
+    out = convert_file(tmp_path / "in", tmp_path / "out", tokenizer, "--shard_mb", "0.001")
     assert tokens_of(out, "train").tolist() == ids(3000).tolist() and len(list(out.glob("train-*"))) == 6
     assert tokens_of(out, "validation").tolist() == ids(700, 1).tolist()
     fineweb = tmp_path / "fineweb"
@@ -114,23 +114,24 @@ def test_converted_ids_are_those_of_the_file(tmp_path, tokenizer):
     for number, size in enumerate((1000, 20, 500)):
         llmc(fineweb / f"fineweb_train_{number:06}.bin", ids(size, number))
     llmc(fineweb / "fineweb_val_000000.bin", ids(300, 9))
-    out = converted(fineweb, tmp_path / "two", tokenizer)
+    out = convert_file(fineweb, tmp_path / "two", tokenizer)
     assert tokens_of(out, "train").tolist() == [*ids(1000), *ids(20, 1), *ids(500, 2)]
     llama = llmc(tmp_path / "llama.bin", ids(900), 20240801, 7, letter="I")
-    assert tokens_of(converted(llama, tmp_path / "three", tokenizer), "train").tolist() == ids(900).tolist()
+    out = convert_file(llama, tmp_path / "three", tokenizer)
+    assert tokens_of(out, "train").tolist() == ids(900).tolist()
     for kind, name in (("<u4", "uint32"), ("<i8", "int64"), ("<i4", "int32")):
         path = nanogpt(tmp_path / f"{name}.bin", ids(500), kind)
-        out = converted(path, tmp_path / name, tokenizer, "--dtype", name)
+        out = convert_file(path, tmp_path / name, tokenizer, "--dtype", name)
         assert tokens_of(out, "train").tolist() == ids(500).tolist()
 
 
 def test_a_missing_crc32c_names_the_command_that_installs_it(tmp_path, tokenizer, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "crc32c", None)  # importing it fails
-    assert "pip install crc32c" in refused(RECORDS, tmp_path / "out", tokenizer, capsys)
+    assert "pip install crc32c" in fail_to_convert(RECORDS, tmp_path / "out", tokenizer, capsys)
 
 
 def test_tfrecords_written_by_tensorflow_become_rows(tmp_path, tokenizer):
-    out = converted(RECORDS, tmp_path / "out", tokenizer, "--shard_mb", "0.0001")
+    out = convert_file(RECORDS, tmp_path / "out", tokenizer, "--shard_mb", "0.0001")
     splits = {"train": range(40), "validation": range(40, 48), "test": range(48, 49)}
     for split, numbers in splits.items():
         assert tokens_of(out, split).reshape(-1, T).tolist() == [record(n) for n in numbers]
@@ -147,7 +148,7 @@ def test_datatrove_documents_end_with_eos(tmp_path, tokenizer):
         (tmp_path / name).mkdir()
         datatrove(tmp_path / name / "00000_a.ds", documents[:2], eos)
         datatrove(tmp_path / name / "00001_a.ds", documents[2:], eos)
-        out = converted(tmp_path / name, tmp_path / f"{name} out", tokenizer)
+        out = convert_file(tmp_path / name, tmp_path / f"{name} out", tokenizer)
         assert tokens_of(out, "train").tolist() == expected
 
 
@@ -178,26 +179,26 @@ def test_datatrove_documents_end_with_eos(tmp_path, tokenizer):
     (lambda p: p / "gone", "no token files; as a data set of sentence pairs it cannot be read"),
 ])  # fmt: skip
 def test_each_broken_file_is_one_line(write, message, tmp_path, tokenizer, capsys):
-    error = refused(write(tmp_path), tmp_path / "out", tokenizer, capsys)
+    error = fail_to_convert(write(tmp_path), tmp_path / "out", tokenizer, capsys)
     assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
 def test_without_a_validation_file_the_last_rows_are_held_out(tmp_path, tokenizer, capsys):
     """The last ids of a .bin file, as nanoGPT does; the last rows of TFRecords."""
     path, more = nanogpt(tmp_path / "one.bin", ids(1000)), ("--validation_fraction", "0.101")
-    out = converted(path, tmp_path / "ids", tokenizer, *more)
+    out = convert_file(path, tmp_path / "ids", tokenizer, *more)
     assert tokens_of(out, "train").tolist() == ids(1000)[:899].tolist()
     assert tokens_of(out, "validation").tolist() == ids(1000)[899:].tolist()
     assert len(load(tmp_path, out)[2][""]) == 101 // 16
     (tmp_path / "in").mkdir()
     for file in RECORDS.glob("train/*"):
         (tmp_path / "in" / file.name).write_bytes(file.read_bytes())
-    out = converted(tmp_path / "in", tmp_path / "rows", tokenizer, *more)
+    out = convert_file(tmp_path / "in", tmp_path / "rows", tokenizer, *more)
     for split, numbers in {"train": range(35), "validation": range(35, 40)}.items():
         assert tokens_of(out, split).reshape(-1, T).tolist() == [record(n) for n in numbers]
-    plain, fraction = (converted(RECORDS, tmp_path / f"{n}", tokenizer, *more[:n]) for n in (0, 2))
+    plain, fraction = (convert_file(RECORDS, tmp_path / f"{n}", tokenizer, *more[:n]) for n in (0, 2))
     assert all((tokens_of(plain, split) == tokens_of(fraction, split)).all() for split in ("train", "test"))
-    assert "validation_fraction: must be in [0, 1), is 1.0" in refused(
+    assert "validation_fraction: must be in [0, 1), is 1.0" in fail_to_convert(
         path, tmp_path / "no", tokenizer, capsys, "--validation_fraction", "1")
 
 
@@ -210,7 +211,7 @@ def test_training_on_token_files_names_the_convert_command(tmp_path, tokenizer):
 
 def test_a_folder_in_use_and_another_tokenizer_are_refused(tmp_path, tokenizer, capsys):
     path, other = nanogpt(tmp_path / "train.bin", ids(500)), save_tokenizer(tmp_path / "other", seed=3)
-    out = converted(path, tmp_path / "out", tokenizer)
+    out = convert_file(path, tmp_path / "out", tokenizer)
     assert exit_status(convert.main, [path, out, "--tokenizer_name", tokenizer]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
     with pytest.raises(ValueError, match="not the tokenizer that made"):
@@ -229,5 +230,5 @@ def test_no_pickle_is_opened(tmp_path, tokenizer):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "meta.pkl").write_bytes(pickle.dumps(Harm()))
     nanogpt(tmp_path / "in" / "train.bin", ids(500))
-    converted(tmp_path / "in", tmp_path / "out", tokenizer)
+    convert_file(tmp_path / "in", tmp_path / "out", tokenizer)
     assert not (tmp_path / "harm").exists()

@@ -34,7 +34,7 @@ def tokenizer():
     return make_tokenizer(**SPECIAL)
 
 
-def count(tokenizer, T, n_rows, probability=0.15):
+def count_tokens(tokenizer, T, n_rows, probability=0.15):
     """Counts eligible, predicted, masked, random and unchanged tokens by comparing rows before and after."""
     collate, special = MaskTokens(tokenizer, probability, seed=7), torch.tensor(special_ids(tokenizer))
     total = dict.fromkeys(("eligible", "predicted", "masked", "random", "unchanged"), 0)
@@ -63,7 +63,7 @@ def count(tokenizer, T, n_rows, probability=0.15):
 
 
 def test_shares_of_masked_random_and_unchanged_tokens_over_a_million_tokens(tokenizer):
-    total, replaced = count(tokenizer, T=126, n_rows=8600)
+    total, replaced = count_tokens(tokenizer, T=126, n_rows=8600)
     assert total["eligible"] > 1_000_000
     share = {name: 100 * total[name] / total["predicted"] for name in ("masked", "random", "unchanged")}
     assert abs(100 * total["predicted"] / total["eligible"] - 15) < 0.2
@@ -82,7 +82,7 @@ def test_shares_of_masked_random_and_unchanged_tokens_over_a_million_tokens(toke
 
 @pytest.mark.parametrize("T", [10, 25, 33])
 def test_the_masked_share_of_short_rows_is_exact_on_average(tokenizer, T):
-    total, _ = count(tokenizer, T=T, n_rows=20000)
+    total, _ = count_tokens(tokenizer, T=T, n_rows=20000)
     assert abs(100 * total["predicted"] / total["eligible"] - 15) < 0.3
 
 

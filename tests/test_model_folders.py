@@ -29,7 +29,7 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def changed(model_folder, folder, change):
+def copy_with_weights(model_folder, folder, change):
     """Copies the folder with its weights changed by `change`."""
     shutil.copytree(model_folder, folder)
     weights = load_file(folder / "model.safetensors")
@@ -37,16 +37,16 @@ def changed(model_folder, folder, change):
     return folder
 
 
-def problems_of(folder, kind="causal"):
+def check_folder(folder, kind="causal"):
     return check_model(settings(None, "", T, model_name_or_path=str(folder)), kind)
 
 
-def built(folder):
+def load_model(folder):
     return build("causal", None, "", T, model_name_or_path=str(folder))
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda w: {f"foo.{name}": value for name, value in w.items()},
          "29 of its weights do not fit the model: lm_head.weight is missing, transformer.h.0.attn.c_at"),
@@ -56,26 +56,26 @@ def built(folder):
     ],
     ids=["other names", "a block is missing", "another shape"],
 )  # fmt: skip
-def test_weights_that_do_not_fit_the_model_are_refused_by_name(model_folder, tmp_path, change, said):
-    folder = changed(model_folder, tmp_path / "other", change)
-    (problem,) = problems_of(folder)
-    assert problem.startswith(f"model_name_or_path, '{folder}': ") and said in problem
+def test_weights_that_do_not_fit_the_model_are_refused_by_name(model_folder, tmp_path, change, message):
+    folder = copy_with_weights(model_folder, tmp_path / "other", change)
+    (problem,) = check_folder(folder)
+    assert problem.startswith(f"model_name_or_path, '{folder}': ") and message in problem
     with pytest.raises(ValueError, match="weights do not fit"):
-        built(folder)
+        load_model(folder)
 
 
 def test_weights_that_are_not_finite_are_refused(model_folder, tmp_path):
     nan = torch.full((32,), float("nan"))
-    folder = changed(model_folder, tmp_path / "nan", lambda w: w | {"transformer.ln_f.bias": nan})
+    folder = copy_with_weights(model_folder, tmp_path / "nan", lambda w: w | {"transformer.ln_f.bias": nan})
     with pytest.raises(ValueError, match="transformer.ln_f.bias is not finite"):
-        built(folder)
+        load_model(folder)
 
 
 def test_unneeded_weights_are_left_out_and_named(model_folder, tmp_path, capsys):
     unneeded = {"cls.seq_relationship.bias": torch.zeros(2)}
-    folder = changed(model_folder, tmp_path / "more", lambda w: w | unneeded)
-    assert problems_of(folder) == []
-    built(folder)
+    folder = copy_with_weights(model_folder, tmp_path / "more", lambda w: w | unneeded)
+    assert check_folder(folder) == []
+    load_model(folder)
     assert "1 are not needed and left out: cls.seq_relationship.bias" in capsys.readouterr().out
 
 
@@ -88,7 +88,9 @@ def test_a_script_evaluates_weights_or_refuses_those_that_do_not_fit(tmp_path):
     results = []
     only = {**flags, "eval_only": True, "config_overrides": "", "tokenizer_name": run}
     for prefix in ("", "foo."):
-        folder = changed(run, tmp_path / f"as{prefix}", lambda w, p=prefix: {p + name: w[name] for name in w})
+        folder = copy_with_weights(
+            run, tmp_path / f"as{prefix}", lambda w, p=prefix: {p + name: w[name] for name in w}
+        )
         done = forked.run("train_clm.py", {**only, "model_name_or_path": folder})
         results.append((done.returncode, done.stdout.splitlines()[-1:]))
         assert "Traceback" not in done.stderr
@@ -199,9 +201,9 @@ def test_a_hundred_damaged_model_folders_load_or_end_in_one_message(model_folder
         shutil.copytree(model_folder, folder)
         what = damage(folder, random.Random(seed))
         try:
-            problems = problems_of(folder)
+            problems = check_folder(folder)
             if not problems:
-                model = built(folder)
+                model = load_model(folder)
                 assert all(weight.isfinite().all() for weight in model.parameters())
             refused += bool(problems)
             assert all("\n" not in problem for problem in problems), problems

@@ -60,12 +60,12 @@ def settings(**changes):
     return SimpleNamespace(**usual | changes)
 
 
-def schedule_of(last, **changes):
+def make_schedule(last, **changes):
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3.0)
     return build_schedule(optimizer, settings(**changes), last)
 
 
-def rates_of(schedule, steps):
+def learning_rates(schedule, steps):
     rates = []
     for _ in range(steps):
         rates.append(schedule.get_last_lr()[0])
@@ -95,10 +95,10 @@ def test_the_printed_groups_hold_all_parameters():
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [4, 0.2])  # steps, or a fraction of them
 def test_schedules_count_optimizer_steps_warm_up_and_end_at_zero(kind, warmup):
-    schedule = schedule_of(20, lr_scheduler_type=kind, num_warmup_steps=warmup)
+    schedule = make_schedule(20, lr_scheduler_type=kind, num_warmup_steps=warmup)
     done = [(step - 4) / 16 for step in range(4, 20)]
     fall = [1 - x if kind == "linear" else (1 + math.cos(math.pi * x)) / 2 for x in done]
-    assert rates_of(schedule, 20) == pytest.approx([0, 0.75, 1.5, 2.25] + [3 * x for x in fall])
+    assert learning_rates(schedule, 20) == pytest.approx([0, 0.75, 1.5, 2.25] + [3 * x for x in fall])
     assert schedule.get_last_lr()[0] == pytest.approx(0, abs=1e-12)
 
 
@@ -110,12 +110,12 @@ def test_schedules_count_optimizer_steps_warm_up_and_end_at_zero(kind, warmup):
      {24: 3} | {24 + i: 3 * (1 - math.sqrt(i / 6)) for i in range(1, 7)}),
 ])  # fmt: skip
 def test_schedules_take_the_options_of_transformers(kind, options, expected):
-    rates = rates_of(schedule_of(30, lr_scheduler_type=kind, lr_scheduler_kwargs=options), 31)
+    rates = learning_rates(make_schedule(30, lr_scheduler_type=kind, lr_scheduler_kwargs=options), 31)
     assert max(rates) == rates[4] == 3
     assert {step: rates[step] for step in expected} == pytest.approx(expected)
 
 
-def gradients(count, bad=(), factor=math.nan):
+def make_gradients(count, bad=(), factor=math.nan):
     """Gradients of a weight [5, 3] and a bias [5] for each update; `bad` ones are multiplied by factor."""
     generator = torch.Generator().manual_seed(0)
     updates = []
@@ -125,7 +125,7 @@ def gradients(count, bad=(), factor=math.nan):
     return updates
 
 
-def with_an_empty_group(optimizer):
+def add_empty_group(optimizer):
     """As if an edit had removed all weights of the first group."""
     optimizer.param_groups.insert(0, optimizer.param_groups[0] | {"params": []})
     return optimizer
@@ -141,7 +141,7 @@ OPTIMIZERS = {
         {"params": [model.weight], "momentum": 0.95, "weight_decay": 0.1}, {"params": [model.bias]}],
         lr=0.1, fused=True)],
     "momentum": lambda model: [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)],
-    "empty group": lambda model: [with_an_empty_group(o) for o in OPTIMIZERS["fused"](model)],
+    "empty group": lambda model: [add_empty_group(o) for o in OPTIMIZERS["fused"](model)],
 }  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def train(updates, kind, resume_at=None, bare=False):
 def test_only_updates_that_are_not_finite_are_skipped_without_a_trace(kind, factor, bare):
     """Weights, moments and step counts are those of a run without them, also after a resume between two."""
     bad = (11, 12) if kind == "our muon" else (0, 4, 11, 12)  # Muon's momentum rises at each call
-    updates = gradients(13, bad, factor)
+    updates = make_gradients(13, bad, factor)
     bad = () if math.isfinite(factor) else bad
     weights, state, flags, guard = train(updates, kind, resume_at=12, bare=bare)
     rest = [grads for i, grads in enumerate(updates) if i not in bad]
@@ -212,7 +212,7 @@ def test_bad_updates_are_skipped_under_a_gradient_scaler(kind):
             optimizer.zero_grad()
         return [p.detach() for p in model.parameters()], optimizer.state_dict()["state"], guard.read()
 
-    updates = gradients(30, bad=(6,), factor=math.inf)
+    updates = make_gradients(30, bad=(6,), factor=math.inf)
     weights, state, flags = run(updates)
     expected_weights, expected_state, _ = run([grads for i, grads in enumerate(updates) if i != 6])
     assert flags == [int(i == 6) for i in range(30)]

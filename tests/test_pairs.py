@@ -57,7 +57,7 @@ def test_sentences_end_where_a_reader_ends_them():
     assert split_sentences(" \n ") == []
 
 
-def pairs_of(folder, *names, **changes):
+def load_pairs(folder, *names, **changes):
     usual = dict(next_sentence=True, algorithm="unigram", model_type="bert", block_size=64)
     return load(folder, *names, **{**usual, **changes})
 
@@ -66,13 +66,13 @@ def test_evaluation_documents_are_never_trained_on(tokenizer, tmp_path):
     lines = open(write_documents(tmp_path / "all.jsonl")).readlines()
     (tmp_path / "some.jsonl").write_text("".join(lines[:15]))
     names = dict(tokenizer_name=tokenizer, eval_dataset_name=[str(tmp_path / "some.jsonl")])
-    known, train, evals = pairs_of(tmp_path, tmp_path / "all.jsonl", **names)
+    known, train, evals = load_pairs(tmp_path, tmp_path / "all.jsonl", **names)
     rows = [known.decode(row).lower() for row in all_ids(train)]
     assert not any(f" d{d} s" in row for row in rows for d in range(15))
     assert any(f" d{d} s" in row for row in rows for d in range(15, 40)) and len(evals[""])
 
 
-def numbered(lengths):
+def number_tokens(lengths):
     """Documents with sentences of these lengths. Token ids count up, so that an id shows its origin."""
     count = itertools.count()
     return [[np.array(list(itertools.islice(count, n))) for n in document] for document in lengths]
@@ -85,7 +85,7 @@ def random_lengths(n, sentences, words, seed=1):
 
 @pytest.mark.parametrize("sentences, words", [((1, 4), (3, 20)), ((5, 60), (3, 60)), ((2, 12), (50, 300))])
 def test_half_of_the_pairs_follow_each_other_and_labels_say_which(sentences, words):
-    documents = numbered(random_lengths(300, sentences, words))
+    documents = number_tokens(random_lengths(300, sentences, words))
     document_of = np.concatenate([np.full(sum(map(len, d)), i) for i, d in enumerate(documents)])
     builder = PairBuilder(room=125, seed=0)
     pairs = [pair for start in range(0, 300, 60) for pair in builder.pairs(documents[start : start + 60])]
@@ -98,18 +98,18 @@ def test_half_of_the_pairs_follow_each_other_and_labels_say_which(sentences, wor
     # Every token is in one pair, or dropped and counted, or still waiting.
     used = np.concatenate([side for a, b, _ in pairs for side in (a, b)])
     assert len(np.unique(used)) == len(used)
-    assert len(used) + builder.dropped + left_over(builder) == len(document_of)
-    assert left_over(builder) <= 125
+    assert len(used) + builder.dropped + count_waiting(builder) == len(document_of)
+    assert count_waiting(builder) <= 125
 
 
-def left_over(builder) -> int:
+def count_waiting(builder) -> int:
     """Number of tokens of the pairs that wait for a partner."""
     return sum(len(pair.a) + len(pair.b) for pair in builder.waiting)
 
 
 @pytest.mark.parametrize("tales", [0, 3])
 def test_a_last_long_document_is_paired_with_its_own_distant_chunks(tales):
-    documents = numbered([[10] * 2000] + [[10] * 20] * tales)
+    documents = number_tokens([[10] * 2000] + [[10] * 20] * tales)
     builder = PairBuilder(room=60, seed=0)
     rows = [*builder.pairs(documents), *builder.rest()]
     used = np.concatenate([side for a, b, _ in rows for side in (a, b)])
@@ -120,7 +120,7 @@ def test_a_last_long_document_is_paired_with_its_own_distant_chunks(tales):
         assert (b[0] == a[-1] + 1) if label == 0 else (b[0] != a[-1] + 1 and a[0] != b[-1] + 1)
 
 
-def surface(pairs, lengths, room):
+def surface_features(pairs, lengths, room):
     """Lengths, positions and cuts of the pairs: features float64 [n, features] and labels [n]."""
     starts, ends, places, document_ends, n = set(), set(), [], set(), 0
     for document in lengths:
@@ -167,9 +167,9 @@ def test_lengths_and_cuts_say_nothing_about_the_label(corpus, room):
     lengths = random_lengths(180, (60, 180), (3, 50)) if corpus == "articles" else real_lengths(corpus)
     accuracies = []
     for seed in range(3):
-        pairs = list(PairBuilder(room, seed).pairs(numbered(lengths)))
+        pairs = list(PairBuilder(room, seed).pairs(number_tokens(lengths)))
         random.Random(seed).shuffle(pairs)
-        x, y = surface(pairs[:4000], lengths, room)
+        x, y = surface_features(pairs[:4000], lengths, room)
         assert len(x) == 4000 or corpus == "installed-docs" and len(x) > 2000  # few packages are installed
         assert abs(y[x[:, 0] == 0].mean() - 0.5) < 0.05  # pairs whose A starts in mid-sentence
         accuracies.append(accuracy_on_the_other_half(x, y))
@@ -178,7 +178,7 @@ def test_lengths_and_cuts_say_nothing_about_the_label(corpus, room):
 
 def test_rows_are_pairs_with_their_masks(tmp_path, tokenizer):
     name = write_documents(tmp_path / "a.jsonl")
-    known, rows, evals = pairs_of(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.2)
+    known, rows, evals = load_pairs(tmp_path, name, tokenizer_name=tokenizer, validation_fraction=0.2)
     args, documents = settings(tmp_path, name), {"train": set(), "eval": set()}
     for batch in train_loader(rows, args):
         assert {value.dtype for value in batch.values()} == {torch.int64}
@@ -218,7 +218,7 @@ def test_documents_without_sentence_breaks_are_refused(tmp_path, tokenizer):
     lines = (json.dumps({"text": f"no end {i} " * 40}) + "\n" for i in range(50))
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with pytest.raises(ValueError, match="pairs need two documents of two sentences or more"):
-        pairs_of(tmp_path, tmp_path / "a.jsonl", tokenizer_name=tokenizer)
+        load_pairs(tmp_path, tmp_path / "a.jsonl", tokenizer_name=tokenizer)
 
 
 ROW = {
@@ -253,7 +253,7 @@ def test_converted_pairs_are_those_of_the_file(form, tmp_path, tokenizer):
         datasets.DatasetDict(train=dataset, test=dataset).save_to_disk(name)
     assert exit_status(convert.main, [name, tmp_path / "out", "--tokenizer_name", tokenizer]) == 0
     evaluated = [write_documents(tmp_path / "a.jsonl")]
-    _, converted_rows, _ = pairs_of(tmp_path, tmp_path / "out", block_size=8, eval_dataset_name=evaluated)
+    _, converted_rows, _ = load_pairs(tmp_path, tmp_path / "out", block_size=8, eval_dataset_name=evaluated)
     columns = all_columns(converted_rows)
     assert columns | {name: [value] * 12 for name, value in ROW.items()} == columns
 
@@ -266,4 +266,4 @@ def test_invalid_pairs_are_refused(change, message, tmp_path, tokenizer, capsys)
     assert exit_status(convert.main, words) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out" / "manifest.json").exists()
     with pytest.raises(ValueError, match="python -m data.convert"):
-        pairs_of(tmp_path, tmp_path / "pairs", tokenizer_name=tokenizer)
+        load_pairs(tmp_path, tmp_path / "pairs", tokenizer_name=tokenizer)

@@ -35,7 +35,7 @@ from train_clm import TrainArgs
 KILLS = int(os.environ.get("KILLS", "30"))  # moments at which the preparation is killed
 
 
-def command(source, folder, tokenizer, **settings) -> list[str]:
+def make_command(source, folder, tokenizer, **settings) -> list[str]:
     """Returns arguments for small shards: about 9 kB of text each."""
     usual = {"dataset_name": source, "output_dir": folder, "shard_mb": 0.004096, "validation_fraction": 0.05}
     return [
@@ -46,7 +46,7 @@ def command(source, folder, tokenizer, **settings) -> list[str]:
 
 
 def run(*arguments, **settings) -> int:
-    return exit_status(prepare.main, command(*arguments, **settings))
+    return exit_status(prepare.main, make_command(*arguments, **settings))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_small_corpus_holds_out_exactly_the_fraction_in_any_order(tmp_path, to
 def test_preparation_resumed_after_sigkill_is_byte_identical(tmp_path, tokenizer):
     source, rng = write_jsonl(tmp_path / "texts.jsonl", make_texts(4000)), random.Random(time.time_ns())
     assert run(source, tmp_path / "whole", tokenizer, shard_mb=0.05) == 0
-    words, log = command(source, tmp_path / "killed", tokenizer, shard_mb=0.05), tmp_path / "log"
+    words, log = make_command(source, tmp_path / "killed", tokenizer, shard_mb=0.05), tmp_path / "log"
     shards, codes = len(files_of(tmp_path / "whole")) - 6, []
     for i in range(KILLS):
         target = round(shards * (i + rng.random()) / KILLS * 0.95)  # kill soon after
@@ -99,7 +99,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path, tokenizer):
     for workers in (1, 2, 3, 8):
         done = forked.run(
             "data.prepare",
-            command(source, tmp_path / str(workers), tokenizer),
+            make_command(source, tmp_path / str(workers), tokenizer),
             env=environment(RAYON_NUM_THREADS=str(workers), TOKENIZERS_PARALLELISM="true"),
         )
         assert done.returncode == 0, done.stderr
@@ -188,7 +188,7 @@ def test_remote_shards_are_copied_once_and_verified(tmp_path, tokenizer):
     memory.rm("/bucket", recursive=True)
 
 
-def ids_of(tokenizer, text: str) -> list[int]:
+def encode(tokenizer, text: str) -> list[int]:
     return next(ids for ids, _ in Encoder(tokenizer)([(text, 0)])).tolist()
 
 
@@ -198,7 +198,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 def test_special_tokens_spelled_out_in_a_text_stay_text(algorithm, model_type, tmp_path):
     tokenizer = load_tokenizer(save_tokenizer(tmp_path, algorithm=algorithm, model_type=model_type))
     text = "a word " + " ".join(tokenizer.all_special_tokens) + " and more"
-    ids = ids_of(tokenizer, text)
+    ids = encode(tokenizer, text)
     special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
     assert not special & {*ids[:-1]} and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id)
 
@@ -213,7 +213,7 @@ def test_documents_get_the_bos_of_their_tokenizer_and_one_eos(template, tmp_path
     backend.save(f"{folder}/tokenizer.json")
     tokenizer = load_tokenizer(folder)
     bare = tokenizer("a word", add_special_tokens=False)["input_ids"]
-    assert ids_of(tokenizer, "a word") == [begin, *bare, 0]
+    assert encode(tokenizer, "a word") == [begin, *bare, 0]
     _, rows, _ = load(tmp_path, write_jsonl(tmp_path / "a.jsonl", make_texts(30)), tokenizer_name=folder)
     stream = all_ids(rows).ravel()
     assert stream[0] == begin and (stream[1:][stream[:-1] == 0] == begin).all() and (stream == 0).sum() > 20

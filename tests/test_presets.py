@@ -122,7 +122,7 @@ def hub(tmp_path_factory, hub_port, _home):
         yield hub
 
 
-def started(hub, script, folder, **flags) -> tuple[dict, set]:
+def train_preset(hub, script, folder, **flags) -> tuple[dict, set]:
     """Trains three steps and evaluates. Returns ({split: documents that were read}, parquet files that were
     requested)."""
     flags |= {"output_dir": folder / "run", "cache_dir": folder / "cache", "vocab_size": 600}
@@ -147,13 +147,13 @@ ON_THE_HUB = {  # documents of each split, or the folder of requested files
 @pytest.mark.parametrize("preset", ON_THE_HUB)
 def test_a_preset_trains_and_evaluates_on_the_data_sets_that_it_names(preset, hub, tmp_path):
     expected = ON_THE_HUB[preset]
-    read, asked = started(hub, SCRIPTS[preset], tmp_path, preset=preset)
+    read, asked = train_preset(hub, SCRIPTS[preset], tmp_path, preset=preset)
     assert read == expected or asked and all(file.startswith(expected) for file in asked)
 
 
 def test_offline_a_preset_uses_the_hub_cache(hub, tmp_path):
     """HF_HUB_OFFLINE=1, after a run with HF_ENDPOINT, as docs/data.md describes both."""
-    started(hub, train_clm, tmp_path / "first", preset="codeparrot")
+    train_preset(hub, train_clm, tmp_path / "first", preset="codeparrot")
     hub.log.clear()
     flags = {"preset": "codeparrot", "output_dir": tmp_path / "run", "cache_dir": tmp_path / "cache"}
     env = hub.env() | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -175,7 +175,7 @@ WIKITEXT, CONFIG, RECORDS = "Salesforce/wikitext", "wikitext-103-raw-v1", PROJEC
     ("wikitext-roberta", "test", 15), ("wikitext-bert-nsp", "validation", 10)])  # fmt: skip
 def test_a_split_of_the_same_data_set_keeps_its_configuration(preset, split, rows, hub, tmp_path):
     names = {"dataset_name": WIKITEXT, "eval_dataset_name": f"{WIKITEXT}:{split}"}
-    read, _ = started(hub, train_mlm, tmp_path, preset=preset, **names)
+    read, _ = train_preset(hub, train_mlm, tmp_path, preset=preset, **names)
     assert read == {"train": 50, "validation": rows}
 
 
@@ -234,7 +234,7 @@ def test_an_evaluation_set_without_a_train_split_uses_validation_or_test(split, 
     rows = [{"content": f"{i} " * 200} for i in range(7)]
     put_data(hub, name, {"default": {split: file}}, {file: rows})
     asked = {"preset": "codeparrot", "eval_dataset_name": name}
-    assert started(hub, train_clm, tmp_path / "named", **asked)[0] == {"train": 90, "validation": 7}
+    assert train_preset(hub, train_clm, tmp_path / "named", **asked)[0] == {"train": 90, "validation": 7}
     command = ["--preset", "codeparrot", "--dataset_name", name]
     done = forked.run("train_clm.py", command, env=hub.env())
     assert done.returncode == 2 and f"dataset_name '{name}' has no split 'train'" in done.stderr

@@ -135,8 +135,8 @@ def test_settings_of_other_projects_name_our_setting():
             assert not hasattr(script.TrainArgs(), name)
             with pytest.raises(ValueError) as error:
                 parse_args(script.TrainArgs, script.PRESETS, argv=[f"--{name}", "3"])
-            said = str(error.value).splitlines()
-            assert said == [
+            message = str(error.value).splitlines()
+            assert message == [
                 f"--{name}: no such setting; instead: {replacement}.", "`--help` lists every setting."]
             for flag in re.findall(r"--(\w+)", replacement):
                 launcher = flag in ("mixed_precision", "dynamo_backend", "config_file")

@@ -60,7 +60,7 @@ def launch(script, folder: Path, settings: dict, device=XLA, **env) -> subproces
     return subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=900)
 
 
-def trained(script, workspace, name, device=XLA, env=None, **changes) -> Path:
+def run_script(script, workspace, name, device=XLA, env=None, **changes) -> Path:
     """Returns the output folder of a run, with its output in the file `stdout`. Runs once per name."""
     folder = workspace / f"{Path(script).stem}-{name}"
     if not folder.exists():
@@ -70,7 +70,7 @@ def trained(script, workspace, name, device=XLA, env=None, **changes) -> Path:
     return folder
 
 
-def graphs(stdout: str) -> int:
+def count_graphs(stdout: str) -> int:
     return int(re.search(r"compiled graphs +(\d+)", stdout)[1])
 
 
@@ -92,8 +92,8 @@ def test_xla_trains_like_the_cpu_with_accumulation_and_tied_weights(script, work
         "max_train_steps": 21, "gradient_accumulation_steps": 2, "eval_steps": 10, "save_steps": 10,
         "optimizer_type": "adamw",  # Muon iterates in bfloat16, whose rounding differs
     }  # fmt: skip
-    xla = trained(script, workspace, "xla-21", **changes)
-    cpu = trained(script, workspace, "cpu-21", CPU, **changes)
+    xla = run_script(script, workspace, "xla-21", **changes)
+    cpu = run_script(script, workspace, "cpu-21", CPU, **changes)
     assert_same_run(xla, cpu, rel=2e-5)
     on_xla, on_cpu = load_file(xla / "model.safetensors"), load_file(cpu / "model.safetensors")
     assert on_xla.keys() == on_cpu.keys()  # without the tied head
@@ -104,16 +104,16 @@ def test_xla_trains_like_the_cpu_with_accumulation_and_tied_weights(script, work
 @both_scripts
 def test_the_number_of_graphs_does_not_grow_with_steps(script, workspace):
     """50 steps with two evaluations and saves compile at most 9 graphs, and 100 steps as many."""
-    fifty = graphs((trained(script, workspace, "xla-50", **FIFTY) / "stdout").read_text())
+    fifty = count_graphs((run_script(script, workspace, "xla-50", **FIFTY) / "stdout").read_text())
     longer = FIFTY | {"max_train_steps": 100}
-    hundred = graphs((trained(script, workspace, "xla-100", **longer) / "stdout").read_text())
+    hundred = count_graphs((run_script(script, workspace, "xla-100", **longer) / "stdout").read_text())
     print(f"{script}: {fifty} graphs for 50 steps, {hundred} for 100")
     assert fifty == hundred <= 9
 
 
 @both_scripts
 def test_a_resumed_run_is_bit_identical(script, workspace):
-    unbroken = trained(script, workspace, "xla-50", **FIFTY)
+    unbroken = run_script(script, workspace, "xla-50", **FIFTY)
     resumed = workspace / f"{Path(script).stem}-resumed"
     shutil.copytree(unbroken, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step-00000050")
@@ -124,15 +124,15 @@ def test_a_resumed_run_is_bit_identical(script, workspace):
     for file in ("model.safetensors", "checkpoints/step-00000050/state.safetensors"):
         a, b = load_file(unbroken / file), load_file(resumed / file)
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-    print(f"{script}: {graphs(done.stdout)} graphs after resuming")
-    assert graphs(done.stdout) <= 9
+    print(f"{script}: {count_graphs(done.stdout)} graphs after resuming")
+    assert count_graphs(done.stdout) <= 9
 
 
 @both_scripts
 def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, workspace):
     """accelerate's own way on a TPU, XLA_USE_BF16, would round all of them."""
-    exact = trained(script, workspace, "xla-6")
-    autocast = trained(script, workspace, "xla-6-bf16", env={"ACCELERATE_MIXED_PRECISION": "bf16"})
+    exact = run_script(script, workspace, "xla-6")
+    autocast = run_script(script, workspace, "xla-6-bf16", env={"ACCELERATE_MIXED_PRECISION": "bf16"})
     assert "bfloat16 autocast" in (autocast / "stdout").read_text()
     assert metrics(autocast) != metrics(exact)
     assert_same_run(autocast, exact, rel=0.05)
@@ -145,8 +145,8 @@ def test_bfloat16_is_autocast_and_leaves_weights_and_moments_in_float32(script, 
 
 @both_scripts
 def test_gradient_checkpointing_changes_no_loss(script, workspace):
-    again = trained(script, workspace, "xla-6-again", gradient_checkpointing=True)
-    assert_same_run(again, trained(script, workspace, "xla-6"), rel=1e-5)
+    again = run_script(script, workspace, "xla-6-again", gradient_checkpointing=True)
+    assert_same_run(again, run_script(script, workspace, "xla-6"), rel=1e-5)
 
 
 @both_scripts
