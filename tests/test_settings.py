@@ -194,7 +194,7 @@ def test_all_numbers_out_of_range_are_named_at_once():
     problems = number_problems(More(learning_rate=0.0, seed=-1))
     assert problems == [
         "learning_rate: must be greater than 0, is 0.0.", "seed: must be 0 (off) or greater, is -1.",
-        "adam_beta2: must be less than 1, is 1.0.", "mine: must be a finite number, is inf.",
+        "adam_beta2: must be less than 1, is 1.0.", "my_rate: must be a finite number, is inf.",
     ]  # fmt: skip
 
 
