@@ -229,10 +229,11 @@ def test_saved_data_sets_and_their_splits(tmp_path):
         assert split in splits_of(Source(str(tmp_path / "saved")))
     with pytest.raises(ValueError, match="no split 'test'"):
         load(tmp_path / "saved", split="test")
-    for content in ("{}", "[", '{"splits": ["test"]}'):
-        (tmp_path / "saved" / "dataset_dict.json").write_text(content)
-        with pytest.raises(ValueError, match="saved' cannot be loaded"):
-            load(tmp_path / "saved")
+    (tmp_path / "dict").mkdir()
+    for content in ("{}", "[", '{"splits": ["train"]}'):
+        (tmp_path / "dict" / "dataset_dict.json").write_text(content)
+        with pytest.raises(ValueError, match="dict' cannot be loaded"):
+            load(tmp_path / "dict")
     next((tmp_path / "alone").glob("*.arrow")).write_bytes(b"damage")
     with pytest.raises(ValueError, match="alone' cannot be loaded"):
         load(tmp_path / "alone")
