@@ -1,5 +1,4 @@
-"""utils/check.py with runs that are forked from one process that has imported torch (tests/forked.py): each
-takes a second or two. And copies of the scripts, to be edited."""
+"""utils/check.py with forked runs (tests/forked.py), a second or two each; and edited project copies."""
 
 import os
 import shutil
@@ -12,7 +11,7 @@ from tests.forked import start_all
 from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment
 from utils.check import Check
 
-# Of the tiny model's runs; the masked one differs.
+# Settings of the tiny masked model, beside TINY.
 MASKED = {
     "model_type": "roberta",
     "config_overrides": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64,"
@@ -22,7 +21,7 @@ _start = threading.Lock()  # starting changes the environment for a moment
 
 
 class ForkedCheck(Check):
-    """Of folder/script, with the tiny model on a corpus; flags: more of them."""
+    """The check of folder/script with the tiny model. corpus: flags of the data; flags: further ones."""
 
     def __init__(self, folder: Path, script: str, corpus: dict, limit: float = PATIENCE, **flags):
         runs, path = folder / "runs", [*sys.path]
@@ -44,7 +43,7 @@ class ForkedCheck(Check):
 
 
 def copy_project(folder: Path) -> Path:
-    """The scripts and what they import, to be edited; with the compiled modules."""
+    """Copy the scripts and what they import, with the compiled modules, so that a test can edit them."""
     for part in ("accelerate_configs", "data", "utils"):
         half_written = shutil.ignore_patterns("*.pyc.*")  # by another worker
         shutil.copytree(PROJECT / part, folder / part, ignore=half_written)

@@ -1,5 +1,4 @@
-"""Files in the order of their length: the longest begin, or the workers would not end together; and between
-those that compute one that mostly waits, for a Hub."""
+"""Shared fixtures, and the order of the test files: the longest first, so that all workers end together."""
 
 import gc
 import os
@@ -18,11 +17,11 @@ LONGEST = """test_readme test_hub test_compiled test_check test_edits test_train
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # or the threads of all workers would wait for each other
 if "GPU" not in os.environ:  # several processes share this machine, and digits are compared with a CPU's
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-gc.disable()  # until all is imported: nothing of it is garbage
+gc.disable()  # during imports, which leave no garbage
 
 
 def pytest_collection_finish():
-    gc.freeze()  # or each collection would go through a million objects again
+    gc.freeze()  # or each collection would visit a million objects
     gc.enable()
 
 
@@ -34,8 +33,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def nothing_of_a_test_before():
-    """accelerate keeps its state per process and writes variables; which tests share a process is chance."""
+def restore_process_state():
+    """Undo what a test leaves in the process: accelerate's shared state and environment variables."""
     shared = [os.environ, *(state._shared_state for state in (PartialState, AcceleratorState, GradientState))]
     before = [dict(each) for each in shared]
     yield
@@ -47,8 +46,8 @@ def nothing_of_a_test_before():
 
 @pytest.fixture(scope="session")
 def hub_port():
-    """Of all Hub servers: the client reads the address when it is imported, so that each other one would need
-    a fork server of its own (tests/forked.py)."""
+    """One port for all Hub servers: the client reads the address at import, so another address would need
+    another fork server (tests/forked.py)."""
     return free_port()
 
 
@@ -59,7 +58,7 @@ def _home(tmp_path_factory):
 
 @pytest.fixture
 def hub_home(_home):
-    """HF_HOME of what runs against them, for the same reason one folder; empty at the start of a test."""
+    """HF_HOME of the clients: for the same reason one folder, emptied before each test."""
     shutil.rmtree(_home)
     _home.mkdir()
     return _home

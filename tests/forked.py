@@ -5,10 +5,10 @@
     done = run("train_clm.py", {"max_train_steps": 6})         # to the end, as tests.runs.run
     done = run("data.prepare", ["--output_dir", "shards"])
 
-Each is a process of its own, with its own environment, folder and output, that can be killed. The project's
-modules are imported anew from `folder`, which may hold an edited copy. All share one seed of Python's hashes,
-which runs that people start do not. Without `picture` they draw no curves.png and warn of it, as on a machine
-where matplotlib fails: drawing takes three times what the rest of a small run takes.
+Each run is a separate process with its own environment, folder and output, and can be killed. It imports the
+project's modules again from `folder`, which may hold an edited copy. Unlike runs that people start, all share
+one seed of Python's hashes. Without `picture` a run draws no curves.png and warns about it, as if matplotlib
+were broken: drawing takes three times as long as the rest of a small run.
 """
 
 import itertools
@@ -34,18 +34,18 @@ OURS = ("data", "utils", "train_clm", "train_mlm")
 READ_AT_IMPORT = ("HF_ENDPOINT", "HF_HOME", "HF_HUB_OFFLINE")
 
 context = multiprocessing.get_context("forkserver")
-_servers = {}  # one for each environment that the libraries were imported in
+_servers = {}  # fork servers by the environment in which they imported the libraries
 _ports = itertools.count()
 
 
 def free_port() -> int:
-    """Below those that the system gives away by itself, so that it is still free when it is used later; each
-    process of tests has a hundred of its own."""
+    """A port below the system's ephemeral range, so that it is still free when it is used later. Each process
+    of tests draws from a hundred ports."""
     for _ in range(100):
         port = 12_000 + 100 * (os.getpid() % 200) + next(_ports) % 100
-        with socket.socket() as found, suppress(OSError):
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(("127.0.0.1", port))
+        with socket.socket() as candidate, suppress(OSError):
+            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            candidate.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port")
 
@@ -54,9 +54,9 @@ def start(
     folder, what: str, flags: dict | list, log, processes: int = 1, rank: int = 0, port: int = 0,
     *, env: dict | None = None, errors=None, cwd=None, picture: bool = False, stdin=os.devnull,
 ):  # fmt: skip
-    """The running process, number `rank` of several. what: a script of `folder`, or a module, as python -m.
-    env: its whole environment, if not the usual one; errors: where its stderr goes, if not to the log; cwd:
-    where it runs, if not in `folder`; stdin: a file or a FIFO."""
+    """Start process number `rank` of `processes`. what: a script of `folder`, or a module as for python -m.
+    env: its complete environment instead of the usual one. errors: a file for stderr; default: the log.
+    cwd: default `folder`. stdin: a file or a FIFO."""
     env = environment(processes) if env is None else env
     if processes > 1:
         env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -74,19 +74,19 @@ def start(
     clean = {name: value for name, value in environment(PYTHONPATH=path).items()
              if name not in READ_AT_IMPORT}  # fmt: skip
     with (mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process),
-          mock.patch.dict(os.environ, clean | early, clear=True)):  # of the server, at its start
+          mock.patch.dict(os.environ, clean | early, clear=True)):  # environment of a new server
         process.start()
     return process
 
 
 def start_all(folder, what: str, flags: dict | list, log, processes: int, **settings) -> list:
-    """All processes of one run."""
+    """Start all processes of one run."""
     port = free_port()
     return [start(folder, what, flags, log, processes, rank, port, **settings) for rank in range(processes)]
 
 
 def finish(processes: list, log, timeout: float = PATIENCE) -> None:
-    """Waits; AssertionError with the end of the log if one of them fails."""
+    """Wait for the processes. Raises AssertionError with the end of the log if one of them failed."""
     for process in processes:
         process.join(timeout)
     statuses = [process.exitcode for process in processes]
@@ -96,7 +96,7 @@ def finish(processes: list, log, timeout: float = PATIENCE) -> None:
 
 
 def start_code(code: str, words: list, folder: Path) -> tuple:
-    """As python -c, and the log of what it prints; both in `folder`."""
+    """Start `code` as python -c does. Returns the process and the log of its output, a file in `folder`."""
     script = Path(tempfile.mkstemp(".py", dir=folder)[1])
     script.write_text(code)
     log = script.with_suffix(".log")
@@ -104,7 +104,7 @@ def start_code(code: str, words: list, folder: Path) -> tuple:
 
 
 def wait_for(process, log: Path, text: str) -> None:
-    """Until it has printed that."""
+    """Wait until the process has printed `text`."""
     while text not in log.read_text():
         assert process.is_alive() or text in log.read_text(), log.read_text()
         time.sleep(0.01)
@@ -114,7 +114,7 @@ def run(
     what: str, flags: dict | list, processes: int = 1, folder=PROJECT, env: dict | None = None,
     picture: bool = False,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """Runs to the end: what subprocess.run says of it. The status of several processes: the first failure."""
+    """Run to the end. Returns what subprocess.run returns; the status is that of the first failed process."""
     with tempfile.TemporaryDirectory() as outputs:
         out, errors = Path(outputs, "out"), Path(outputs, "errors")
         settings = {"env": env, "errors": errors, "picture": picture}
@@ -126,12 +126,12 @@ def run(
             process.kill()
         assert None not in statuses, f"it did not end in {PATIENCE} s: {errors.read_text()[-4000:]}"
         status = next((status for status in statuses if status), 0)
-        said = re.sub(r"\[Gloo\] Rank.*\n", "", out.read_text())  # torch 2.9 tells who is connected
-        return subprocess.CompletedProcess([what, flags], status, said, errors.read_text())
+        output = re.sub(r"\[Gloo\] Rank.*\n", "", out.read_text())  # torch 2.9 prints who is connected
+        return subprocess.CompletedProcess([what, flags], status, output, errors.read_text())
 
 
 def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.CompletedProcess:
-    """As python -c, or several by torchrun."""
+    """Run `code` as python -c does, or as torchrun starts several processes."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "code.py")
         script.write_text(code)
@@ -139,7 +139,7 @@ def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.
 
 
 def _run(places, what, words, files, env, picture):
-    """In the forked process."""
+    """Run `what` in the forked process."""
     os.dup2(os.open(files[0], os.O_RDONLY), 0)
     sys.stdin = open(0)
     for descriptor, file in enumerate(files[1:], 1):
@@ -147,8 +147,8 @@ def _run(places, what, words, files, env, picture):
     assert "tests.preloaded" in sys.modules, "the server could not import it"
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
-    constants.HF_HUB_DISABLE_XET = env.get("HF_HUB_DISABLE_XET") == "1"  # as if it were imported now
-    sys.dont_write_bytecode = False  # whatever the environment says, or each run would compile them anew
+    constants.HF_HUB_DISABLE_XET = env.get("HF_HUB_DISABLE_XET") == "1"  # as an import would set it now
+    sys.dont_write_bytecode = False  # or each run would compile all modules again
     if not picture:
         sys.modules["matplotlib.figure"] = None  # importing it fails
     os.environ.clear()

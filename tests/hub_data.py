@@ -1,10 +1,10 @@
-"""The data sets and tokenizers that the presets name, laid out as on the Hub, with little text in them.
+"""Small copies of the presets' data sets and tokenizers, with the layout that they have on the Hub.
 
-    publish(hub)        # on a HubServer: from then on each preset finds what it names
+    publish(hub)        # on a HubServer: then each preset finds its data
 
-What counts is the layout: which configurations and splits there are, which have which files, which columns.
-codeparrot-ds-valid has nothing but a split validation, wikitext has four configurations and no default one,
-fineweb-edu has only a split train. The text is Python's own: sources, and docstrings for English.
+The layout means configurations, splits, files and columns. codeparrot-ds-valid has only a validation split,
+wikitext has four configurations and no default, fineweb-edu has only a train split. Code is the source of
+Python's library, English text its docstrings.
 """
 
 import ast
@@ -34,10 +34,10 @@ TOKENIZERS = {  # name: model_type of its config.json, algorithm, special tokens
 
 
 def publish(hub) -> None:
-    """Data sets and tokenizers of all presets, and the data set that the course filters."""
+    """Publish the data sets and tokenizers of all presets, and the data set that the course filters."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
     sources = [file.read_text(encoding="utf-8")[:6000] for file in files]
-    english = [found for file in files if len(found := _docstrings(file.read_text(encoding="utf-8"))) > 500]
+    english = [text for file in files if len(text := _docstrings(file.read_text(encoding="utf-8"))) > 500]
     code = [{"repo_name": "python/cpython", "path": file.name, "copies": "1", "size": str(len(source)),
              "content": source, "license": "other"} for file, source in zip(files, sources, strict=True)]
     splits = {"train": "data/train-00000-of-00001.parquet", "validation": "data/validation.parquet"}
@@ -45,17 +45,17 @@ def publish(hub) -> None:
         put_data(hub, f"huggingface-course/codeparrot-ds-{end}", {"default": {split: splits[split]}},
                  {splits[split]: rows})
 
-    told = [row | {"content": "import pandas as pd\n" * (i % 3 == 0) + row["content"]}
+    documents = [row | {"content": "import pandas as pd\n" * (i % 3 == 0) + row["content"]}
             for i, row in enumerate(code[:90])]  # fmt: skip
-    lines = "".join(json.dumps(row) + "\n" for row in told).encode()
+    lines = "".join(json.dumps(row) + "\n" for row in documents).encode()
     file = {"file-000000000000.json.gz": gzip.compress(lines)}
     hub.put("transformersbook/codeparrot-train", file, "datasets")
 
     parts = {"train": english[:50], "validation": english[50:60], "test": english[60:75]}
     configs = {name: {split: f"{name}/{split}-00000-of-00001.parquet" for split in parts}
                for name in WIKITEXT}  # fmt: skip
-    rows = {path: [{"text": f"{name}\n"}] for name, found in configs.items() for path in found.values()}
-    for split, articles in parts.items():  # only of the raw one that the presets take; the others are traps
+    rows = {path: [{"text": f"{name}\n"}] for name, paths in configs.items() for path in paths.values()}
+    for split, articles in parts.items():  # other configurations hold their name only
         rows[configs[WIKITEXT[0]][split]] = _wikitext(articles)
     put_data(hub, "Salesforce/wikitext", configs, rows)
 
@@ -70,20 +70,21 @@ def publish(hub) -> None:
     put_data(hub, "HuggingFaceFW/fineweb-edu", configs, rows)
 
     for name, (model_type, algorithm, special) in TOKENIZERS.items():
-        made = algorithm(lowercase=name.endswith("uncased"))
+        tokenizer = algorithm(lowercase=name.endswith("uncased"))
         tokens = [*dict.fromkeys(special.values())]
-        made.train_from_iterator(english + sources[:20], 900, special_tokens=tokens)
+        tokenizer.train_from_iterator(english + sources[:20], 900, special_tokens=tokens)
         if special is BERT:
-            made.post_processor = BertProcessing(*((t, made.token_to_id(t)) for t in ("[SEP]", "[CLS]")))
+            ends = ((token, tokenizer.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
+            tokenizer.post_processor = BertProcessing(*ends)
         with tempfile.TemporaryDirectory() as folder:
-            PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, **special).save_pretrained(folder)
+            PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **special).save_pretrained(folder)
             if model_type:
                 Path(folder, "config.json").write_text(json.dumps({"model_type": model_type}))
             hub.put(name, {file.name: file.read_bytes() for file in Path(folder).iterdir()})
 
 
 def put_data(hub, name: str, configs: dict, rows: dict) -> None:
-    """A data set: {configuration: {split: path or glob}} in its card, {path: rows} as parquet."""
+    """Publish a data set. configs: {name: {split: path or glob}}; rows: {path: rows of a parquet file}."""
     card = [{"config_name": config, "data_files": [{"split": s, "path": path} for s, path in splits.items()]}
             for config, splits in configs.items()]  # fmt: skip
     files = {"README.md": f"---\n{yaml.safe_dump({'configs': card})}---\n".encode()}
@@ -100,7 +101,7 @@ def _docstrings(source: str) -> str:
 
 
 def _wikitext(articles: list[str]) -> list[dict]:
-    """A row for each line; an article begins with a line " = Title = \\n" between empty ones."""
+    """A row for each line. An article begins with a line " = Title = \\n" between empty lines."""
     rows = []
     for number, article in enumerate(articles):
         lines = [line for line in article.splitlines() if line.strip()]

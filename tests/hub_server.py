@@ -1,13 +1,12 @@
 """A small Hugging Face Hub on loopback: real HTTP for the real huggingface_hub client, nothing patched.
 
-    with HubServer(folder) as hub:                          # contents of files are kept in `folder`
+    with HubServer(folder) as hub:                          # stores file contents in `folder`
         subprocess.run(command, env=hub.env(home))
-        hub.commits("ada/model")                            # what arrived, oldest first
+        hub.commits("ada/model")                            # the commits, oldest first
 
-Serves models and data sets. Xet uploads (the default of installed clients) are answered by
-tests/xet_store.py. A `Fault` makes chosen requests fail, hang, lose their connection. It checks what the
-real Hub checks and a client can get wrong: tokens, write permission, that every LFS object of a commit has
-arrived whole with the right hash. It has no pull requests and no rate limits.
+It serves models and data sets; tests/xet_store.py answers Xet uploads, the default of installed clients. A
+`Fault` makes requests fail, hang or lose their connection. The server checks what the real Hub checks:
+tokens, write permission, and that each LFS object of a commit has arrived completely with the right hash.
 """
 
 import base64
@@ -28,7 +27,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.xet_store import XetStore
 
-TOKEN = "hf_" + "loopbackAdaWritesThisTokenOnly42"     # whoever searches files for a leak searches for this
+TOKEN = "hf_" + "loopbackAdaWritesThisTokenOnly42"     # tests search files for this token
 ADA = {"name": "ada", "orgs": {"analytical-engines": "write", "royal-society": "read"}, "role": "write"}
 INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".npy", ".png", ".parquet", ".arrow", ".tar", ".gz", ".zst")
@@ -36,11 +35,11 @@ LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".npy", ".png", ".parquet", ".arr
 
 @dataclass
 class Fault:
-    """What happens to `times` requests whose "METHOD /path" matches `match`, after the first `skip` of them.
+    """A fault of `times` requests whose "METHOD /path" matches `match`, after the first `skip` of them.
 
-    kind "status": answered with `status` and `headers`; "drop": the connection is reset after `after` bytes
-    of the body; "hang": answered after `seconds`, inf: never; "lost": done as asked, but the answer never
-    arrives (the connection is reset instead).
+    kind "status": the answer has `status` and `headers`. "drop": the connection is reset after `after` bytes
+    of the body. "hang": the answer comes after `seconds`; inf: never. "lost": the request is carried out, but
+    the connection is reset instead of an answer.
     """
 
     match: str
@@ -54,7 +53,7 @@ class Fault:
 
 
 class Refused(Exception):
-    """An answer other than 200, raised where the trouble is found."""
+    """Raised to answer with a status other than 200."""
 
     def __init__(self, status, message, code=None):
         super().__init__(message)
@@ -86,7 +85,7 @@ class HubServer:
         self.stop()
 
     def stop(self):
-        """Gone for everybody, kept-alive connections included."""
+        """Stop serving and close all connections, also those kept alive."""
         if self.stopping.is_set():
             return
         self.stopping.set()
@@ -98,14 +97,14 @@ class HubServer:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def env(self, home=None, token=TOKEN):
-        """The environment of a client process: this server, its home, a token (None: none)."""
+        """The environment of a client process: this server's address, HF_HOME, a token or None."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         env.update(HF_ENDPOINT=self.url, HF_HOME=str(home or self.home), HF_HUB_DISABLE_TELEMETRY="1",
                    NO_PROXY="127.0.0.1",
                    HF_HUB_DISABLE_XET="0" if self.uses_xet else "1", HF_XET_XORB_COMPRESSION_POLICY="none")
         return env if token is None else {**env, "HF_TOKEN": token}
 
-    # ---- repositories, also for tests that look behind the HTTP ----
+    # ---- repositories, also used by tests directly ----
 
     def repo(self, repo_id, kind="models"):
         if (kind, repo_id) not in self.repos:
@@ -120,8 +119,8 @@ class HubServer:
             self.commit(repo_id, kind, "main", "initial commit", INITIAL.items())
 
     def commit(self, repo_id, kind, branch, title, changes):
-        """One commit; changes: (path, bytes | sha256 of a stored blob | None to delete, path/ for a
-        folder)."""
+        """Add a commit. changes: (path, bytes | sha256 of a stored blob | None to delete); a path that ends
+        in a slash is a folder."""
         with self.lock:
             repo = self.repo(repo_id, kind)
             parent = repo["refs"].get(branch)
@@ -130,10 +129,10 @@ class HubServer:
             files = dict(repo["commits"][parent]["files"]) if parent else {}
             for path, content in changes:
                 if content is None:
-                    gone = [p for p in files if p == path or path.endswith("/") and p.startswith(path)]
-                    if not gone:
+                    deleted = [p for p in files if p == path or path.endswith("/") and p.startswith(path)]
+                    if not deleted:
                         raise Refused(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
-                    for p in gone:
+                    for p in deleted:
                         del files[p]
                 else:
                     files[path] = self.store(content)
@@ -143,7 +142,7 @@ class HubServer:
             return oid
 
     def store(self, content):
-        """Keep bytes (or find an LFS object by its sha256): the entry of a file in a commit."""
+        """Store bytes, or find an LFS object by its sha256. Returns the file's entry for a commit."""
         if isinstance(content, str):
             if not (self.root / "blobs" / content).exists():
                 raise Refused(400, f"LFS pointer pointed to a file that does not exist: {content}")
@@ -161,16 +160,16 @@ class HubServer:
         return self.commit(repo_id, kind, "main", "upload", list(files.items()))
 
     def commits(self, repo_id, branch="main", kind="models"):
-        """[{"oid", "title", "files": {path: {"sha256", "size", ...}}}], oldest first, the initial one left
-        out."""
+        """[{"oid", "title", "files": {path: {"sha256", "size", ...}}}], oldest first, without the initial
+        commit."""
         if (kind, repo_id) not in self.repos:
             return []
-        repo, found = self.repo(repo_id, kind), []
+        repo, commits = self.repo(repo_id, kind), []
         oid = repo["refs"].get(branch)
         while oid:
-            found.append({"oid": oid, **repo["commits"][oid]})
+            commits.append({"oid": oid, **repo["commits"][oid]})
             oid = repo["commits"][oid]["parent"]
-        return found[::-1][1:]
+        return commits[::-1][1:]
 
     def read(self, entry):
         return (self.root / "blobs" / entry["sha256"]).read_bytes()
@@ -200,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query, self.drop_answer = parse_qs(url.query), False
         line = f"{self.command} {url.path}"
-        self.entry = {"time": time.monotonic(), "line": line, "status": None}   # None: no answer
+        self.entry = {"time": time.monotonic(), "line": line, "status": None}  # None: no answer
         hub.log.append(self.entry)
         with hub.lock:
             fault = next((f for f in hub.faults if f.times > 0 and re.search(f.match, line)), None)
@@ -220,9 +219,9 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer({"error": "injected fault"}, fault.status, fault.headers)
             self.user = self.authenticate(line)
             for method, pattern, route in ROUTES:
-                found = re.fullmatch(pattern, url.path)
-                if found and self.command in method.split("|"):
-                    return route(self, **{k: v and unquote(v) for k, v in found.groupdict().items()})
+                match = re.fullmatch(pattern, url.path)
+                if match and self.command in method.split("|"):
+                    return route(self, **{k: v and unquote(v) for k, v in match.groupdict().items()})
             raise Refused(404, f"this small Hub does not know {line}")
         except Refused as refused:
             headers = {"X-Error-Message": refused.message}
@@ -234,24 +233,15 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do
 
     def body(self, limit=math.inf):
-        """The request's body; with `limit` only so many bytes of it."""
-        body, chunked = b"", self.headers.get("Transfer-Encoding", "").lower() == "chunked"
-        left = int(self.headers.get("Content-Length", 0))
-        while len(body) < limit:
-            if chunked:
-                left = int(self.rfile.readline().split(b";")[0] or b"0", 16)
-            part = self.rfile.read(min(left, limit - len(body)))
-            if len(part) < left and len(body) + len(part) < limit:
-                raise ConnectionError("the client went away in mid body")
-            body += part
-            if chunked:
-                self.rfile.readline()
-            if not chunked or not left:
-                break
+        """The body of the request, or its first `limit` bytes."""
+        size = min(int(self.headers.get("Content-Length", 0)), limit)
+        body = self.rfile.read(size)
+        if len(body) < size:
+            raise ConnectionError("the client closed the connection in the middle of the body")
         return body
 
     def reset(self):
-        """Close with RST, as a broken network does."""
+        """Close the connection with RST, as a broken network does."""
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
         with suppress(OSError):
@@ -270,11 +260,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    # ---- who may do what ----
+    # ---- permissions ----
 
     def authenticate(self, line):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not token or re.search(r" /(lfs|xet)/", line):      # signed addresses on the real Hub
+        if not token or re.search(r" /(lfs|xet)/", line):  # signed addresses on the real Hub
             return None
         if token not in self.hub.tokens:
             raise Refused(401, "Invalid credentials in Authorization header")
@@ -305,22 +295,15 @@ class Handler(BaseHTTPRequestHandler):
 
     # ---- routes ----
 
-    def whoami(self):
-        if self.user is None:
-            raise Refused(401, "Invalid username or password.")
-        orgs = [{"type": "org", "name": name, "roleInOrg": role} for name, role in self.user["orgs"].items()]
-        auth = {"type": "access_token", "accessToken": {"displayName": "test", "role": self.user["role"]}}
-        self.answer({"type": "user", "name": self.user["name"], "orgs": orgs, "auth": auth})
-
     def create(self):
-        asked = json.loads(self.data)
+        request = json.loads(self.data)
         if self.user is None:
             raise Refused(401, "Invalid username or password.")
-        owner = asked.get("organization") or self.user["name"]
+        owner = request.get("organization") or self.user["name"]
         if self.role(owner) != "write":
             raise Refused(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
-        kind, repo_id = asked.get("type", "model") + "s", f"{owner}/{asked['name']}"
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        kind, repo_id = request.get("type", "model") + "s", f"{owner}/{request['name']}"
+        private = request.get("visibility") == "private" or bool(request.get("private"))
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{repo_id}"
         try:
             self.hub.create(repo_id, kind, private)
@@ -340,16 +323,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"id": repo_id, "sha": oid, "private": repo["private"], "gated": False, "tags": [],
                      "siblings": [{"rfilename": path} for path in sorted(files)]})
 
-    def refs(self, kind, repo_id):
-        refs = self.open_repo(kind, repo_id)["refs"].items()
-        branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid} for name, oid in refs]
-        self.answer({"branches": branches, "tags": [], "converts": [], "pullRequests": []})
-
     def described(self, path, file):
-        found = {"type": "file", "path": path, "size": file["size"], "oid": file["oid"]}
+        entry = {"type": "file", "path": path, "size": file["size"], "oid": file["oid"]}
         if file["lfs"]:
-            found["lfs"] = {"oid": file["sha256"], "size": file["size"], "pointerSize": 134}
-        return found
+            entry["lfs"] = {"oid": file["sha256"], "size": file["size"], "pointerSize": 134}
+        return entry
 
     def folder(self, path):
         return {"type": "directory", "path": path, "size": 0, "oid": hashlib.sha1(path.encode()).hexdigest()}
@@ -361,46 +339,36 @@ class Handler(BaseHTTPRequestHandler):
         inside = [p for p in sorted(files) if p.startswith(prefix)]
         if path and not inside:
             raise Refused(404, f"{path} does not exist", "EntryNotFound")
-        found = {}
+        entries = {}
         for p in inside:
             parts = p[len(prefix):].split("/")
             for depth in range(1, len(parts)):
                 if depth == 1 or recursive:
                     folder = prefix + "/".join(parts[:depth])
-                    found[folder] = self.folder(folder)
+                    entries[folder] = self.folder(folder)
             if len(parts) == 1 or recursive:
-                found[p] = self.described(p, files[p])
-        self.answer(list(found.values()))
-
-    def paths_info(self, kind, repo_id, rev):
-        _, files = self.resolve_revision(self.open_repo(kind, repo_id), rev)
-        found = []
-        for path in parse_qs(self.data.decode()).get("paths", []):
-            if path in files:
-                found.append(self.described(path, files[path]))
-            elif any(p.startswith(path + "/") for p in files):
-                found.append(self.folder(path))
-        self.answer(found)
+                entries[p] = self.described(p, files[p])
+        self.answer(list(entries.values()))
 
     def preupload(self, kind, repo_id, rev):
         _, files = self.resolve_revision(self.open_repo(kind, repo_id, write=True), rev)
-        found = []
+        files_to_send = []
         for file in json.loads(self.data)["files"]:
             path, old = file["path"], files.get(file["path"])
             binary = b"\0" in base64.b64decode(file["sample"]) or file["size"] > 1_000_000
             mode = "lfs" if path.endswith(LFS_SUFFIXES) or binary else "regular"
-            found.append({"path": path, "uploadMode": mode, "shouldIgnore": False,
+            files_to_send.append({"path": path, "uploadMode": mode, "shouldIgnore": False,
                           "oid": old and (old["sha256"] if mode == "lfs" else old["oid"])})
-        self.answer({"files": found})
+        self.answer({"files": files_to_send})
 
     def lfs_batch(self, kind, repo_id):
         self.open_repo(kind or "models", repo_id, write=True)
         objects = []
-        for asked in json.loads(self.data)["objects"]:
-            found = {"oid": asked["oid"], "size": asked["size"], "authenticated": True}
-            if not (self.hub.root / "blobs" / asked["oid"]).exists():
-                found["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}"}}
-            objects.append(found)
+        for lfs_object in json.loads(self.data)["objects"]:
+            entry = {"oid": lfs_object["oid"], "size": lfs_object["size"], "authenticated": True}
+            if not (self.hub.root / "blobs" / lfs_object["oid"]).exists():
+                entry["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{lfs_object['oid']}"}}
+            objects.append(entry)
         self.answer({"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid):
@@ -426,7 +394,7 @@ class Handler(BaseHTTPRequestHandler):
                 changes.append((value["path"], value["oid"]))
             else:
                 changes.append((value["path"].rstrip("/") + "/" * (item["key"] == "deletedFolder"), None))
-        changes.sort(key=lambda change: change[1] is not None)      # deletions first
+        changes.sort(key=lambda change: change[1] is not None)  # deletions first
         oid = self.hub.commit(repo_id, kind, rev, title, changes)
         self.answer({"commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}", "commitOid": oid})
 
@@ -439,9 +407,9 @@ class Handler(BaseHTTPRequestHandler):
         content = self.hub.read(file)
         headers = {"X-Repo-Commit": oid, "ETag": f'"{file["sha256"] if file["lfs"] else file["oid"]}"',
                    "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
-        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
-        if asked and any(asked.groups()):
-            first, last = asked.groups()
+        range_ = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
+        if range_ and any(range_.groups()):
+            first, last = range_.groups()
             start = int(first) if first else max(0, len(content) - int(last))
             stop = int(last) + 1 if first and last else len(content)
             if start >= len(content):
@@ -468,9 +436,7 @@ ROUTES = [
     ("POST", "/api/repos/create", Handler.create),
     ("POST", "/api/validate-yaml", Handler.validate_yaml),
     ("GET", rf"{API}(/revision/(?P<rev>[^/]+))?", Handler.info),
-    ("GET", rf"{API}/refs", Handler.refs),
     ("GET", rf"{API}/tree/(?P<rev>[^/]+)(/(?P<path>.+))?", Handler.tree),
-    ("POST", rf"{API}/paths-info/(?P<rev>[^/]+)", Handler.paths_info),
     ("POST", rf"{API}/preupload/(?P<rev>[^/]+)", Handler.preupload),
     ("POST", rf"{API}/commit/(?P<rev>[^/]+)", Handler.commit),
     ("GET", rf"{API}/xet-(?P<mode>read|write)-token(/(?P<rev>[^/]+))?", Handler.xet_token),

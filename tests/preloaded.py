@@ -1,8 +1,8 @@
-"""What the process that tests/forked.py forks runs from has imported, and never runs: no thread, no state."""
+"""The imports of the fork server of tests/forked.py. It starts no thread and holds no state of a run."""
 
 import gc
 
-gc.disable()  # until all is imported: nothing of it is garbage
+gc.disable()  # during imports, which leave no garbage
 
 import io
 import os
@@ -22,7 +22,7 @@ from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 from transformers.models.modernbert import modeling_modernbert  # noqa: F401
 from transformers.models.roberta import modeling_roberta  # noqa: F401
 
-# For the libraries that they bring: a run imports its own.
+# Imported only for the libraries that they import: each run imports the project's modules again.
 import data.batches.masking
 import data.load  # noqa: F401
 import utils.display.log  # noqa: F401
@@ -32,7 +32,7 @@ conversion_mapping.get_checkpoint_conversion_mapping("gpt2")  # compiles a thous
 matplotlib.pyplot.figure().savefig(io.BytesIO())  # finds the fonts
 matplotlib.pyplot.close()
 
-gc.freeze()  # or each run would go through half a million objects again and again
+gc.freeze()  # or each run's garbage collections would visit half a million objects
 gc.enable()
 
 threads = Path("/proc/self/task")

@@ -13,7 +13,7 @@ import psutil
 
 PROJECT = Path(__file__).resolve().parent.parent
 
-# Seconds, of every guard against hangs in the tests: what takes longer does not end, on whatever machine.
+# Seconds until a test gives up on a process that seems to hang; enough for slow machines.
 PATIENCE = 600
 
 # A model and a batch that take milliseconds; dropout off and rates low, so that processes can be compared.
@@ -30,7 +30,7 @@ DROPOUT = {"config_overrides": TINY["config_overrides"] + ",attention_dropout=0.
 
 
 def write_corpus(path: Path, documents: int = 60) -> Path:
-    """Real Python source, the same on every machine with this Python: modules of the standard library."""
+    """Write modules of the standard library as documents: the same text on every machine with this Python."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(folder.glob("*.py"))[:documents]
     with open(path, "w", encoding="utf-8") as out:
@@ -42,7 +42,7 @@ def write_corpus(path: Path, documents: int = 60) -> Path:
 
 
 def write_english(path: Path, part: int = 6000) -> Path:
-    """Python's own help topics: prose, some of it in short documents, of at most `part` characters."""
+    """Write Python's help topics, which are prose, as documents of at most `part` characters."""
     with open(path, "w", encoding="utf-8") as out:
         for name, text in sorted(topics.items()):
             for start in range(0, min(len(text), 6000), part):
@@ -51,7 +51,7 @@ def write_english(path: Path, part: int = 6000) -> Path:
 
 
 def command(script: str, flags: dict, processes: int = 1) -> list[str]:
-    """`accelerate launch ...` as a user types it, with the interpreter of the tests."""
+    """The words of `accelerate launch ...` as a user types it, with the interpreter of the tests."""
     config = "cpu" if processes == 1 else "multi_cpu"
     launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     launcher += ["--config_file", f"accelerate_configs/{config}.yaml"]
@@ -76,7 +76,7 @@ def environment(processes: int = 1, **changes: str) -> dict[str, str]:
 
 
 def fsdp_environment(processes: int, *words: str, yaml: str = "fsdp") -> dict[str, str]:
-    """What the launcher hands on with fsdp.yaml and these flags, for processes of the CPU."""
+    """The environment that `accelerate launch` sets for fsdp.yaml and these flags, on CPU processes."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -86,7 +86,7 @@ def fsdp_environment(processes: int, *words: str, yaml: str = "fsdp") -> dict[st
 
 
 def run(script: str, flags: dict, processes: int = 1, **env) -> subprocess.CompletedProcess:
-    """Runs to the end; stdout and stderr as text."""
+    """Run `accelerate launch` to the end; stdout and stderr as text."""
     return subprocess.run(
         command(script, flags, processes), cwd=PROJECT, env=environment(processes, **env),
         capture_output=True, text=True, timeout=PATIENCE,
@@ -94,8 +94,8 @@ def run(script: str, flags: dict, processes: int = 1, **env) -> subprocess.Compl
 
 
 def kill_family(pid: int) -> None:
-    """SIGKILL to a process and all below it (torchrun's workers are not in its process group); those below
-    are gone then, the process itself is for its owner to wait for."""
+    """Send SIGKILL to a process and all its descendants (torchrun's workers are not in its process group).
+    Waits for the descendants; the caller waits for the process."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     for member in family:
         with suppress(psutil.NoSuchProcess):
@@ -104,17 +104,38 @@ def kill_family(pid: int) -> None:
 
 
 def metrics(output_dir) -> list[dict]:
-    """metrics.jsonl without what the clock decides."""
+    """The lines of metrics.jsonl without the values that depend on the clock."""
     lines = [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
     clock = ("seconds", "tokens_per_second", "mfu", "save_seconds", "peak_memory")
     return [{k: v for k, v in line.items() if k not in clock} for line in lines]
 
 
 def tolerance(key: str, rel: float = 1e-5) -> float:
-    """Relative, between two runs' values of a metric that may differ in the order of their sums, `rel` for
-    losses. A standard error is a small difference of large numbers: row losses that are 1e-5 apart can move
-    it by 1e-3. A gradient's norm is of weights that Muon has rounded to bfloat16 on their way. A perplexity's
-    is that of its loss times the loss."""
+    """Relative tolerance for a metric of two runs that differ in the order of sums; `rel` for losses.
+
+    A standard error is a small difference of large numbers: row losses 1e-5 apart can move it by 1e-3. A
+    gradient norm depends on weights that Muon rounded to bfloat16. A perplexity moves by its loss times the
+    loss's error."""
     if "stderr" in key or key.startswith("perplexity"):
         return (100 if "stderr" in key else 10) * rel
     return 1e-4 if key == "grad_norm" else rel
+
+
+def assert_same_metrics(folder, other_folder, rel: float = 1e-5) -> None:
+    """Compare the metrics of two output folders, up to the order of sums."""
+    from pytest import approx
+
+    for line, other_line in zip(metrics(folder), metrics(other_folder), strict=True):
+        assert line.keys() == other_line.keys()
+        for key, value in line.items():
+            assert value == approx(other_line[key], rel=tolerance(key, rel)), (key, line, other_line)
+
+
+def first_moments(output_dir):
+    """AdamW's first moments and Muon's momenta after step 1 in one vector: proportional to the gradients."""
+    import torch
+    from safetensors.torch import load_file
+
+    saved = load_file(output_dir / "checkpoints" / "step-00000001" / "state.safetensors")
+    names = (name for name in sorted(saved) if name.endswith(("exp_avg", "momentum_buffer")))
+    return torch.cat([saved[name].flatten() for name in names])

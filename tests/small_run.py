@@ -1,9 +1,9 @@
-"""A run as small as can be, for tests of checkpoints: a real Accelerator, model, optimizer and schedule.
+"""A minimal run for tests of checkpoints, with a real Accelerator, model, optimizer and schedule.
 
-    run = SmallRun(folder)      # a new one, or it continues what is in the folder
+    run = SmallRun(folder)      # a new run, or the one in the folder is resumed
     run.train(6)                # to step 6
     run.checkpoints.save(6)
-    run.outcome()               # {name: whole tensor, float64}, and what else must come back
+    run.outcome()               # {name: full tensor, float64} of weights and the other state
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from utils.learning.muon import PRECISION, MuonAdamW
 from utils.state.checkpoints import Checkpoints
 
-# The same on every CPU. A rounding of bfloat16 in Muon moves a matrix by 4e-5; then small gradients of the
-# embeddings differ, which AdamW divides by their own size: an embedding moves by 2e-4 to 8e-4.
+# Muon in float32 is the same on every CPU. Rounding to bfloat16 moves a matrix by 4e-5; then small gradients
+# of the embeddings differ, AdamW divides them by their size, and an embedding moves by 2e-4 to 8e-4.
 PRECISION["cpu"] = torch.float32
 MAY_CHANGE = ["output_dir", "resume_from_checkpoint", "save_total_limit"]
 
@@ -54,7 +54,7 @@ class Loss(torch.nn.Module):
 
 
 class Counter:
-    """State of one's own: a number, tensors in odd places."""
+    """A user's state: a number, and tensors nested in containers."""
 
     def __init__(self):
         self.count, self.sums = 0, torch.zeros(3)
@@ -69,7 +69,7 @@ class Counter:
 
 
 def build(width, sharded, optimizer_type, rate):
-    """Tied weights; matrices decay, the rest does not; Muon for the matrices of the blocks."""
+    """A model with tied weights, and its optimizer: weight decay on matrices, Muon for those of blocks."""
     config = AutoConfig.for_model(
         "qwen3", vocab_size=300, hidden_size=width, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=16, intermediate_size=48, tie_word_embeddings=True,
@@ -83,15 +83,15 @@ def build(width, sharded, optimizer_type, rate):
     blocks = [p for name, p in named.items() if p.ndim > 1 and "layers" in name and optimizer_type == "muon"]
     groups = [{"params": blocks, "momentum": 0.95, "lr": 1e-3}] if blocks else []
     for matrices in (True, False):
-        some = [p for p in named.values() if (p.ndim > 1) == matrices and not any(p is b for b in blocks)]
-        groups.append({"params": some, "weight_decay": 0.1 * matrices})
+        group = [p for p in named.values() if (p.ndim > 1) == matrices and not any(p is b for b in blocks)]
+        groups.append({"params": group, "weight_decay": 0.1 * matrices})
     kind = MuonAdamW if blocks else torch.optim.AdamW
     return model, kind(groups, lr=rate, fused=True)
 
 
 class SmallRun:
     def __init__(self, folder, sharded=False, optimizer_type="adamw", rows=12, width=32, fingerprint="rows",
-                 more=None, **settings):  # fmt: skip
+                 extra_state=None, **settings):  # fmt: skip
         self.args = Args(output_dir=str(folder), **settings)
         self.accelerator, last = Accelerator(cpu=True), self.args.max_train_steps
         torch.manual_seed(1)
@@ -102,19 +102,19 @@ class SmallRun:
         bare = getattr(optimizer, "optimizer", optimizer)
         self.schedule = LambdaLR(bare, lambda step: 1 - step / last)
         self.counter, self.generator = Counter(), torch.Generator().manual_seed(5)
-        things = dict(model=model, optimizer=optimizer, schedule=self.schedule, counter=self.counter)
-        things |= dict(generator=self.generator) | (more or {})
+        state = dict(model=model, optimizer=optimizer, schedule=self.schedule, counter=self.counter)
+        state |= dict(generator=self.generator) | (extra_state or {})
         steps = Steps(last, rows)
-        self.checkpoints = Checkpoints(self.args, self.accelerator, steps, fingerprint, MAY_CHANGE, **things)
+        self.checkpoints = Checkpoints(self.args, self.accelerator, steps, fingerprint, MAY_CHANGE, **state)
         self.step = self.checkpoints.load()
 
     def train(self, upto, save_steps=0):
-        """Saves at each multiple of save_steps."""
-        mine, processes = self.accelerator.process_index, self.accelerator.num_processes
+        """Train to step `upto` and save at each multiple of save_steps."""
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
         while self.step < upto:
             generator = torch.Generator().manual_seed(self.step)
             tokens = torch.randint(0, 300, (self.rows, 16), generator=generator)
-            loss = self.model(tokens.chunk(processes)[mine])
+            loss = self.model(tokens.chunk(processes)[rank])
             loss.backward()
             self.optimizer.step()
             self.schedule.step()
@@ -132,6 +132,6 @@ class SmallRun:
 
     def outcome(self):
         named = {name.split("module.")[-1]: p for name, p in self.model.named_parameters()}
-        whole = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in named.items()}
-        whole |= {"sums": self.counter.sums, "rates": torch.tensor(self.schedule.get_last_lr())}
-        return {name: tensor.detach().cpu().double().clone() for name, tensor in whole.items()}
+        tensors = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in named.items()}
+        tensors |= {"sums": self.counter.sums, "rates": torch.tensor(self.schedule.get_last_lr())}
+        return {name: tensor.detach().cpu().double().clone() for name, tensor in tensors.items()}

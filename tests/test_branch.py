@@ -1,4 +1,4 @@
-"""A branch, `--resume_from_checkpoint runs/a/checkpoints/step-N --output_dir runs/b`."""
+"""A run that begins from another run's checkpoint: --resume_from_checkpoint runs/a/..."""
 
 from safetensors.torch import load_file
 
@@ -6,7 +6,7 @@ from tests import forked
 from tests.runs import TINY, metrics, write_corpus
 
 
-def test_a_branch_goes_on_as_the_run_it_leaves(tmp_path):
+def test_branch_continues_like_the_original_run(tmp_path):
     flags = TINY | {"dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "cache_dir": tmp_path / "cache"}
 
     def train(name, **changes):
@@ -20,7 +20,7 @@ def test_a_branch_goes_on_as_the_run_it_leaves(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert before == {path: path.read_bytes() for path in (tmp_path / "a").rglob("*") if path.is_file()}
     expected = [line for line in metrics(tmp_path / "a") if line["step"] > 3 - ("loss/eval" in line)]
-    assert metrics(tmp_path / "b") == expected  # where it begins it is evaluated, too
+    assert metrics(tmp_path / "b") == expected  # the branch also evaluates its first step
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     assert a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
     again = train("b", **origin, max_train_steps=6)  # the same command

@@ -1,6 +1,6 @@
-"""A run that is killed again and again ends with the weights and the lines of one that was left alone.
+"""A run that is killed repeatedly ends with the weights and metrics of an uninterrupted run.
 
-    CRASH_KILLS=50 pytest tests/test_crash.py -k one_process      # the default is a few kills, for CI
+    CRASH_KILLS=50 pytest tests/test_crash.py -k sigterm      # the default is a few kills, for CI
 """
 
 import os
@@ -28,8 +28,8 @@ def workspace(tmp_path_factory):
 
 
 def start(script, flags, processes, log):
-    """One process forked, or several by torchrun, which starts them again: without `accelerate launch` in
-    between, which would only add its start to every kill."""
+    """Fork one process, or start several by torchrun, which also restarts them. `accelerate launch` would
+    only add seconds to every kill."""
     if processes == 1:
         return forked.start(PROJECT, script, flags, log)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--max_restarts=1"]
@@ -43,7 +43,7 @@ def start(script, flags, processes, log):
 
 
 def status(process, seconds=0):
-    """Its exit status, None if it has not ended after so many seconds."""
+    """The exit status, or None if the process has not ended after this number of seconds."""
     if not isinstance(process, subprocess.Popen):
         process.join(seconds)
         return process.exitcode
@@ -55,11 +55,11 @@ def in_a_save(output_dir):
 
 
 def run_with_interruptions(script, flags, processes, interruptions):
-    """Start, interrupt after a random number of steps, start again; at last to the end.
+    """Start the run and interrupt it after a random number of steps, repeatedly; then let it end.
 
-    interruptions: "kill"; "kill save", in the next save; "kill start", within 8 s of the start; "term",
-    SIGTERM to what was started; "kill worker", the last process only, and torchrun starts all of them again
-    by itself. Returns how many met a save.
+    interruptions: "kill"; "kill save", during the next save; "kill start", within 8 s of the start; "term",
+    SIGTERM to the started process; "kill worker", the last worker only, after which torchrun restarts all.
+    Returns the number of kills during a save.
     """
     moments, in_saves = random.Random(0), 0
     output_dir = flags["output_dir"]
@@ -99,7 +99,7 @@ def run_with_interruptions(script, flags, processes, interruptions):
         process = None
 
 
-SHAPES = {  # with dropout, as the models come: random numbers have to go on as well
+SHAPES = {  # with dropout, so that the random numbers must also resume
     "train_clm.py": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2",
     "train_mlm.py": "num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
 }
@@ -127,24 +127,24 @@ def check(workspace, script, processes, interruptions):
     assert metrics(broken) == metrics(unbroken)
     last = f"checkpoints/step-{steps:08d}"
     for file in (f"{last}/model.safetensors", f"{last}/state.safetensors", "model.safetensors"):
-        expected, found = load_file(unbroken / file), load_file(broken / file)
-        assert expected.keys() == found.keys()
-        assert all(expected[name].equal(found[name]) for name in expected), file
+        expected, tensors = load_file(unbroken / file), load_file(broken / file)
+        assert expected.keys() == tensors.keys()
+        assert all(expected[name].equal(tensors[name]) for name in expected), file
 
 
 def kills():
     return [("kill", "kill save", "kill", "kill start", "kill save")[i % 5] for i in range(KILLS)]
 
 
-def test_one_process_killed_and_stopped(workspace):
+def test_resume_after_sigkill_and_sigterm_is_bit_identical(workspace):
     check(workspace, "train_clm.py", 1, kills() or ["kill save", "term"])
 
 
 @pytest.mark.slow
-def test_two_processes_killed(workspace):
-    """One worker alone, too: the launcher's --max_restarts brings the run back from the newest checkpoint."""
+def test_resume_of_two_processes_after_sigkill_is_bit_identical(workspace):
+    """By default only a worker is killed: --max_restarts resumes the run from the newest checkpoint."""
     check(workspace, "train_clm.py", 2, kills() or ["kill worker"])
 
 
-def test_masked_language_model_killed(workspace):
+def test_resume_of_masked_model_after_sigkill_is_bit_identical(workspace):
     check(workspace, "train_mlm.py", 1, kills() or ["kill save"])

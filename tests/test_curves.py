@@ -1,15 +1,12 @@
-"""Curves of real and damaged logs, read back from the picture's own axes."""
+"""Curves of normal and damaged logs, compared with the axes of the picture."""
 
 import json
-import subprocess
-import sys
 import warnings
 
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from tests.runs import PROJECT
 from utils.display.curves import draw_curves
 
 
@@ -28,14 +25,10 @@ def write_run(folder, lines):
 
 LONG = [train_line(s, 9 / s**0.2) for s in range(1, 5001)]
 RUNS = {  # lines, the names of the loss curves
-    "five points": ([train_line(s, 5 / s) for s in range(1, 6)] + [eval_line(5)], "train eval"),
     "5,000 points": (LONG + [eval_line(5000)], "train eval"),
-    "one point": ([train_line(1)], "train"),
     "an evaluation alone": ([eval_line(1)], "eval"),
     "nothing but nulls": ([train_line(s, None, learning_rate=None) for s in range(60)], "train"),
     "missing keys": ([{"step": 1}, {"loss/train": 3.0}, train_line(2), {"event": "push"}], "train"),
-    "constant loss": ([train_line(s, 3.0) for s in range(100)], "train"),
-    "huge loss": ([train_line(s, 10.0**s) for s in range(1, 60)] + [eval_line(60, 1e4)], "train eval"),
     "key tokens": ([train_line(s, 4.0, **{"loss/train_plain": 3.0}) for s in range(9)], "train_plain"),
     "sentence pairs": ([train_line(s, **{"loss/train_mlm": 2.4, "loss/train_nsp": 0.6}) for s in range(9)]
                        + [eval_line(9, 3.0, **{"loss/mlm": 2.4, "loss/nsp": 0.6})],
@@ -47,7 +40,7 @@ RUNS = {  # lines, the names of the loss curves
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The axes of the picture that is drawn: losses, learning rate."""
+    """The axes of the drawn picture: losses, then the learning rate."""
     axes, save = [], Figure.savefig
 
     def savefig(figure, *args, **kwargs):
@@ -59,7 +52,7 @@ def drawn(monkeypatch):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_kind_of_log_gives_a_picture_with_each_loss_and_the_learning_rate(tmp_path, drawn, name):
+def test_curves_show_losses_and_learning_rate(tmp_path, drawn, name):
     lines, names = RUNS[name]
     write_run(tmp_path, lines)
     with warnings.catch_warnings():
@@ -79,21 +72,9 @@ def test_every_kind_of_log_gives_a_picture_with_each_loss_and_the_learning_rate(
 
 
 @pytest.mark.parametrize("lines", ["", "not json\n", '{"step": "a", "loss/train": [1]}\n', '{"step": 1}\n'])
-def test_a_log_that_cannot_be_drawn_costs_a_warning_and_keeps_the_old_picture(tmp_path, lines):
+def test_unreadable_log_keeps_the_old_curves(tmp_path, lines):
     (tmp_path / "metrics.jsonl").write_text(lines)
     (tmp_path / "curves.png").write_bytes(b"old")
     with pytest.warns(UserWarning, match="curves.png was not drawn"):
         draw_curves(tmp_path)
     assert (tmp_path / "curves.png").read_bytes() == b"old"
-
-
-def test_drawing_leaves_no_trace_in_pyplot(tmp_path):
-    """No window system is asked for, no figure is kept: a training process may do this a thousand times."""
-    write_run(tmp_path, LONG[:5])
-    code = f"""
-import sys
-from utils.display.curves import draw_curves
-draw_curves({str(tmp_path)!r})
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=PROJECT, check=True)

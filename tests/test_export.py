@@ -1,4 +1,4 @@
-"""The saved model's files: readable by whoever may read their neighbours, replaced whole; and a full disk."""
+"""The exported model: file modes, complete files only, and a full disk."""
 
 import json
 import stat
@@ -20,7 +20,7 @@ def flags(tmp_path_factory):
 
 
 def fill_disk(output_dir):
-    """Where the model is written first, config.json finds no space left, until `.export` is gone."""
+    """Make the disk full for `.export`/config.json, which is written first, until the link is deleted."""
     full = output_dir.with_name("full")
     full.mkdir(parents=True, exist_ok=True)
     if not (full / "config.json").is_symlink():
@@ -41,8 +41,8 @@ runpy.run_path("train_clm.py", run_name="__main__")
 
 
 @pytest.mark.parametrize("mask, mode", [("022", 0o644), ("007", 0o660)])
-def test_all_files_have_the_mode_that_the_umask_gives(flags, tmp_path, mask, mode):
-    """safetensors writes files that only their owner may read: nobody else could load the model."""
+def test_exported_files_follow_the_umask(flags, tmp_path, mask, mode):
+    """safetensors alone would write files that only their owner can read."""
     words = arguments(flags | {"output_dir": tmp_path / "run", "max_train_steps": 2})
     done = forked.run_code(WITH_UMASK, [mask, *words])
     assert done.returncode == 0, done.stderr
@@ -53,12 +53,12 @@ def test_all_files_have_the_mode_that_the_umask_gives(flags, tmp_path, mask, mod
 
 def assert_saved(output_dir, step):
     weights = load_file(output_dir / f"checkpoints/step-{step:08d}/model.safetensors")
-    found = load_file(output_dir / "model.safetensors")
-    assert found and all(torch.equal(value, weights[name]) for name, value in found.items())
+    exported = load_file(output_dir / "model.safetensors")
+    assert exported and all(torch.equal(value, weights[name]) for name, value in exported.items())
     assert f"| optimizer steps | {step:,} |" in (output_dir / "README.md").read_text()
 
 
-def test_training_goes_on_and_a_later_save_has_the_model(flags, tmp_path):
+def test_full_disk_during_export_does_not_end_training(flags, tmp_path):
     run, log = tmp_path / "run", tmp_path / "log"
     flags = flags | {"output_dir": run, "max_train_steps": 150, "eval_steps": 150}
     process = forked.start(PROJECT, "train_clm.py", flags, log)
@@ -67,7 +67,7 @@ def test_training_goes_on_and_a_later_save_has_the_model(flags, tmp_path):
         time.sleep(0.01)
     full = fill_disk(run)
     forked.wait_for(process, log, f"the model was not saved in {run}: [Errno 28] No space left on device")
-    assert load_file(run / "model.safetensors")  # the one before
+    assert load_file(run / "model.safetensors")  # the model of an earlier save
     full.unlink()
     forked.finish([process], log)
     assert_saved(run, 150)
@@ -75,8 +75,8 @@ def test_training_goes_on_and_a_later_save_has_the_model(flags, tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_last_model_that_found_no_room_is_saved_by_the_same_command(flags, processes, tmp_path):
-    """Without training again; until then it fails again. So does the first one, before any step."""
+def test_same_command_saves_a_model_that_did_not_fit_on_disk(flags, processes, tmp_path):
+    """Without training again. A run whose first model does not fit ends before step 1."""
     flags = flags | {"per_device_train_batch_size": 8 // processes}
     line = "\nerror: the {} model was not saved: [Errno 28] No space left on device; make room"
     run = tmp_path / "run"
@@ -87,7 +87,7 @@ def test_the_last_model_that_found_no_room_is_saved_by_the_same_command(flags, p
     full.unlink()
     done = forked.run("train_clm.py", flags | {"output_dir": run}, processes)
     assert done.returncode == 0, done.stderr
-    whole, args = metrics(run), json.loads((run / "args.json").read_text())
+    lines, args = metrics(run), json.loads((run / "args.json").read_text())
     (run / "args.json").write_text(json.dumps(args | {"finished": None}))  # as if its last save had failed
     for name in ("model.safetensors", "README.md"):
         (run / name).unlink()
@@ -101,6 +101,6 @@ def test_the_last_model_that_found_no_room_is_saved_by_the_same_command(flags, p
     done = forked.run("train_clm.py", flags | {"output_dir": run}, processes)
     assert done.returncode == 0 and "step 6/6" not in done.stdout, done.stderr
     assert_saved(run, 6)
-    assert metrics(run) == whole
+    assert metrics(run) == lines
     done = forked.run("train_clm.py", flags | {"output_dir": run}, processes)
     assert done.returncode == 0 and "this run is finished" in done.stdout

@@ -1,7 +1,7 @@
-"""Publishing on the Hub, against a Hub on loopback with the real client, over both of its transports.
+"""Publishing on the Hub: the real client and a Hub on loopback (tests/hub_server.py), over LFS and Xet.
 
-Programs and runs are processes of their own, forked (tests/forked.py). Whatever they print and leave is
-searched for the token.
+Programs and runs are forked processes (tests/forked.py). The tests search all their output and files for the
+token.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests import forked
+from tests.data_runs import save_tokenizer
 from tests.hub_server import ADA, TOKEN, Fault, HubServer
 from tests.runs import PROJECT, TINY, metrics, write_corpus
 
@@ -43,7 +44,7 @@ def open_hub(model_id="ada/model", private=False):
     return hub.Hub(SimpleNamespace(output_dir=str(out), **settings), Accelerator(cpu=True))
 
 def save(step):
-    "What a save leaves: weights in a new file, the rest rewritten in place, each naming its step."
+    "Write files as a save does: weights in a new file, the rest in place. Each file contains its step."
     (out / ".weights").write_bytes(step.to_bytes(4, "big") * 5000)
     os.replace(out / ".weights", out / "model.safetensors")
     for name in ("config.json", "metrics.jsonl", "curves.png"):
@@ -54,7 +55,7 @@ def push(step):
     save(step)
     pushes.push(step)
 
-def tell(what):
+def report(what):
     print(">", what, flush=True)
 """
 
@@ -77,11 +78,11 @@ def corpus(tmp_path_factory):
 
 
 class Program:
-    """Python code after PRELUDE in a process of its own; `input()` in it waits for `go`. fresh: not forked,
-    so that it also ends as Python does."""
+    """A process that runs PRELUDE and then `code`; `input()` in it waits for `go`. fresh: started as a new
+    Python instead of forked, so that its exit is Python's."""
 
     def __init__(self, hub, folder, code, fresh=False):
-        self.hub, self.folder, self.heard = hub, folder, 0
+        self.hub, self.folder, self.lines_read = hub, folder, 0
         place = Path(tempfile.mkdtemp(dir=folder))
         script, stdin, self.log = place / "program.py", place / "stdin", place / "log"
         script.write_text(PRELUDE + textwrap.dedent(code))
@@ -103,22 +104,22 @@ class Program:
 
     @property
     def status(self):
-        """None while it runs."""
+        """The exit status, or None while the program runs."""
         return self.process.poll() if isinstance(self.process, subprocess.Popen) else self.process.exitcode
 
     def go(self):
         os.write(self.stdin, b"\n")
 
-    def told(self):
-        """What it passes to `tell` next."""
-        while len(lines := re.findall(r"^> (.*)\n", self.output, re.M)) <= self.heard:
-            assert self.status is None or self.output.count("\n> ") > self.heard, self.output
+    def next_report(self):
+        """What the program passes to `report` next."""
+        while len(lines := re.findall(r"^> (.*)\n", self.output, re.M)) <= self.lines_read:
+            assert self.status is None or self.output.count("\n> ") > self.lines_read, self.output
             time.sleep(0.02)
-        self.heard += 1
-        return lines[self.heard - 1]
+        self.lines_read += 1
+        return lines[self.lines_read - 1]
 
     def until(self, request):
-        """Wait until the server has seen a request that matches."""
+        """Wait until the server has received a request that matches."""
         while not any(re.search(request, entry["line"]) for entry in self.hub.log):
             assert self.status is None, self.output
             time.sleep(0.02)
@@ -141,110 +142,100 @@ def without_token(output, *folders):
 
 
 def steps(hub, repo_id="ada/model"):
-    """The steps of the revisions on the server, oldest first; all files of a revision must be of one step."""
+    """The steps of the commits on the server, oldest first. All files of a commit must have the same step."""
     steps = []
     for commit in hub.commits(repo_id):
-        of = set()
+        file_steps = set()
         for name, entry in commit["files"].items():
             content = hub.read(entry)
             if name == "model.safetensors":
                 assert content == content[:4] * 5000
-                of.add(int.from_bytes(content[:4], "big"))
+                file_steps.add(int.from_bytes(content[:4], "big"))
             elif name != ".gitattributes":
-                of.add(int(re.search(rb"step (\d+)", content)[1]))
-        assert len(of) == 1, f"revision {commit['title']} mixes steps {of}"
-        steps.append(of.pop())
+                file_steps.add(int(re.search(rb"step (\d+)", content)[1]))
+        assert len(file_steps) == 1, f"revision {commit['title']} mixes steps {file_steps}"
+        steps.append(file_steps.pop())
     assert steps == sorted(steps)
     return steps
 
 
 def upload_by_hand(hub, output):
-    """Run the command that was printed."""
+    """Run the upload command that was printed."""
     words = shlex.split(re.search(r"^ *(hf upload .*)$", output, re.M)[1])
     words[0] = str(Path(sys.executable).parent / "hf")
     done = subprocess.run(words, env=hub.env(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# ---- The thread and its pushes
+# ---- Pushes of the Hub class
 
 
-PASSING = {
+TEMPORARY = {
     "server error": Fault(COMMIT, status=500),
     "rate limit": Fault(COMMIT, status=429, headers={"Retry-After": "1"}),
-    "rate limit of a server gone mad": Fault(COMMIT, status=429, headers={"Retry-After": "1e999"}),
-    "a commit has happened since": Fault(COMMIT, status=412),
-    "another commit is in progress": Fault(COMMIT, status=409),
-    "connection lost in mid upload": Fault(UPLOAD, "drop", after=4096),
-    "connection lost in mid commit": Fault(COMMIT, "drop", after=100),
+    "absurd rate limit": Fault(COMMIT, status=429, headers={"Retry-After": "1e999"}),
+    "outdated parent commit": Fault(COMMIT, status=412),
+    "concurrent commit": Fault(COMMIT, status=409),
+    "connection lost during upload": Fault(UPLOAD, "drop", after=4096),
+    "connection lost during commit": Fault(COMMIT, "drop", after=100),
     "answer to the commit lost": Fault(COMMIT, "lost"),
-    "storage away": Fault(UPLOAD, status=503),
+    "storage unavailable": Fault(UPLOAD, status=503),
     "gateway": Fault("GET .*/tree/", status=502),
 }
 
 
-def test_the_last_save_arrives_after_each_fault_that_passes(both, tmp_path):
+def test_last_save_arrives_after_temporary_faults(both, tmp_path):
     program = Program(both, tmp_path, f"""
     pushes = open_hub()
-    for step in range(1, 1 + {len(PASSING)}):
+    for step in range(1, 1 + {len(TEMPORARY)}):
         input()
         push(step)
-        tell(pushes.finish(step))
+        report(pushes.finish(step))
     """)
-    for step, (what, fault) in enumerate(PASSING.items(), 1):
+    for step, (what, fault) in enumerate(TEMPORARY.items(), 1):
         both.faults = [replace(fault)]
         program.go()
-        assert program.told() == "True", (what, program.output)
-        assert both.faults[0].times == 0, f"{what} has not happened"
+        assert program.next_report() == "True", (what, program.output)
+        assert both.faults[0].times == 0, f"{what}: no request met the fault"
         assert steps(both)[-1] == step, what
     program.end()
 
 
-HANGS = {"late": (UPLOAD, 1.0, [1, 3]), "silent": (UPLOAD, ALWAYS, [3]), "commit": (COMMIT, ALWAYS, [3])}
+# Requests that hang; how; exit status of the program (after 1 the printed command is run); steps that arrive.
+HANGS = {
+    "late": (UPLOAD, {"seconds": 1}, 0, [1, 3]),
+    "silent": (UPLOAD, {}, 0, [3]),
+    "silent commit": (COMMIT, {}, 0, [3]),
+    "silent to the end": (UPLOAD, {"times": ALWAYS}, 1, [3]),
+}
 
 
-@pytest.mark.parametrize("match, seconds, arrive", HANGS.values(), ids=HANGS)
-def test_two_saves_come_while_a_push_hangs_and_the_last_one_arrives(both, tmp_path, match, seconds, arrive):
-    both.faults.append(Fault(match, "hang", seconds=seconds))
-    program = Program(both, tmp_path, """
-    hub.TIMEOUT = 1
+@pytest.mark.parametrize("match, fault, status, arrive", HANGS.values(), ids=HANGS)
+def test_last_save_arrives_after_a_hanging_push(
+    both, tmp_path, match, fault, status, arrive
+):
+    """If the server never answers, the exit of Python does not wait for it."""
+    both.faults.append(Fault(match, "hang", **fault))
+    program = Program(both, tmp_path, f"""
+    hub.TIMEOUT, hub.FINISH_SECONDS = 1, {3 if status else 600}
     pushes = open_hub()
     push(1)
     input()
     push(2)
     push(3)
     sys.exit(int(not pushes.finish(3)))
-    """)
+    """, fresh=bool(status))
     program.until(match)
     program.go()
-    program.end()
+    output = program.end(status)
+    if status:
+        assert "'Step 3' did not reach ada/model" in output and not (tmp_path / "run/.hub").exists()
+        both.faults.clear()
+        upload_by_hand(both, output)
     assert steps(both)[-len(arrive):] == arrive and 2 not in steps(both)
 
 
-def test_a_silent_server_does_not_hold_up_the_exit(both, tmp_path):
-    """The printed command uploads the files later."""
-    program = Program(both, tmp_path, """
-    hub.FINISH_SECONDS = 3
-    pushes = open_hub()
-    push(1)
-    assert pushes.finish(1)
-    tell("pushed")
-    input()
-    push(2)
-    push(3)
-    sys.exit(int(not pushes.finish(3)))
-    """, fresh=True)
-    assert program.told() == "pushed"
-    both.faults.append(Fault(UPLOAD, "hang", times=ALWAYS))
-    program.go()
-    output = program.end(status=1)
-    assert "'Step 3' did not reach ada/model" in output and not (tmp_path / "run/.hub").exists()
-    both.faults.clear()
-    upload_by_hand(both, output)
-    assert steps(both) == [1, 3]
-
-
-def test_a_full_disk_does_not_end_training(hub, tmp_path):
+def test_full_disk_during_push_does_not_end_training(hub, tmp_path):
     output = Program(hub, tmp_path, """
     import resource
     hub.FINISH_SECONDS = 3
@@ -258,7 +249,7 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         while pushes.thread.is_alive():
             time.sleep(0.02)
-        tell(pushes.status)
+        report(pushes.status)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     sys.exit(int(not pushes.finish(3)))
     """).end(status=1)
@@ -266,8 +257,8 @@ def test_a_full_disk_does_not_end_training(hub, tmp_path):
     assert "'Step 3' did not reach ada/model" in output and steps(hub) == [2]
 
 
-def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
-    """One file where there were shards: no revision holds both."""
+def test_stale_weight_files_are_deleted_from_the_repository(hub, tmp_path):
+    """A single file replaces shards: no revision has both."""
     Program(hub, tmp_path, """
     pushes = open_hub()
     for i in (1, 2):
@@ -285,8 +276,8 @@ def test_weights_that_are_no_more_leave_the_repository(hub, tmp_path):
     assert names == {"model.safetensors", "adapter.safetensors"}
 
 
-def test_a_model_that_could_not_be_saved_is_not_pushed(hub, tmp_path):
-    """An export that fails leaves a mark; the files of the step before would be published as this one's."""
+def test_failed_export_is_not_pushed(hub, tmp_path):
+    """Or files of an older step would be published as this step's. The folder .export marks the failure."""
     Program(hub, tmp_path, """
     pushes = open_hub()
     push(1)
@@ -301,7 +292,7 @@ def test_a_model_that_could_not_be_saved_is_not_pushed(hub, tmp_path):
     assert [commit["title"] for commit in hub.commits("ada/model")] == ["Step 1", "Step 3"]
 
 
-def test_the_printed_command_uploads_what_a_push_does(hub, tmp_path):
+def test_printed_upload_command_uploads_the_same_files(hub, tmp_path):
     published = ["README.md", "metrics.jsonl", "model.safetensors", "picture.jpg"]
     others = [".lock", ".export-notes/a", "best/model.safetensors", "checkpoints/step-00000001/state.json",
               "nohup.out", "replaced-metrics.jsonl", "run.log", "train_clm/events", "train_clm.py"]
@@ -319,33 +310,33 @@ def test_the_printed_command_uploads_what_a_push_does(hub, tmp_path):
         assert sorted({*hub.commits(repository)[-1]["files"]} - {".gitattributes"}) == published
 
 
-def test_bad_accounts_and_names_end_before_any_work(hub, tmp_path):
-    """One ValueError each, naming what is wrong and the remedy; only the repository asked for is created."""
+def test_bad_token_or_repository_name_is_refused_at_the_start(hub, tmp_path):
+    """Each gives one ValueError with the problem and the remedy, and creates no repository."""
     hub.tokens["hf_reader"] = {**ADA, "role": "read"}
     hub.create("royal-society/minutes")
     Program(hub, tmp_path, """
     good = os.environ["HF_TOKEN"]
-    def told(model_id, token=good):
+    def outcome(model_id, token=good):
         os.environ["HF_TOKEN"] = token
         try:
             return open_hub(model_id).repo_id
         except ValueError as error:
             return str(error)
 
-    assert told("model") == told("ada/model") == "ada/model"
-    assert told("analytical-engines/model") == "analytical-engines/model"
-    for what in [told("model", ""), told("model", "hf_revoked"), told("model", "hf_reader")]:
+    assert outcome("model") == outcome("ada/model") == "ada/model"
+    assert outcome("analytical-engines/model") == "analytical-engines/model"
+    for what in [outcome("model", ""), outcome("model", "hf_revoked"), outcome("model", "hf_reader")]:
         assert "hf auth login" in what and "HF_TOKEN" in what, what
-    for what in [told("babbage/model"), told("royal-society/minutes"), told("royal-society/new")]:
+    for what in [outcome("babbage/model"), outcome("royal-society/minutes"), outcome("royal-society/new")]:
         assert "don't have the rights" in what, what
-    assert "hub_model_id" in told("a b") and "hub_model_id" in told("ada/model/x")
+    assert "hub_model_id" in outcome("a b") and "hub_model_id" in outcome("ada/model/x")
     """).end()
     created = {"ada/model", "analytical-engines/model", "royal-society/minutes"}
     assert {name for _, name in hub.repos} == created
 
 
-@pytest.mark.parametrize("how", ["gone", "silent"])
-def test_no_answer_ends_before_any_work(hub, tmp_path, how):
+@pytest.mark.parametrize("server", ["gone", "silent"])
+def test_unreachable_hub_is_refused_at_the_start(hub, tmp_path, server):
     hub.faults.append(Fault("repos/create", "hang", times=ALWAYS))
     program = Program(hub, tmp_path, """
     hub.START_TIMEOUT = 1
@@ -355,7 +346,7 @@ def test_no_answer_ends_before_any_work(hub, tmp_path, how):
     except ValueError as error:
         print(error)
     """)
-    if how == "gone":
+    if server == "gone":
         hub.stop()
     program.go()
     assert "train without push_to_hub" in program.end()
@@ -365,7 +356,7 @@ def test_no_answer_ends_before_any_work(hub, tmp_path, how):
 
 
 def start(hub, corpus, folder, token=TOKEN, processes=1, picture=False, **changes):
-    """The processes of the script on the output folder folder/tiny, and where they write."""
+    """Start train_clm.py with output folder folder/tiny. Returns its processes and their log."""
     folder.mkdir(exist_ok=True)
     log = Path(tempfile.mkstemp(dir=folder, prefix="log-")[1])
     flags = {**TINY, "dataset_name": corpus, "cache_dir": corpus.parent / "cache", "push_to_hub": True,
@@ -375,7 +366,7 @@ def start(hub, corpus, folder, token=TOKEN, processes=1, picture=False, **change
 
 
 def end(started, status, *folders):
-    """What it printed; neither that nor what it left may hold the token."""
+    """Wait for the processes. Returns their output. It and the files in `folders` must not have the token."""
     processes, log = started
     for process in processes:
         process.join(200)
@@ -387,19 +378,19 @@ def end(started, status, *folders):
 
 
 def published(hub, folder):
-    """The steps of the revisions; each must load, and its card, log and curves be of its step. The last one
-    has the weights in folder/tiny."""
+    """The steps of the commits. Each model must load and have the card, metrics and curves of its step. The
+    last commit must have the weights in folder/tiny."""
     steps = []
     for commit in hub.commits(REPO):
-        here = folder / "revisions" / commit["oid"]
-        here.mkdir(parents=True)
+        revision = folder / "revisions" / commit["oid"]
+        revision.mkdir(parents=True)
         for name, entry in commit["files"].items():
-            (here / name).write_bytes(hub.read(entry))
-        AutoModelForCausalLM.from_pretrained(here)
+            (revision / name).write_bytes(hub.read(entry))
+        AutoModelForCausalLM.from_pretrained(revision)
         steps.append(int(re.match(r"Step (\d+), loss/eval [\d.]+, perplexity [\d.]+$", commit["title"])[1]))
-        assert f"| optimizer steps | {steps[-1]:,} |" in (here / "README.md").read_text()
-        assert metrics(here)[-1]["step"] == steps[-1] and (here / "curves.png").stat().st_size > 1000
-        assert json.loads((here / "args.json").read_text())
+        assert f"| optimizer steps | {steps[-1]:,} |" in (revision / "README.md").read_text()
+        assert metrics(revision)[-1]["step"] == steps[-1] and (revision / "curves.png").stat().st_size > 1000
+        assert json.loads((revision / "args.json").read_text())
     weights = hashlib.sha256((folder / "tiny/model.safetensors").read_bytes()).hexdigest()
     assert hub.commits(REPO)[-1]["files"]["model.safetensors"]["sha256"] == weights
     assert steps == sorted(steps)
@@ -407,8 +398,8 @@ def published(hub, folder):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_the_first_and_the_last_save_are_revisions(both, corpus, tmp_path, processes):
-    """The end of the run says where the model is, and not how to upload it."""
+def test_first_and_last_save_are_published(both, corpus, tmp_path, processes):
+    """The end of the output names the model's page and no upload command."""
     rows = {"per_device_train_batch_size": 8 // processes}
     output = end(start(both, corpus, tmp_path, processes=processes, picture=True, **rows), 0, tmp_path)
     assert "Published: http" in output and "  evaluate  " in output and "hf upload" not in output
@@ -419,8 +410,8 @@ def test_the_first_and_the_last_save_are_revisions(both, corpus, tmp_path, proce
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_without_a_token_nothing_begins(hub, corpus, tmp_path, processes):
-    """Exit status 2 and one message, on all processes, before data are prepared or a folder is made."""
+def test_run_without_token_is_refused_at_the_start(hub, corpus, tmp_path, processes):
+    """Status 2 and one message on all processes, before data are prepared or a folder is created."""
     output = end(start(hub, corpus, tmp_path, None, processes, cache_dir=tmp_path / "cache"), 2)
     assert "hf auth login" in output and "Traceback" not in output
     assert not (tmp_path / "cache").exists() and not (tmp_path / "tiny").exists()
@@ -428,7 +419,8 @@ def test_without_a_token_nothing_begins(hub, corpus, tmp_path, processes):
 
 STOPPED = {"max_train_steps": 100_000, "eval_steps": 1000, "save_steps": 20}
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
-# Requests, and what happens to them; a signal after so many of them, or when the run is over; status; remedy.
+# Requests that meet the fault; the fault; a signal after that many requests, or at the end of the run; exit
+# status; how the last save arrives: by the printed command, by running again, or by itself.
 FAULTS = {
     "revoked": (COMMIT, {"status": 401, "skip": 1}, None, 1, "command"),
     "gone": (COMMIT, {"kind": "drop", "skip": 1}, ("over", TERM), 1, "command"),
@@ -441,7 +433,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("match, fault, when, status, remedy", FAULTS.values(), ids=FAULTS)
-def test_a_run_ends_and_its_last_save_arrives_or_a_command_is_printed(
+def test_run_publishes_its_last_save_or_prints_the_command(
     both, corpus, tmp_path, match, fault, when, status, remedy
 ):  # fmt: skip
     both.faults.append(Fault(match, times=ALWAYS, **fault))
@@ -468,7 +460,7 @@ def test_a_run_ends_and_its_last_save_arrives_or_a_command_is_printed(
     assert published(both, tmp_path)[-1] == last
 
 
-def test_evaluation_and_a_look_at_rows_ask_no_hub(hub, corpus, tmp_path):
+def test_eval_only_and_show_do_not_contact_the_hub(hub, corpus, tmp_path):
     end(start(hub, corpus, tmp_path, push_to_hub=False), 0)
     for what in ({"eval_only": True}, {"show": 1}):
         end(start(hub, corpus, tmp_path, hub_model_id="ada/other", **what), 0)
@@ -478,85 +470,59 @@ def test_evaluation_and_a_look_at_rows_ask_no_hub(hub, corpus, tmp_path):
 # ---- Data on the Hub
 
 
-def test_shards_go_to_a_data_set_repository_and_are_trained_from(hub, corpus, tmp_path):
-    """After a fault the same command resumes; what is finished is left alone."""
+def data_tool(hub, module, *words):
+    """Run a module of data/ against the Hub."""
+    done = forked.run(f"data.{module}", [*words], env=hub.env() | {"OMP_NUM_THREADS": "1"})
+    assert TOKEN not in done.stdout + done.stderr
+    return done
 
-    def tool(module, *flags):
-        env = hub.env() | {"OMP_NUM_THREADS": "1"}
-        done = forked.run(f"data.{module}", ["--dataset_name", corpus, *flags], env=env)
-        assert TOKEN not in done.stdout + done.stderr
-        return done
 
-    assert tool("tokens.tokenizer", "--vocab_size", "400", "--output_dir", tmp_path / "words").returncode == 0
+def test_shards_are_written_to_the_hub_and_read_back(hub, corpus, tmp_path):
+    """After a fault the same command resumes. A finished preparation is left unchanged."""
+    save_tokenizer(tmp_path / "words")
     hub.create("ada/rows", "datasets")
     hub.faults.append(Fault("POST .*/datasets/ada/rows/commit/main", status=500, skip=1))
-    prepare = ["--tokenizer_name", tmp_path / "words", "--validation_fraction", "0.1",
-               "--output_dir", "hf://datasets/ada/rows"]  # fmt: skip
-    failed = tool("prepare", *prepare)
+    prepare = ["prepare", "--dataset_name", corpus, "--tokenizer_name", tmp_path / "words",
+               "--validation_fraction", "0.1", "--output_dir", "hf://datasets/ada/rows"]  # fmt: skip
+    failed = data_tool(hub, *prepare)
     assert failed.returncode == 1 and "Run the same command again" in failed.stderr, failed.stderr
-    assert tool("prepare", *prepare).returncode == 0
+    assert data_tool(hub, *prepare).returncode == 0
     commits = hub.commits("ada/rows", kind="datasets")
     files = set(commits[-1]["files"])
     assert "manifest.json" in files and not any(name.startswith("progress/") for name in files)
-    assert "is finished" in tool("prepare", *prepare).stdout
+    assert "is finished" in data_tool(hub, *prepare).stdout
     assert len(hub.commits("ada/rows", kind="datasets")) == len(commits)
     shards = {"dataset_name": "hf://datasets/ada/rows", "push_to_hub": False, "cache_dir": tmp_path / "cache"}
     end(start(hub, corpus, tmp_path, **shards), 0, tmp_path)
     assert metrics(tmp_path / "tiny")[-1]["step"] == 6
 
 
-def test_data_sets_and_tokenizers_load_from_the_hub(hub, tmp_path):
-    """Through the real libraries: named splits, streamed and not, a tokenizer, a name that is not there."""
-    lines = [f'{{"text": "document {i}"}}\n'.encode() for i in range(5)]
-    files = {"data/train.jsonl": b"".join(lines), "data/validation.jsonl": lines[0]}
-    hub.put("ada/text", files, "datasets")
+def test_convert_reads_from_the_hub(hub, tmp_path):
+    """tests/test_presets.py reads data sets of text from the Hub."""
+    tokenizer = save_tokenizer(tmp_path / "words")
     hub.put("ada/tokens", {"train.bin": bytes([0, 0, 1, 0] * 400), "val.bin": bytes(100)}, "datasets")
-    records = PROJECT / "tests/tfrecords"
-    shards = {str(path.relative_to(records)): path.read_bytes() for path in records.rglob("*.tfrecord")}
-    hub.put("ada/records", shards, "datasets")
-    configurations = {f"{name}/train.parquet": b"PAR1" for name in "ab"}
+    folder = PROJECT / "tests/tfrecords"
+    records = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.tfrecord")}
+    hub.put("ada/records", records, "datasets")
     card = "configs:\n" + "".join(f"- {{config_name: {name}, data_files: {name}/*}}\n" for name in "ab")
+    configurations = {f"{name}/train.parquet": b"PAR1" for name in "ab"}
     hub.put("ada/several", {"README.md": f"---\n{card}---\n".encode(), **configurations}, "datasets")
-    Program(hub, tmp_path, """
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-    from data.documents.source import Source, open_corpus, splits_of
-    from data.tokens.tokenizer import load_tokenizer
-
-    texts = [f"document {i}" for i in range(5)]
-    for streaming in (False, True):
-        corpus = open_corpus(Source("ada/text", streaming=streaming))
-        assert [document[corpus.text_column] for document in corpus] == texts
-    assert {*corpus.splits} == {*splits_of(Source("ada/text"))} == {"train", "validation"}
-    try:
-        open_corpus(Source("ada/missing"))
-        raise SystemExit("found a data set that is not there")
-    except ValueError as error:
-        assert "ada/missing" in str(error)
-    words = Tokenizer(models.WordLevel({"document": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    words = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[UNK]")
-    words.push_to_hub("ada/words")
-    assert load_tokenizer("ada/words").encode("document") == [0]
-    from data import convert
-    from data.tokens.shards import Shards
-
-    convert.main(["ada/tokens", str(out / "tokens"), "--tokenizer_name", "ada/words", "--dtype", "uint16"])
-    splits = Shards(out / "tokens").splits
-    assert {name: split["tokens"] for name, split in splits.items()} == {"train": 800, "validation": 50}
-    many = {"document": 0, "[UNK]": 1, **{str(i): i for i in range(2, 400)}}
-    many = Tokenizer(models.WordLevel(many, unk_token="[UNK]"))
-    many = PreTrainedTokenizerFast(tokenizer_object=many, unk_token="[UNK]", eos_token="[UNK]")
-    many.push_to_hub("ada/many")
-    convert.main(["ada/records", str(out / "records"), "--tokenizer_name", "ada/many"])
-    splits = Shards(out / "records").splits
-    assert {name: split["tokens"] // 32 for name, split in splits.items()} == {
-        "train": 40, "validation": 8, "test": 1}
-    import contextlib, io
+    for name, dtype, expected in (
+        ("ada/tokens", ["--dtype", "uint16"], {"train": 800, "validation": 50}),
+        ("ada/records", [], {"train": 40 * 32, "validation": 8 * 32, "test": 32}),
+    ):
+        output_dir = tmp_path / name
+        done = data_tool(hub, "convert", name, output_dir, "--tokenizer_name", tokenizer, *dtype)
+        assert done.returncode == 0, done.stderr
+        splits = json.loads((output_dir / "manifest.json").read_text())["splits"]
+        assert {split: content["tokens"] for split, content in splits.items()} == expected
     for name in ("ada/nothing", "ada/records:train", "ada/several"):
-        with contextlib.redirect_stderr(io.StringIO()) as told:
-            try:
-                convert.main([name, str(out / "no"), "--tokenizer_name", "ada/many"])
-            except SystemExit as end:
-                assert end.code == 2, (end.code, told.getvalue())
-        assert "Traceback" not in told.getvalue() and name.split(":")[0] in told.getvalue(), told.getvalue()
-    """).end()
+        done = data_tool(hub, "convert", name, tmp_path / "none", "--tokenizer_name", tokenizer)
+        assert done.returncode == 2 and name.split(":")[0] in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_missing_data_set_is_one_message(hub, corpus, tmp_path):
+    changes = {"dataset_name": "ada/missing", "push_to_hub": False, "cache_dir": tmp_path / "cache"}
+    output = end(start(hub, corpus, tmp_path, **changes), 2, tmp_path)
+    assert "ada/missing" in output and "Traceback" not in output

@@ -1,4 +1,4 @@
-"""`python train_clm.py` against accelerate's launcher with the YAML file of the device."""
+"""`python train_clm.py` uses the YAML file of the device, as `accelerate launch` would."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from tests.runs import PROJECT, TINY, command, environment, metrics, write_corpu
 from utils import launch
 
 
-def test_losses_are_those_of_the_launcher_with_cpu_yaml(tmp_path):
+def test_plain_python_equals_accelerate_launch(tmp_path):
     flags = TINY | {"dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "cache_dir": tmp_path / "cache"}
     plain = forked.run("train_clm.py", flags | {"output_dir": tmp_path / "plain"})
     words = command("train_clm.py", flags | {"output_dir": tmp_path / "launched"})[3:]
@@ -25,7 +25,7 @@ def test_losses_are_those_of_the_launcher_with_cpu_yaml(tmp_path):
     assert metrics(tmp_path / "plain") == metrics(tmp_path / "launched")
 
 
-def test_each_yaml_gives_what_the_launcher_hands_on_and_variables_win(tmp_path, monkeypatch):
+def test_environment_variables_override_the_yaml(tmp_path, monkeypatch):
     configs = shutil.copytree(PROJECT / "accelerate_configs", tmp_path / "accelerate_configs")
     monkeypatch.setattr(launch, "CONFIGS", configs)
     monkeypatch.setattr(launch, "has_bf16", lambda: True)
@@ -41,16 +41,16 @@ def test_each_yaml_gives_what_the_launcher_hands_on_and_variables_win(tmp_path, 
         for old, new in changes.items():
             assert old in path.read_text()
             path.write_text(path.read_text().replace(old, new))
-        found = launch.launcher_environment()
-        assert tuple(found[f"ACCELERATE_{name}"] for name in names) == expected[device]
-    assert found["ACCELERATE_DYNAMO_MODE"] == "max-autotune"
+        variables = launch.launcher_environment()
+        assert tuple(variables[f"ACCELERATE_{name}"] for name in names) == expected[device]
+    assert variables["ACCELERATE_DYNAMO_MODE"] == "max-autotune"
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
     assert "ACCELERATE_DYNAMO_BACKEND" not in launch.launcher_environment()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert launch.launcher_environment() == {}
 
 
-def test_a_gpu_without_bf16_gets_fp16(monkeypatch):
+def test_gpu_without_bf16_uses_fp16(monkeypatch):
     monkeypatch.setattr(launch, "device_type", lambda: "cuda")
     for has, precision in ((True, "bf16"), (False, "fp16")):
         monkeypatch.setattr(launch, "has_bf16", lambda has=has: has)
@@ -68,7 +68,7 @@ print(torch.get_num_threads())
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux sets affinity")
 @pytest.mark.parametrize("threads", ["", "4"])
-def test_threads_are_at_most_the_cores_granted(threads):
+def test_threads_do_not_exceed_available_cores(threads):
     env = {name: value for name, value in environment().items() if "OMP" not in name}
     env |= {"OMP_NUM_THREADS": threads} if threads else {}
     done = subprocess.run([sys.executable, "-c", THREADS], cwd=PROJECT, env=env, capture_output=True)
@@ -76,7 +76,7 @@ def test_threads_are_at_most_the_cores_granted(threads):
 
 
 @pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
-def test_ctrl_c_while_libraries_are_imported_is_one_line(script, tmp_path):
+def test_ctrl_c_during_imports_is_one_line(script, tmp_path):
     log = tmp_path / "log"
     words = [sys.executable, "-X", "importtime", script, "--output_dir", str(tmp_path / "run")]
     with open(log, "w") as out:
@@ -89,7 +89,7 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(script, tmp_path):
     assert "SIGINT: stopped before the first step" in log.read_text() and "Traceback" not in log.read_text()
 
 
-def test_a_yaml_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_unreadable_yaml_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "CONFIGS", tmp_path)
     with pytest.raises(ValueError, match="cpu.yaml cannot be used: .*; without a launcher its settings"):
         launch.launcher_environment()

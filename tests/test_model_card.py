@@ -1,17 +1,13 @@
-"""The model card: its metadata as the Hub reads it, its lines for using the model as a newcomer runs them."""
+"""The model card: its metadata as the Hub reads it, its tables and its code."""
 
 import ast
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForPreTraining, PreTrainedTokenizerFast
 
-from utils.learning.model import pipeline_tag
 from utils.publishing.model_card import repo_name, write_model_card
 
 FACTS = {
@@ -26,46 +22,27 @@ FACTS = {
 }  # fmt: skip
 
 
-def write(folder, facts=None, mask_token=None, **settings):
-    """FACTS with these changes."""
+def write(folder, facts=None, **settings):
+    """Write the card of FACTS with these changes."""
     facts = FACTS | (facts or {})
     facts["settings"] = facts["settings"] | settings
     args = SimpleNamespace(output_dir=str(folder), hub_model_id="ada/my: model", push_to_hub=False)
-    write_model_card(args, facts, mask_token)
+    write_model_card(args, facts, None)
 
 
 def snippets(folder):
     return re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
 
 
-def test_how_to_use_a_model_of_sentence_pairs_runs(tmp_path, capsys):
-    """Those of other models run in tests/test_saved_models.py."""
-    words = Tokenizer(models.WordLevel({"<s>": 0, "<pad>": 1, "a": 2, "b": 3, "<mask>": 4}, unk_token="b"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "eos_token": "<s>", "bos_token": "<s>", "mask_token": "<mask>"}
-    sizes = {"vocab_size": 5, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1, "hidden_size": 8}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
-    model = BertForPreTraining(BertConfig(**sizes))
-    model.save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
-    facts = {"model_type": "bert", "pipeline_tag": pipeline_tag(model)}
-    write(tmp_path, facts, "<mask>", prompts=["rows"], next_sentence=True)
-    fill, next_sentence = snippets(tmp_path)
-    exec(fill, {})
-    assert "token_str" in capsys.readouterr().out
-    exec(next_sentence, {})
-    assert sum(json.loads(capsys.readouterr().out)[0]) == pytest.approx(1)
-
-
-def test_any_prompt_is_quoted_in_the_code(tmp_path):
+def test_prompt_is_quoted_in_the_code(tmp_path):
     prompt = 'a "b"\n\\'
     write(tmp_path, prompts=[prompt])
     tree = ast.parse(snippets(tmp_path)[0])
     assert prompt in [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
 
 
-def test_metadata(tmp_path):
-    """As the Hub's own reader finds it: data set and base model that the Hub has."""
+def test_metadata_of_the_card(tmp_path):
+    """As huggingface_hub reads it; data set and base model are on the Hub."""
     write(tmp_path, model_name_or_path="openai-community/gpt2")
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
@@ -92,14 +69,14 @@ TABLES = {
 
 
 @pytest.mark.parametrize("results, table", TABLES.values(), ids=TABLES)
-def test_results_have_a_column_for_each_evaluation_set(tmp_path, results, table):
+def test_results_table_of_the_card(tmp_path, results, table):
     write(tmp_path, {"results": results})
     card = ModelCard.load(tmp_path / "README.md")
     assert re.findall(r"^\|.*", card.content, re.M)[:5] == table
 
 
-def test_unfinished_run_on_local_files(tmp_path):
-    """No folder reaches the metadata, as the Hub would refuse it."""
+def test_card_of_an_unfinished_run_on_local_files(tmp_path):
+    """The metadata names no local folder, as the Hub would refuse that."""
     (tmp_path / "curves.png").touch()
     facts = {"step": 7, "results": {}, "repo_id": "ada/model"}
     write(tmp_path, facts, dataset_name=f"{tmp_path}/text.jsonl", model_name_or_path=str(tmp_path))
@@ -111,7 +88,7 @@ def test_unfinished_run_on_local_files(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["runs/my run (2)", "a b..c", "a -b", "-x-", "日本", "x.git", "y" * 200])
-def test_any_folder_gives_a_name_that_the_hub_takes(folder):
+def test_repository_name_from_any_folder(folder):
     name = repo_name(SimpleNamespace(hub_model_id=None, output_dir=folder))
     validate_repo_id(name)
     assert name and repo_name(SimpleNamespace(hub_model_id="ada/x", output_dir=folder)) == "ada/x"

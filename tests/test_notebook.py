@@ -1,4 +1,4 @@
-"""The scripts from a notebook: accelerate's notebook_launcher forks processes from a running Python."""
+"""The scripts in a notebook, where accelerate's notebook_launcher forks processes from a running Python."""
 
 import json
 import re
@@ -17,7 +17,7 @@ AFTER = 'print("and the notebook goes on")'
 
 
 def cell(tmp_path, **changes):
-    """The lines, with another data set, folders and a small batch in their places, nothing else."""
+    """The lines of docs/recipes.md with a small data set, batch and other folders."""
     left_out = "keywords", "config_overrides", "prompts"
     settings = {name: value for name, value in TINY.items() if name not in left_out}
     settings |= {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")), "model_type": "llama",
@@ -28,7 +28,7 @@ def cell(tmp_path, **changes):
     return lines.replace("processes=2", f"processes=2, use_port='{free_port()}'") + AFTER
 
 
-def test_notebook_launcher_trains_and_returns(tmp_path):
+def test_notebook_launcher_returns_after_training(tmp_path):
     words = [sys.executable, "-c", cell(tmp_path)]
     done = subprocess.run(
         words, cwd=PROJECT, env=environment(2), timeout=PATIENCE, capture_output=True, text=True
@@ -38,17 +38,17 @@ def test_notebook_launcher_trains_and_returns(tmp_path):
     assert metrics(tmp_path / "run")[-1]["step"] == 6
     [manifest] = tmp_path.glob("cache/rows-*/manifest.json")
     account = json.loads(manifest.read_text())["accounting"]["train"]
-    assert account["read"] == 60 and account["filtered"] == 0  # no keyword of the default's
+    assert account["read"] == 60 and account["filtered"] == 0  # the default's keywords are off
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["model_type"] == "llama" and config["num_hidden_layers"] == 4
     assert config["intermediate_size"] == 344 and "conv_L_cache" not in config
     _, script, *words = shlex.split(re.search(r"^ +evaluate +(.*)$", done.stdout, re.M)[1])
-    told = parse_args(TrainArgs, PRESETS, argv=words)
-    assert script == "train_clm.py" and told.eval_only and told.output_dir == str(tmp_path / "run")
-    assert told.max_eval_samples == 0 and told.vocab_size == TINY["vocab_size"]
+    args = parse_args(TrainArgs, PRESETS, argv=words)
+    assert script == "train_clm.py" and args.eval_only and args.output_dir == str(tmp_path / "run")
+    assert args.max_eval_samples == 0 and args.vocab_size == TINY["vocab_size"]
 
 
-def test_one_process_on_a_machine_without_gpus(tmp_path):
+def test_notebook_launcher_with_one_process(tmp_path):
     words = [sys.executable, "-c", cell(tmp_path).replace("num_processes=2", "num_processes=1")]
     env = {name: value for name, value in environment().items() if name != "ACCELERATE_USE_CPU"}
     done = subprocess.run(words, cwd=PROJECT, env=env, timeout=PATIENCE, capture_output=True, text=True)
@@ -56,18 +56,18 @@ def test_one_process_on_a_machine_without_gpus(tmp_path):
     assert "and the notebook goes on" in done.stdout and metrics(tmp_path / "run")[-1]["step"] == 6
 
 
-def test_a_mistake_ends_in_its_message(tmp_path):
+def test_mistake_in_a_notebook_is_one_message(tmp_path):
     done = forked.run_code(cell(tmp_path, learning_rate=-1.0), env=environment(2))
     assert "learning_rate: must be greater than 0, is -1.0." in done.stderr
     assert done.returncode and "notebook goes on" not in done.stdout
 
 
-def test_a_kernels_arguments_are_not_settings(monkeypatch):
+def test_notebook_kernel_arguments_are_ignored(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel-1.json"])
     assert parse_args(TrainArgs, PRESETS) == parse_args(TrainArgs, PRESETS, [])
 
 
-def test_the_kernels_ctrl_c_is_its_own_again_after_every_end(tmp_path):
+def test_notebook_signal_handler_is_restored(tmp_path):
     code = f"""
 import signal
 before = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Stop signals really sent, to scripts really launched."""
+"""Stop signals, sent to running and launched scripts."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 from tests import forked
 from tests.runs import PATIENCE, PROJECT
 
-# Stands for a training script: steps of 50 ms, some seconds to save.
+# Stands in for a training script: steps of 50 ms, some seconds to save.
 JOB = """
 import os, sys, time
 from accelerate import Accelerator
@@ -46,8 +46,8 @@ if __name__ == "__main__":
     main()
 """
 
-# What accelerate's TPU launcher does (accelerate/commands/launch.py, torch_xla's xmp.spawn), without a TPU:
-# import the script, and call its main in a thread of a spawned process.
+# Imitates accelerate's TPU launcher (accelerate/commands/launch.py, torch_xla's xmp.spawn) without a TPU: it
+# imports the script and calls its main in a thread of a spawned process.
 TPU_LAUNCHER = """
 import multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -69,8 +69,8 @@ if __name__ == "__main__":
 
 
 class Job:
-    """A script, forked or by a launcher; its output, the ids of the processes that run main, and its end.
-    A launcher that is a module is forked, too; one that is a file imports the script."""
+    """A running script, forked or started by a launcher. A launcher that is a module is forked, too; one that
+    is a file imports the script."""
 
     def __init__(self, folder, *launcher, arguments=("train", "0.5")):
         (folder / "job.py").write_text(JOB)
@@ -103,7 +103,7 @@ class Job:
         return [int(pid) for pid in re.findall(r"pid (\d+)", self.output)]
 
     def end(self):
-        """The launcher's status, once the workers are gone too."""
+        """Wait for the launcher and the workers. Returns the launcher's exit status."""
         if self.launched:
             status = self.launched.wait(PATIENCE)
         else:
@@ -122,8 +122,8 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_one_signal_lets_the_run_save_and_says_so_with_its_status(tmp_path, number, status):
-    """Also when it arrives twice within a moment, as from a scheduler and from a launcher."""
+def test_stop_signal_saves_and_sets_the_exit_status(tmp_path, number, status):
+    """Also if it arrives twice within a second, from a scheduler and from a launcher."""
     job = Job(tmp_path)
     job.wait_for("ready")
     os.kill(job.process.pid, number)
@@ -133,7 +133,7 @@ def test_one_signal_lets_the_run_save_and_says_so_with_its_status(tmp_path, numb
     assert job.output.count("saved") == 1 and job.output.count("a second signal stops at once") == 1
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path):
+def test_second_signal_stops_at_once(tmp_path):
     job = Job(tmp_path, arguments=("train", str(PATIENCE)))
     job.wait_for("ready")
     os.kill(job.process.pid, signal.SIGINT)
@@ -143,30 +143,30 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
     assert job.end() == 130 and "saved" not in job.output
 
 
-def test_before_training_a_signal_ends_the_run_at_once(tmp_path):
+def test_signal_before_training_stops_at_once(tmp_path):
     job = Job(tmp_path, arguments=("prepare", "0"))
     job.wait_for("ready")
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.end() == 143 and "nothing to save" in job.output
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, "terminal"])
-def test_one_process_under_accelerate_launch_saves_when_its_launcher_is_stopped(tmp_path, how):
-    """The launcher forwards nothing and dies; Ctrl-C in a terminal reaches both of them. The project's folder
-    may have the launcher's name."""
+@pytest.mark.parametrize("stop", [signal.SIGTERM, "terminal"])
+def test_run_saves_when_accelerate_launch_is_stopped(tmp_path, stop):
+    """The launcher dies and forwards no signal; Ctrl-C in a terminal reaches both. The project's folder may
+    have the launcher's name."""
     folder = tmp_path / "accelerate-lm"
     folder.mkdir()
     job = Job(folder, *ACCELERATE, arguments=("train", "2"))
     job.wait_for("ready")
-    for pid in [job.process.pid, *job.workers] if how == "terminal" else [job.process.pid]:
-        os.kill(pid, signal.SIGINT if how == "terminal" else how)
+    for pid in [job.process.pid, *job.workers] if stop == "terminal" else [job.process.pid]:
+        os.kill(pid, signal.SIGINT if stop == "terminal" else stop)
     job.end()
-    number = 2 if how == "terminal" else 15
+    number = 2 if stop == "terminal" else 15
     assert f"by {number}" in job.output and "saved" in job.output and "second signal," not in job.output
 
 
-def test_several_processes_stop_at_the_same_step(tmp_path):
-    """Although only one of them has received the signal."""
+def test_processes_stop_at_the_same_step(tmp_path):
+    """Although only one of them receives the signal."""
     job = Job(tmp_path, *TORCHRUN)
     job.wait_for("ready", times=2)
     os.kill(job.workers[1], signal.SIGTERM)
@@ -175,8 +175,8 @@ def test_several_processes_stop_at_the_same_step(tmp_path):
     assert len(stops) == 2 and stops[0] == stops[1] and job.output.count("saved") == 2, job.output
 
 
-def test_under_a_tpu_launcher_the_signal_reaches_the_child(tmp_path):
-    """There main() runs in a thread of a child process, and the launcher does not tell it anything."""
+def test_signal_reaches_the_child_of_a_tpu_launcher(tmp_path):
+    """main() runs in a thread of a child process, to which the launcher forwards no signal."""
     launcher = tmp_path / "accelerate/commands/launch.py"
     launcher.parent.mkdir(parents=True)
     launcher.write_text(TPU_LAUNCHER)

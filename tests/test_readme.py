@@ -1,4 +1,4 @@
-"""What README and docs claim: the loop is the script's, files and links exist, commands and edits run."""
+"""README and docs: the loop equals the script's, files and links exist, commands and edits run."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ COMMAND = r"(?:[A-Z_]+=\S+ )*(?:accelerate launch|bash|git|hf|pip|pytest|python|
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", ALL, re.S)
 
 
-def test_the_loop_is_the_scripts():
+def test_quoted_loop_equals_the_script():
     script = (PROJECT / "train_clm.py").read_text()
     quoted = {page.name: re.findall(r"```python\n(.*?)```", text, re.S) for page, text in PAGES.items()}
     assert quoted["README.md"] and len(quoted["loop.md"]) == 5
@@ -36,7 +36,7 @@ def test_the_loop_is_the_scripts():
         assert any(textwrap.indent(part, depth * " ") in script for depth in (4, 8, 12)), part
 
 
-def test_the_readme_is_short_and_leads_to_every_page():
+def test_readme_is_short_and_links_every_page():
     assert len(README.splitlines()) <= 110 and len(README.split()) <= 1000
     for page, text in PAGES.items():
         links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
@@ -45,14 +45,14 @@ def test_the_readme_is_short_and_leads_to_every_page():
         assert page.name == "README.md" or f"](docs/{page.name})" in README, page.name
 
 
-def test_the_rates_to_go_on_from_a_model_are_those_that_the_script_advises():
+def test_advised_rates_equal_those_of_the_script():
     advised = f"--model_name_or_path runs/clm {further_rates(train_clm.TrainArgs())} --output_dir"
     for page in "README.md", "docs/resuming.md":
         assert advised in " ".join((PROJECT / page).read_text().split())
 
 
-def test_the_tree_is_that_of_the_files():
-    """Every folder of data/ and utils/ is listed, and every file that it names exists."""
+def test_file_tree_equals_the_folders():
+    """It lists every folder of data/ and utils/, and every file that it names exists."""
     tree = next(code for kind, code in BLOCKS if kind == "text" and "accelerate_configs/" in code)
     listed, top = set(), ""
     for line in tree.splitlines():
@@ -70,12 +70,12 @@ def test_the_tree_is_that_of_the_files():
     assert all((PROJECT / folder / "__init__.py").exists() for folder in folders)
 
 
-def test_the_table_is_the_cookbook():
+def test_table_of_edits_is_complete():
     cells = re.findall(r"(?<=\| )`([a-z-]+)`(?= \|)", README[README.index("## Edit it") :])
     assert sorted(cells) == sorted(file.stem for file in (PROJECT / "docs/edits").glob("*.diff"))
 
 
-def test_every_message_it_explains_is_said():
+def test_explained_messages_exist():
     table = PAGES[PROJECT / "docs/troubleshooting.md"]
     source = "".join(file.read_text() for file in PROJECT.glob("**/*.py")
                      if "tests" not in file.relative_to(PROJECT).parts)  # fmt: skip
@@ -86,15 +86,15 @@ def test_every_message_it_explains_is_said():
 
 
 def commands() -> list[str]:
-    """The shell lines of the pages: those of their blocks, and what in backticks starts like one. Those of
-    recipes.md are run by tests/test_recipes.py."""
+    """The shell commands of the pages, in blocks and in backticks. tests/test_recipes.py runs those that
+    recipes.md has in backticks."""
     lines = [line for kind, code in BLOCKS if kind == "bash" for line in code.strip().splitlines()]
     text = "\n".join(text for page, text in PAGES.items() if page.name != "recipes.md")
     text = re.sub(r"```.*?```", "", text, flags=re.S)
-    return lines + [found.replace("\n", " ") for found in re.findall(rf"`({COMMAND}[^`]+)`", text)]
+    return lines + [command.replace("\n", " ") for command in re.findall(rf"`({COMMAND}[^`]+)`", text)]
 
 
-# What makes each of them small here; it counts more than what the line itself says.
+# Flags that make each command small. They override those of the command.
 TINY_RUN = arguments({**TINY, "dataset_name": "corpus.jsonl"})
 TINY_SHAPE = "--vocab_size 512 --layers 1 --width 64 --batch_size 2 --steps 2 --rounds 1".split()
 GPT2 = {"config_overrides": "n_layer=1,n_embd=32,n_head=2", "dataset_name": "corpus.jsonl"}
@@ -104,7 +104,7 @@ BENCHMARK = "python -m tests.benchmarks."
 SMALL = {
     PIPELINE + '(pipeline("text-generation", "runs/clm")("import': [],
     "python -m docs.harness.documents": [],
-    "python train_clm.py": TINY_RUN,  # a finished run: nothing to do
+    "python train_clm.py": TINY_RUN,  # the run is finished
     "python train_clm.py --eval_only": [],
     "accelerate launch --config_file accelerate_configs/multi_cpu.yaml":
         [*TINY_RUN, "--output_dir", "runs/two"],
@@ -115,12 +115,12 @@ SMALL = {
     BENCHMARK + "scaling": TINY_SHAPE,
     BENCHMARK + "scaling --optimizer_type muon": [*TINY_SHAPE, "--processes", "1", "2"],
     BENCHMARK + "accelerator": [
-        *"--small --scripts clm --dataset_name corpus.jsonl --parts same speed profile".split(),
+        *"--small --scripts clm --dataset_name corpus.jsonl --parts same speed".split(),
     ],
     BENCHMARK + "model_types": ["--types", "bart"],
     BENCHMARK + "learning --unigram": [],
     BENCHMARK + "learning --seeds": [
-        "--seeds", "1", "--contenders", "before", "trainer", "--flags", shlex.join(TINY_LEARNING),
+        "--seeds", "1", "--contenders", "before", "default", "--flags", shlex.join(TINY_LEARNING),
     ],
 }
 NOT_HERE = {
@@ -174,7 +174,7 @@ NOT_HERE = {
 
 @pytest.fixture(scope="module")
 def project_with_runs(tmp_path_factory):
-    """A copy of the project in which README's first line has left runs/clm and runs/other."""
+    """A copy of the project with the run of README's first command, runs/clm, and its copy runs/other."""
     copy = tmp_path_factory.mktemp("readme") / "project"
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
     write_corpus(copy / "corpus.jsonl")
@@ -199,39 +199,39 @@ def shell(folder, line):
 
 
 def python(folder, line, more=()):
-    """As `shell`, forked: what a line with `python` makes. more: flags, in the place of the line's own."""
+    """Run a line that begins with `python`, forked. more: flags that override those of the line."""
     _, *words = shlex.split(line)
     what, *flags = words[words[0] == "-m" :]
-    own, drop = [], False
+    line_flags, drop = [], False
     for word in flags:
         drop = word in more if word.startswith("--") else drop
-        own += [] if drop else [word]
-    done = forked.run(what, [*own, *more], folder=folder, picture=True)
+        line_flags += [] if drop else [word]
+    done = forked.run(what, [*line_flags, *more], folder=folder, picture=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
 
 def first_line() -> str:
-    """What is launched by README's first command, after what it installs."""
+    """README's first command, without the installation."""
     installs = (line for line in commands() if line.startswith("pip install -r requirements.txt && "))
     return next(installs).partition(" && ")[2]
 
 
-def test_a_mistake_in_the_first_command_is_one_message(project_with_runs):
+def test_mistake_in_the_first_command_is_one_message(project_with_runs):
     words = [*shlex.split(first_line())[1:], "--learn", "3"]
     done = forked.run(words[0], words[1:], folder=project_with_runs)
     assert done.returncode and "Did you mean --learning_rate?" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_every_command_is_run_here_or_has_its_reason():
+def test_every_command_is_run_or_explained():
     for line in commands():
         assert any(line.startswith(start) for start in [*SMALL, *NOT_HERE]), line
     for start in [*SMALL, *NOT_HERE]:
         assert any(line.startswith(start) for line in commands()), f"on no page any more: {start}"
 
 
-# What needs long; two processes are launched in test_accelerate_configs.py, too.
+# Benchmarks that take long.
 SWEEP = ("preparation", "model_types", "scaling", "throughput", "accelerator")
 
 
@@ -245,8 +245,8 @@ LONG = [pytest.param(start, marks=marks(start)) for start in SMALL]
 
 
 @pytest.mark.parametrize("start", LONG)
-def test_the_command_runs(start, project_with_runs):
-    known = [*SMALL, *NOT_HERE]  # of several beginnings the longest counts
+def test_command_runs(start, project_with_runs):
+    known = [*SMALL, *NOT_HERE]  # the longest matching beginning counts
     line = next(line for line in commands() if max(filter(line.startswith, known), key=len) == start)
     forks = line.startswith(("python -m", "python train")) and "benchmarks" not in line
     if forks:
@@ -255,7 +255,7 @@ def test_the_command_runs(start, project_with_runs):
         assert shell(project_with_runs, " ".join([line, *map(shlex.quote, SMALL[start])])).strip()
 
 
-def test_every_path_and_flag_of_its_commands_exists():
+def test_paths_and_flags_of_commands_exist():
     for file in re.findall(r"accelerate_configs/\w+\.\w+|tests/[\w/]+\.\w+|(?<!\S)train_\w+\.py", ALL):
         assert (PROJECT / file).exists(), file
     for script, line in re.findall(r"(train_[cm]lm)\.py (--[^`|\n]+)", ALL):
@@ -267,8 +267,8 @@ EDITS = [code for kind, code in BLOCKS if kind == "diff"]
 
 
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.splitlines()[0].strip("# "))
-def test_the_edits_run(edit, tmp_path):
-    """Each edit of the pages, made in a copy of the project, trains for two steps."""
+def test_edits_on_the_pages_run(edit, tmp_path):
+    """A copy of the project with the edit trains for two steps."""
     first, *lines = edit.splitlines()
     copy = tmp_path / "project"
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)

@@ -1,4 +1,4 @@
-"""docs/recipes.md: each table runs from top to bottom, at small sizes, on a server with the Hub's layout."""
+"""docs/recipes.md: the commands of each table run from top to bottom, at small sizes and on a local Hub."""
 
 import os
 import re
@@ -26,7 +26,7 @@ TINY = arguments({
     "gradient_accumulation_steps": 1, "max_train_steps": 2, "num_warmup_steps": 1, "logging_steps": 1,
     "max_eval_samples": 4, "vocab_size": 600,
 })  # fmt: skip
-MORE = {  # behind a command that begins so; behind other commands that train: TINY
+MORE = {  # words appended to a command with this beginning; other training commands get TINY
     "python -m data.tokens.tokenizer": ["--vocab_size", "600"],
     "python -m data.prepare --dataset_name Salesforce/wikitext": ["--output_dir", "shards"],  # not gs://
     "python train_mlm.py --preset wikitext-roberta --dataset_name records-": [*TINY, "--block_size", "32"],
@@ -35,7 +35,7 @@ MORE = {  # behind a command that begins so; behind other commands that train: T
     "accelerate launch --config_file mine.yaml": [*TINY, "--output_dir", "runs/mine"],
     "accelerate launch --cpu": [*TINY, "--output_dir", "runs/cpu"],
 }
-SAID = {  # what its output holds, by the command's beginning
+OUTPUTS = {  # a pattern in the output of a command with this beginning
     "python -m data.prepare --dataset_name transformersbook": r"train: \d+ of 90 documents, \d+ filtered",
     "python train_clm.py --preset codeparrot --show": r"What the model is fed",
     "python train_clm.py --preset codeparrot --push": r"this run is finished",
@@ -47,8 +47,8 @@ SAID = {  # what its output holds, by the command's beginning
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory, hub_port, _home):
-    """(a copy of the project with what the four documents' readers bring, their environment)"""
+def project(tmp_path_factory, hub_port, _home):
+    """(a copy of the project with the files that readers of the four tutorials have, its environment)"""
     folder = tmp_path_factory.mktemp("recipes") / "project"
     shutil.copytree(PROJECT, folder, ignore=LEFT_OUT)
     shutil.copytree(PROJECT / "tests/tfrecords", folder / "records")
@@ -65,14 +65,14 @@ def reader(tmp_path_factory, hub_port, _home):
 
 
 def steps(section: str) -> list[str]:
-    """Its commands in their order, without those marked with †; then its lines of Python."""
+    """The commands of a section in their order, without those marked with †, then its lines of Python."""
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
-    here = "\n".join(here for there, here in rows if "†" not in there)
-    return re.findall(rf"`({COMMAND}[^`]*)`", here) + re.findall(r"```py\n(.*?)```", section, re.S)
+    cells = "\n".join(cells for original, cells in rows if "†" not in original)
+    return re.findall(rf"`({COMMAND}[^`]*)`", cells) + re.findall(r"```py\n(.*?)```", section, re.S)
 
 
 def run(step: str, folder: Path, env: dict):
-    step = step.replace(" user/", " ada/")  # who has an account there
+    step = step.replace(" user/", " ada/")  # a user of the local Hub
     start = max((start for start in MORE if step.startswith(start)), key=len, default=None)
     small = MORE[start] if start else TINY if re.search(r"train_[cm]lm\.py", step) else []
     if small and " train_clm.py" in step and "--preset" not in step:
@@ -94,23 +94,23 @@ LAUNCHES = pytest.mark.slow  # five launches, which import torch anew
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, pytest.param(3, marks=LAUNCHES)])
-def test_a_table_runs_from_top_to_bottom(number, reader):
+def test_recipe_runs_from_top_to_bottom(number, project):
     for step in steps(SECTIONS[number]):
         if "notebook_launcher" in step:
             continue  # tests/test_notebook.py runs these lines
-        done = run(step, *reader)
+        done = run(step, *project)
         log = f"{step}\n{done.stdout}{done.stderr[-3000:]}"
         assert done.returncode == 0 and (done.stdout.strip() or step.startswith("git")), log
-        for said in [said for start, said in SAID.items() if step.startswith(start)]:
-            assert re.search(said, done.stdout), log
+        for pattern in [pattern for start, pattern in OUTPUTS.items() if step.startswith(start)]:
+            assert re.search(pattern, done.stdout), log
 
 
-def test_what_is_not_run_needs_what_is_not_here():
-    """And what the tables above name is on the page."""
+def test_skipped_commands_need_missing_hardware_or_accounts():
+    """Also, each beginning in MORE and OUTPUTS is on the page."""
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    marked = "\n".join(here for there, here in rows if "†" in there)
+    marked = "\n".join(cell for original, cell in rows if "†" in original)
     missing = r"(tpu|rocm|single_gpu|multi_gpu|fsdp)\.yaml|--multi_gpu|torchrun|hf auth login"
     for command in re.findall(rf"`({COMMAND}[^`]*)`", marked):
         assert re.search(missing, command), command
-    for start in (*MORE, *SAID):
+    for start in (*MORE, *OUTPUTS):
         assert any(step.startswith(start) for section in SECTIONS for step in steps(section)), start

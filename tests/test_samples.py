@@ -1,4 +1,4 @@
-"""What a run prints of its model at evaluations, against the model that it saves; prompts made of rows."""
+"""The samples that a run prints at evaluations, compared with the model that it saves."""
 
 import json
 import re
@@ -13,19 +13,19 @@ from tests.runs import TINY, write_corpus, write_english
 
 
 def trained(folder, script, processes=1, **flags) -> str:
-    """What it prints."""
+    """Train to the end. Returns stdout."""
     flags = TINY | {"cache_dir": folder / "cache", "output_dir": folder / "run", "block_size": 64} | flags
     done = forked.run(script, flags, processes)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def test_prompts_are_completed_by_the_most_likely_tokens(tmp_path):
+def test_samples_equal_greedy_generation(tmp_path):
     prompts = ["import os\nimport sys", "def main():"]
     data, run = write_corpus(tmp_path / "a.jsonl"), tmp_path / "run"
-    said = trained(tmp_path, "train_clm.py", 2, dataset_name=data, prompts=prompts)
+    output = trained(tmp_path, "train_clm.py", 2, dataset_name=data, prompts=prompts)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
-    at_the_end = "".join(said[said.index("step 6/6  eval") :].split())
+    at_the_end = "".join(output[output.index("step 6/6  eval") :].split())
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         out = model.generate(ids, max_new_tokens=48, do_sample=False, repetition_penalty=1.2)
@@ -33,10 +33,10 @@ def test_prompts_are_completed_by_the_most_likely_tokens(tmp_path):
         assert "".join(f"{prompt.splitlines()[-1]}{text}".split()) in at_the_end
         card = "".join((run / "README.md").read_text().split())
         assert ("".join(f">{prompt.splitlines()[-1]}{text}".split()) in card) == (prompt == prompts[0])
-    assert "def main():" not in said[: said.index("step 3/6")]  # before any training it would be noise
+    assert "def main():" not in output[: output.index("step 3/6")]  # before training they would be noise
 
 
-def test_a_finished_run_suggests_the_same_prompt_again(tmp_path):
+def test_finished_run_suggests_the_same_prompt(tmp_path):
     data = write_corpus(tmp_path / "a.jsonl")
     first, again = (trained(tmp_path, "train_clm.py", dataset_name=data, prompts=["rows"]) for _ in range(2))
     line = re.search(r"^  generate .*$", first, re.M)[0]
@@ -49,11 +49,11 @@ ONE, TWO = "The [MASK] of an object.", "It is [MASK] [MASK]."
 
 
 @pytest.mark.parametrize("prompts", [[ONE, TWO], [ONE], [TWO]])
-def test_masks_are_filled_with_the_most_likely_tokens(prompts, tmp_path):
+def test_masks_are_filled_with_the_top_tokens(prompts, tmp_path):
     data, run = write_english(tmp_path / "a.jsonl"), tmp_path / "run"
-    said = trained(tmp_path, "train_mlm.py", dataset_name=data, prompts=prompts, **MASKED)
+    output = trained(tmp_path, "train_mlm.py", dataset_name=data, prompts=prompts, **MASKED)
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
-    lines = re.findall(r"^(.*)  ->  (.*)$", said[said.index("step 6/6  eval") :], re.M)
+    lines = re.findall(r"^(.*)  ->  (.*)$", output[output.index("step 6/6  eval") :], re.M)
     assert [prompt for prompt, _ in lines] == [x for x in prompts for _ in range(x.count("[MASK]"))]
     expected = []
     for prompt in prompts:
@@ -69,12 +69,12 @@ def test_masks_are_filled_with_the_most_likely_tokens(prompts, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["train_clm.py", "train_mlm.py"])
-def test_without_prompts_samples_begin_like_evaluation_rows(script, tmp_path):
+def test_default_samples_begin_like_evaluation_rows(script, tmp_path):
     data = write_english(tmp_path / "a.jsonl")
     more = MASKED if script == "train_mlm.py" else {}
-    said = trained(tmp_path, script, dataset_name=data, prompts=["rows"], **more)
+    output = trained(tmp_path, script, dataset_name=data, prompts=["rows"], **more)
     text = "".join("".join(json.loads(line)["text"] for line in open(data)).split())
-    lines = re.findall(r"^> (.*)$|^(.*)  ->  ", said[said.index("step 6/6  eval") :], re.M)
+    lines = re.findall(r"^> (.*)$|^(.*)  ->  ", output[output.index("step 6/6  eval") :], re.M)
     assert len(lines) == 3
     for line in map("".join, lines):
         parts = ["".join(part.replace("\\n", "").split()) for part in line.split("[MASK]")]

@@ -1,11 +1,10 @@
-"""What a run prints, whatever the data holds and whatever the terminal can show; ~ in every path."""
+"""The output of a run with control characters in the data, ASCII terminals and closed pipes; ~ in paths."""
 
 import json
 import shutil
 import subprocess
 import sys
 
-from tests import forked
 from tests.runs import PATIENCE, PROJECT, TINY, arguments, environment, metrics, write_corpus
 
 
@@ -14,7 +13,7 @@ def train(cwd, flags, **env):
     return subprocess.run(words, cwd=cwd, capture_output=True, env=environment(**env), timeout=PATIENCE)
 
 
-def test_escape_codes_and_foreign_letters_of_the_data_reach_no_ascii_terminal(tmp_path):
+def test_escape_codes_in_data_do_not_reach_the_terminal(tmp_path):
     noise = " \x1b]0;OWNED\x07\x1b[2J Привет \x9b8m ± "
     texts = [noise.join(str(i * j) for j in range(60)) for i in range(60)]
     with open(tmp_path / "a.jsonl", "w") as out:
@@ -30,8 +29,8 @@ def test_escape_codes_and_foreign_letters_of_the_data_reach_no_ascii_terminal(tm
     assert done.returncode == 2 and b"\\x1b[8mbody" in done.stderr and b"\x1b" not in done.stderr
 
 
-def test_a_reader_that_ends_and_a_folder_that_is_deleted_end_no_run(tmp_path):
-    """As `python train_clm.py | head` and `rm -r`, after the first save."""
+def test_closed_pipe_and_deleted_output_dir_do_not_end_a_run(tmp_path):
+    """As by `python train_clm.py | head` and `rm -r`, after the first save."""
     run, last = tmp_path / "run", 200
     flags = TINY | {"dataset_name": write_corpus(tmp_path / "a.jsonl"), "cache_dir": tmp_path / "cache",
                     "output_dir": run, "max_train_steps": last, "save_steps": last, "eval_steps": last}
@@ -40,14 +39,14 @@ def test_a_reader_that_ends_and_a_folder_that_is_deleted_end_no_run(tmp_path):
         process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
         next(line for line in process.stdout if f"step   2/{last}" in line)
         process.stdout.close()
-        shutil.rmtree(run.rename(tmp_path / "deleted"))  # at once: it writes while files are deleted
+        shutil.rmtree(run.rename(tmp_path / "deleted"))  # renamed first, as the run writes meanwhile
     assert process.wait(PATIENCE) == 0, (tmp_path / "errors").read_text()
     assert (tmp_path / "errors").read_text().count("\n") == 1
     steps = [line["step"] for line in metrics(run) if "loss/train" in line]
     assert steps == [*range(1, last + 1)] and (run / "model.safetensors").exists()
 
 
-def test_a_tilde_is_the_home_folder_in_every_path(tmp_path):
+def test_tilde_is_expanded_in_every_path(tmp_path):
     home, cwd = tmp_path / "home", tmp_path / "here"
     home.mkdir()
     cwd.mkdir()
@@ -61,17 +60,3 @@ def test_a_tilde_is_the_home_folder_in_every_path(tmp_path):
         done = train(cwd, flags | {"prompts": "none"} | more, HOME=str(home))
         assert done.returncode == 0, done.stderr[-2000:]
     assert (home / "further" / "config.json").exists() and not list(cwd.iterdir())
-
-
-def test_a_model_without_its_kernels_is_told_but_for_the_default(tmp_path):
-    flags = TINY | {
-        "dataset_name": write_corpus(tmp_path / "corpus.jsonl"), "output_dir": tmp_path / "run",
-        "cache_dir": tmp_path / "cache", "max_train_steps": 2,
-    }  # fmt: skip
-    done = forked.run("train_clm.py", flags)
-    assert done.returncode == 0 and "falling back" not in done.stderr, done.stderr
-    flags |= {"model_type": "mamba", "output_dir": tmp_path / "mamba",
-              "config_overrides": "hidden_size=32,num_hidden_layers=1,state_size=4"}  # fmt: skip
-    done = forked.run("train_clm.py", flags)
-    assert done.returncode == 0, done.stderr
-    assert "falling back to its reference PyTorch implementation because `mamba_ssm`" in done.stderr

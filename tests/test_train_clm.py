@@ -1,8 +1,7 @@
-"""train_clm.py on real text, at 1 and 2 processes.
+"""train_clm.py on real text, on one and two processes.
 
-Runs are forked (tests/forked.py): the same script, without the launcher, which starts one process in
-tests/test_readme.py, two of another script in tests/test_accelerate_configs.py, and two of this one where the
-tests are slow.
+Runs are forked (tests/forked.py), without `accelerate launch`. A slow test here, tests/test_readme.py and
+tests/test_accelerate_configs.py use the launcher.
 """
 
 import functools
@@ -20,11 +19,21 @@ import torch.nn.functional as F
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from data.batches.order import evaluation_rows
 from tests import forked
-from tests.runs import PATIENCE, PROJECT, TINY, command, environment, metrics, tolerance, write_corpus
+from tests.runs import (
+    PATIENCE,
+    PROJECT,
+    TINY,
+    assert_same_metrics,
+    command,
+    environment,
+    first_moments,
+    metrics,
+    write_corpus,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +52,14 @@ def flags(workspace, name, **changes):
 
 
 def trained(workspace, name, processes=1, start=forked.run, **changes):
-    """The output folder of a finished run; made once per name."""
+    """Train to the end. Returns the output folder."""
     result = start("train_clm.py", flags(workspace, name, **changes), processes)
     assert result.returncode == 0, result.stderr[-3000:]
     return workspace / name
 
 
 def launched(script, flags, processes, env=None):
-    """By `accelerate launch ...`, which starts processes of Python. env: for GPUs, by multi_gpu.yaml."""
+    """Run by `accelerate launch`. env: if set, the launch uses multi_gpu.yaml with this environment."""
     words = command(script, flags, processes)[3:]
     if env:
         words[1] = "accelerate_configs/multi_gpu.yaml"
@@ -68,15 +77,8 @@ def two_processes(workspace):
     return trained(workspace, "two", processes=2, per_device_train_batch_size=4)
 
 
-def first_moments(output_dir):
-    """AdamW's first moments and Muon's momenta after one step, in one vector: shares of the gradients."""
-    saved = load_file(output_dir / "checkpoints" / "step-00000001" / "state.safetensors")
-    names = (name for name in sorted(saved) if name.endswith(("exp_avg", "momentum_buffer")))
-    return torch.cat([saved[name].flatten() for name in names])
-
-
-def test_the_gradient_of_an_update_does_not_depend_on_its_split(workspace):
-    """1 x 8, 2 x 4 and 8 x 1 micro-batches x rows, and two processes: the same gradients to 1e-6 relative."""
+def test_gradient_does_not_depend_on_micro_batches_or_processes(workspace):
+    """1 x 8, 2 x 4 and 8 x 1 micro-batches x rows, and two processes: equal gradients to 1e-6 relative."""
     one_step = {"max_train_steps": 1, "num_warmup_steps": 0, "max_grad_norm": 0, "max_eval_samples": 8}
     splits = {"1x8": (1, 8, 1), "2x4": (2, 4, 1), "8x1": (8, 1, 1), "2 processes": (2, 2, 2)}
     gradients = {}
@@ -92,33 +94,29 @@ def test_the_gradient_of_an_update_does_not_depend_on_its_split(workspace):
         assert (gradient - reference).norm() <= 1e-6 * reference.norm(), name
 
 
-def test_two_processes_train_like_one(one_process, two_processes):
-    for a, b in zip(metrics(one_process), metrics(two_processes), strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert a[key] == pytest.approx(b[key], rel=tolerance(key)), (a, b)
+def test_two_processes_equal_one(one_process, two_processes):
+    assert_same_metrics(one_process, two_processes)
 
 
 @pytest.mark.slow
-def test_launched_on_two_processes_it_is_the_same_run(workspace, two_processes):
+def test_launched_run_equals_forked(workspace, two_processes):
     folder = trained(workspace, "launched", processes=2, start=launched, per_device_train_batch_size=4)
     assert metrics(folder) == metrics(two_processes)
 
 
-def test_compiled_as_a_whole_it_is_the_same_run_and_nothing_is_compiled_later(workspace, one_process):
-    """Once the first step is done every shape has been met, evaluation's last batch too. aot_eager traces as
-    inductor does, in a tenth of the time. Forked with what the launcher hands on; by blocks in
-    test_compiled.py."""
+def test_compiled_run_equals_eager_and_compiles_once(workspace, one_process):
+    """No shape is new after the first step, not even in evaluation's last batch. aot_eager traces like
+    inductor in a tenth of the time. tests/test_compiled.py compiles by blocks."""
     name = "compiled"
     words = ["--config_file", "accelerate_configs/cpu.yaml", "--dynamo_backend", "aot_eager"]
     args = launch_command_parser().parse_args([*words, "train_clm.py"])
-    handed_on = prepare_simple_launcher_cmd_env(_validate_launch_command(args)[0])[1]
-    log, script = workspace / f"{name}.log", workspace / "told.py"
-    script.write_text(  # as TORCH_LOGS=recompiles, which torch reads when it is imported
+    launcher_env = prepare_simple_launcher_cmd_env(_validate_launch_command(args)[0])[1]
+    log, script = workspace / f"{name}.log", workspace / "recompiles.py"
+    script.write_text(  # as TORCH_LOGS=recompiles, which torch reads at import
         "import runpy, torch; torch._logging.set_logs(recompiles=True)\n"
         "runpy.run_path('train_clm.py', run_name='__main__')\n"
     )
-    env = handed_on | environment(PYTHONUNBUFFERED="1")
+    env = launcher_env | environment(PYTHONUNBUFFERED="1")
     process = forked.start(PROJECT, str(script), flags(workspace, name), log, env=env)
     process.join(PATIENCE)
     output = log.read_text()
@@ -133,30 +131,15 @@ def test_compiled_as_a_whole_it_is_the_same_run_and_nothing_is_compiled_later(wo
     assert saved[0] == saved[1]
 
 
-def test_the_linear_schedule_ends_at_zero(workspace):
-    """Also with two processes, and with an accumulation that does not divide the number of batches."""
-    for processes in (1, 2):
-        folder = trained(
-            workspace, f"linear{processes}", processes, lr_scheduler_type="linear",
-            gradient_accumulation_steps=3, per_device_train_batch_size=5 - processes,
-        )  # fmt: skip
-        rates = [line["learning_rate"] for line in metrics(folder) if "learning_rate" in line]
-        assert (
-            len(rates) == 6
-            and rates[0] == 0 < rates[-1]  # those that the steps took: after the last comes 0
-            and max(rates) == pytest.approx(TINY.get("learning_rate", 1e-2))
-        )
-
-
 def brute_force(folder, rows):
-    """Mean loss per predicted token of each row, float64 [n], through transformers' own logits."""
+    """Mean loss per predicted token of each row, float64 [n], from the logits of transformers' model."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = (model(row[None]).logits[0, :-1].double() for row in rows)
         return torch.stack([F.cross_entropy(*pair) for pair in zip(logits, rows[:, 1:], strict=True)])
 
 
-def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_processes(
+def test_evaluation_equals_brute_force_for_any_batch_size(
     workspace, one_process
 ):
     tokens = np.load(next((workspace / "cache").rglob("validation-*.npy"))).astype(np.int64)
@@ -181,20 +164,7 @@ def test_evaluation_is_the_sum_over_all_rows_for_any_batch_size_and_number_of_pr
         assert report["eval_tokens"] == n * (ids.shape[1] - 1)
 
 
-def test_the_saved_model_completes_a_prompt_in_a_fresh_process(one_process):
-    code = (
-        "from transformers import pipeline; import sys;"
-        "print(repr(pipeline('text-generation', model=sys.argv[1])('import os', max_new_tokens=5)))"
-    )
-    result = forked.run_code(code, [one_process], folder="/")
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert "import os" in result.stdout
-    tokenizer = AutoTokenizer.from_pretrained(one_process)
-    text = "naïve = {'日本': \"\\x00\"}\t\r\n  🤗 def f(x):\n    return x\n"
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_a_finished_run_is_left_alone(workspace, one_process):
+def test_finished_run_is_left_unchanged(workspace, one_process):
     before = {file: file.stat().st_mtime_ns for file in one_process.rglob("*") if file.name != ".lock"}
     result = forked.run("train_clm.py", flags(workspace, "one"))
     assert result.returncode == 0 and "finished" in result.stdout
@@ -205,7 +175,7 @@ def test_a_finished_run_is_left_alone(workspace, one_process):
     }
 
 
-def test_what_a_run_leaves(one_process):
+def test_files_and_metrics_of_a_run(one_process):
     names = "args.json metrics.jsonl curves.png config.json model.safetensors tokenizer.json README.md"
     for name in [*names.split(), "train_clm.py"]:
         assert (one_process / name).is_file(), name
@@ -224,8 +194,8 @@ def test_what_a_run_leaves(one_process):
     assert losses[-1] < losses[0] == pytest.approx(math.log(512), rel=0.02)
 
 
-def test_a_skipped_update_has_a_line_with_its_rows(workspace, one_process):
-    """Weights whose products are not finite: nothing learns, and metrics.jsonl says when."""
+def test_skipped_update_is_logged_with_its_rows(workspace, one_process):
+    """Weights whose products overflow: each update is skipped, and metrics.jsonl has a line for it."""
     broken = shutil.copytree(one_process, workspace / "broken", ignore=lambda *_: ["checkpoints"])
     weights = load_file(broken / "model.safetensors")
     for name in ("gate", "up", "down"):
@@ -240,22 +210,22 @@ def test_a_skipped_update_has_a_line_with_its_rows(workspace, one_process):
     assert [line["skipped_updates"] for line in lines if "loss/train" in line] == [1, 2, 3]
 
 
-def test_the_command_that_evaluates_a_run_begun_with_other_weights_evaluates_its_own(workspace, one_process):
-    other = {"model_name_or_path": one_process, "config_overrides": ""}  # and so its tokenizer
+def test_printed_evaluate_command_evaluates_the_run(workspace, one_process):
+    other = {"model_name_or_path": one_process, "config_overrides": ""}  # and its tokenizer
     begun = forked.run("train_clm.py", flags(workspace, "begun", **other, max_eval_samples=0))
     assert begun.returncode == 0, begun.stderr[-3000:]
     _, script, *words = shlex.split(re.search(r"^ *evaluate +(python .*)$", begun.stdout, re.M)[1])
     done = forked.run(script, words)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])["loss/eval"]
+    loss = json.loads(done.stdout.splitlines()[-1])["loss/eval"]
     last = [line["loss/eval"] for line in metrics(workspace / "begun") if "loss/eval" in line][-1]
-    assert found == pytest.approx(last, rel=1e-6)
+    assert loss == pytest.approx(last, rel=1e-6)
 
 
 @pytest.mark.parametrize("start", [forked.run, pytest.param(launched, marks=pytest.mark.slow)])
-def test_processes_that_do_not_see_each_other_are_stopped(start, workspace):
+def test_processes_that_form_no_group_are_stopped(start, workspace):
     """A GPU configuration on a machine without GPUs starts N runs that would overwrite each other. The first
-    to see it says so; a launcher ends the others then, and one that waits for it may find it gone."""
+    process reports it and the launcher ends the others, which may report that they lost their peer."""
     if torch.accelerator.is_available():
         pytest.skip("needs a machine without an accelerator")
     result = start("train_clm.py", flags(workspace, "apart"), 2, env=environment())
@@ -264,7 +234,7 @@ def test_processes_that_do_not_see_each_other_are_stopped(start, workspace):
 
 
 @pytest.fixture(scope="module")
-def whole(workspace):
+def uninterrupted(workspace):
     return trained(workspace, "whole", **SLOW)
 
 
@@ -272,9 +242,9 @@ SLOW = {"per_device_eval_batch_size": 1, "max_eval_samples": 0}
 
 
 @pytest.mark.parametrize("during", ["first", "last"])
-def test_a_stop_during_an_evaluation_loses_nothing(during, workspace, whole):
-    """The evaluation goes on, then the run is saved; after the last step it is finished. The same command
-    leaves the same lines."""
+def test_stop_during_evaluation_loses_nothing(during, workspace, uninterrupted):
+    """The evaluation ends, then the run is saved; after the last step the run is finished. The same command
+    leaves the same metrics as an uninterrupted run."""
     settings = flags(workspace, f"{during}-cut", **SLOW)
     log, file = workspace / f"{during}-log", workspace / f"{during}-cut" / "metrics.jsonl"
     seen = '"step": 6' if during == "last" else ""
@@ -288,6 +258,6 @@ def test_a_stop_during_an_evaluation_loses_nothing(during, workspace, whole):
     evaluated = [line["step"] for line in logged if "loss/eval" in line]
     assert evaluated in ([[0, 3, 6]] if during == "last" else [[], [0]])  # []: before the loop
     cut = trained(workspace, f"{during}-cut", **SLOW)
-    assert metrics(cut) == metrics(whole)
-    assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    assert metrics(cut) == metrics(uninterrupted)
+    assert (cut / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
     assert json.loads((cut / "args.json").read_text())["finished"] == 6

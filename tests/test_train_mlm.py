@@ -1,10 +1,8 @@
-"""train_mlm.py as users run it, masked LM alone and with next-sentence prediction, at 1 and 2 processes.
-
-All are forked (tests/forked.py) but the slow one, launched.
-"""
+"""train_mlm.py on one and two forked processes, as masked LM alone and with next-sentence prediction."""
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, BertFo
 from data.batches.masking import MaskTokens
 from data.batches.order import evaluation_rows
 from tests import forked
-from tests.runs import TINY, metrics, run, tolerance, write_english
+from tests.runs import TINY, assert_same_metrics, first_moments, metrics, write_english
 
 KINDS = {
     "mlm": {"model_type": "roberta"},
@@ -34,7 +32,7 @@ SHAPE = (
 def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mlm")
     write_english(folder / "english.jsonl")
-    write_english(folder / "notes.jsonl", part=120)  # whose pairs fill no row
+    write_english(folder / "notes.jsonl", part=120)  # short, so that pairs do not fill a row
     return folder
 
 
@@ -49,22 +47,18 @@ def flags(workspace, name, kind="mlm", **changes):
 
 
 def run_all(settings):
-    """[(status, stdout, stderr)] of runs with these settings."""
-    done = [forked.run("train_mlm.py", one) for one in settings]
-    return [(one.returncode, one.stdout, one.stderr) for one in done]
+    """Run each of the settings. Returns [(status, stdout, stderr)]."""
+    done = [forked.run("train_mlm.py", flags) for flags in settings]
+    return [(each.returncode, each.stdout, each.stderr) for each in done]
 
 
-SPLITS = {"4x2": (4, 2), "8x1": (8, 1)}  # micro-batches x rows; the whole runs below are 1x8 and 2 x 1x4
+SPLITS = {"4x2": (4, 2), "8x1": (8, 1)}  # micro-batches x rows; the complete runs are 1x8 and 2 x 1x4
 
 
 @pytest.fixture(scope="module")
 def runs(workspace):
-    """Name -> output folder: for both kinds a run with 1 and with 2 processes, and a step split otherwise."""
-    default = flags(
-        workspace, "modernbert-1", cache_dir=str(workspace / "cache-modernbert"), model_type="modernbert",
-        config_overrides="num_hidden_layers=2,hidden_size=32,num_attention_heads=2,intermediate_size=64",
-    )  # fmt: skip
-    settings = {"modernbert-1": default}
+    """{name: output folder} of both kinds: runs on 1 and 2 processes, and one step in micro-batches."""
+    settings = {}
     for kind in KINDS:
         settings[f"{kind}-1"] = flags(workspace, f"{kind}-1", kind)
         for split, (accumulation, rows) in SPLITS.items():
@@ -81,19 +75,12 @@ def runs(workspace):
         )
         result = forked.run("train_mlm.py", settings[name], processes=2)
         assert result.returncode == 0, result.stderr[-3000:]
-    return {name: Path(one["output_dir"]) for name, one in settings.items()}
-
-
-def first_moments(output_dir):
-    """AdamW's first moments and Muon's momenta after one step, in one vector: shares of the gradients."""
-    saved = load_file(output_dir / "checkpoints" / "step-00000001" / "state.safetensors")
-    names = (name for name in sorted(saved) if name.endswith(("exp_avg", "momentum_buffer")))
-    return torch.cat([saved[name].flatten() for name in names])
+    return {name: Path(flags["output_dir"]) for name, flags in settings.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_of_an_update_does_not_depend_on_its_split(runs, kind):
-    """Though rows differ in predicted tokens: the same gradients to 1e-6 relative, with pairs and padding."""
+def test_gradient_does_not_depend_on_micro_batches_or_processes(runs, kind):
+    """Although rows differ in the number of predictions: equal to 1e-6 relative, with pairs and padding."""
     gradients = {split: first_moments(runs[f"{kind}-{split}"]) for split in ("1", "2", *SPLITS)}
     reference = gradients.pop("1")
     assert reference.norm() > 0
@@ -102,26 +89,13 @@ def test_the_gradient_of_an_update_does_not_depend_on_its_split(runs, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_train_like_one(runs, kind):
-    """The same masks therefore, and the same evaluation, also where a batch has rows of padding."""
-    one, two = metrics(runs[f"{kind}-1"]), metrics(runs[f"{kind}-2"])
-    for a, b in zip(one, two, strict=True):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert a[key] == pytest.approx(b[key], rel=tolerance(key)), (key, a, b)
+def test_two_processes_equal_one(runs, kind):
+    """Including masks, and the evaluation, whose last batch has padding rows."""
+    assert_same_metrics(runs[f"{kind}-1"], runs[f"{kind}-2"])
 
 
-@pytest.mark.slow
-def test_launched_on_two_processes_it_is_the_same_run(workspace, runs):
-    """By `accelerate launch`, as tests/test_train_clm.py does it with the other script."""
-    changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 7}
-    done = run("train_mlm.py", flags(workspace, "launched", "nsp", **changes), processes=2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert metrics(workspace / "launched") == metrics(runs["nsp-2"])
-
-
-def test_evaluations_compare_whatever_the_rate_of_training(workspace, runs):
-    """The same masks at the beginning, where the weights are the same; and other training."""
+def test_evaluation_masks_do_not_depend_on_mlm_probability(workspace, runs):
+    """With equal weights at step 0 the evaluations are equal. Training differs."""
     changed = flags(workspace, "mlm-15", mlm_probability=0.15)
     ((status, _, err),) = run_all([changed])
     assert status == 0, err
@@ -131,7 +105,7 @@ def test_evaluations_compare_whatever_the_rate_of_training(workspace, runs):
 
 
 def evaluation_batch(workspace, kind, n):
-    """What the run saw of the validation split, n rows or less, before it is masked."""
+    """The rows of the validation split that the run evaluates, at most n, before masking."""
     cache, T = workspace / "cache", KINDS[kind].get("block_size", TINY["block_size"])
     file = next(cache.glob(f"{'pairs' if kind == 'nsp' else 'rows'}-*/validation-*.npy"))
     ids, width = torch.from_numpy(np.load(file).astype(np.int64)), T + 3 if kind == "nsp" else T - 2
@@ -148,7 +122,7 @@ def evaluation_batch(workspace, kind, n):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs, kind):
+def test_evaluation_equals_transformers_heads(workspace, runs, kind):
     folder = runs[f"{kind}-1"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batch = MaskTokens(tokenizer, 0.15)(evaluation_batch(workspace, kind, 50))
@@ -174,8 +148,9 @@ def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs,
     pairs = [(F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").sum(1),
               (labels != -100).sum(1))]  # fmt: skip
     if kind == "nsp":
-        one = F.cross_entropy(out.seq_relationship_logits, batch["next_sentence_label"], reduction="none")
-        pairs.append((one, torch.ones_like(one)))
+        is_next = batch["next_sentence_label"]
+        pair_losses = F.cross_entropy(out.seq_relationship_logits, is_next, reduction="none")
+        pairs.append((pair_losses, torch.ones_like(pair_losses)))
     moves = sum((n - n.sum() / d.sum() * d) / d.sum() for n, d in pairs).detach()
     error = (len(moves) / (len(moves) - 1) * moves.square().sum()).sqrt().item()
     assert line["loss/eval_stderr"] == pytest.approx(error, rel=1e-4)
@@ -184,13 +159,13 @@ def test_evaluation_equals_the_losses_of_transformers_own_heads(workspace, runs,
     assert line["accuracy"] == pytest.approx(accuracy, abs=1e-6)
 
 
-def test_a_checkpoint_loads_with_both_heads(runs):
-    """As the AMD article loads its own; its configuration is that of the model for users."""
+def test_checkpoint_loads_with_both_heads(runs):
+    """With BertForPreTraining, as in the AMD article. Its configuration is that of the exported model."""
     checkpoint = runs["nsp-1"] / "checkpoints" / "step-00000006"
-    model, found = BertForPreTraining.from_pretrained(checkpoint, output_loading_info=True)
-    assert not any(found.values()), found
-    whole = BertForPreTraining.from_pretrained(runs["nsp-1"]).state_dict()
-    assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+    model, loading = BertForPreTraining.from_pretrained(checkpoint, output_loading_info=True)
+    assert not any(loading.values()), loading
+    exported = BertForPreTraining.from_pretrained(runs["nsp-1"]).state_dict()
+    assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
     assert (checkpoint / "config.json").read_text() == (runs["nsp-1"] / "config.json").read_text()
 
 
@@ -203,16 +178,16 @@ def test_configuration_and_tokenizer_agree(runs, kind):
     block_size = KINDS[kind].get("block_size", TINY["block_size"])
     assert tokenizer.model_max_length == block_size
     saved = json.loads((runs[f"{kind}-1"] / "tokenizer.json").read_text())
-    assert saved["padding"] is None and saved["truncation"] is None  # the samples leave nothing in it
+    assert saved["padding"] is None and saved["truncation"] is None  # the samples do not change it
     if kind == "mlm":
         assert config.max_position_embeddings == block_size + tokenizer.pad_token_id + 1
     else:
         assert config.type_vocab_size == 2 and config.max_position_embeddings == block_size
 
 
-def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
-    """A run continued from step 3 leaves the same lines and weights, so its masks are the same; two
-    evaluations without training in between give the identical number, two processes the same to 1e-6."""
+def test_resume_and_repeated_evaluation_are_identical(workspace, runs):
+    """A run resumed from step 3 leaves the same metrics and weights, so its masks are the same. Repeated
+    evaluations are identical, on two processes equal to 1e-6."""
     resumed, again, finished = [], [], []
     for kind in KINDS:
         shutil.copytree(runs[f"{kind}-1"], workspace / f"{kind}-resumed")
@@ -224,13 +199,13 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
     results = run_all(resumed + again + finished)
     assert [status for status, _, _ in results] == [0] * 8, results
     for i, kind in enumerate(KINDS):
-        whole = metrics(runs[f"{kind}-1"])
-        assert metrics(workspace / f"{kind}-resumed") == whole
+        lines = metrics(runs[f"{kind}-1"])
+        assert metrics(workspace / f"{kind}-resumed") == lines
         weights = load_file(workspace / f"{kind}-resumed" / "model.safetensors")
         for name, value in load_file(runs[f"{kind}-1"] / "model.safetensors").items():
             assert torch.equal(value, weights[name]), name
         first, second = (json.loads(out.splitlines()[-1]) for _, out, _ in results[2 + 2 * i : 4 + 2 * i])
-        line = [line for line in whole if "loss/eval" in line][-1]
+        line = [line for line in lines if "loss/eval" in line][-1]
         assert first == second == {key: value for key, value in line.items() if key not in ("step", "tokens")}
         assert "finished" in results[6 + i][1]
         on_two = again[2 * i] | {"per_device_eval_batch_size": 7}
@@ -238,23 +213,18 @@ def test_resuming_and_evaluating_again_change_nothing(workspace, runs):
         assert on_two == pytest.approx(first, rel=1e-6)
 
 
-def test_the_fill_mask_pipeline_loads_the_output_folder_in_a_fresh_process(runs):
-    code = """
-import sys
-from transformers import pipeline
-for folder in sys.argv[1:]:
-    fill = pipeline("fill-mask", model=folder)
-    print([guess["token_str"] for guess in fill(f"It is {fill.tokenizer.mask_token}.", top_k=5)])
-"""
-    folders = [str(runs[f"{kind}-1"]) for kind in (*KINDS, "modernbert")]
-    result = forked.run_code(code, folders, folder="/")
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert [len(eval(line)) for line in result.stdout.strip().splitlines()] == [5, 5, 5]
-    assert "warning" not in result.stderr.lower()
+def test_snippets_of_a_sentence_pair_card_run(runs, capsys):
+    """tests/test_saved_models.py runs the cards of other models."""
+    card = (runs["nsp-1"] / "README.md").read_text()
+    fill, next_sentence = re.findall(r"```python\n(.*?)```", card, re.S)
+    exec(fill, {})
+    assert "token_str" in capsys.readouterr().out
+    exec(next_sentence, {})
+    assert sum(json.loads(capsys.readouterr().out)[0]) == pytest.approx(1)
 
 
 def test_next_sentence_is_learned(workspace):
-    """On held-out documents B is told apart, where the sentences of a document share a subject, a word."""
+    """Sentences of a document share a word: on held-out text the model recognizes the true next sentence."""
     rng = random.Random(0)
     with open(workspace / "subjects.jsonl", "w") as out:
         for _ in range(400):

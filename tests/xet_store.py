@@ -1,10 +1,10 @@
-"""The storage side of Xet uploads, for tests/hub_server.py: takes what the real hf_xet sends and puts the
-files back together, so that what a default install of huggingface_hub pushes can be read and checked.
+"""The storage side of Xet uploads for tests/hub_server.py. It assembles the files from what hf_xet sends, so
+that tests can read what a default install of huggingface_hub pushes.
 
-Protocol: https://huggingface.co/docs/xet. A xorb is a row of chunks, each behind a header of 8 bytes; a shard
-says of which chunks of which xorbs a file consists, and its sha256. Served: POST xorbs and shards; everything
-else is a 404, which tells the client that no chunk is known yet. Chunks must come uncompressed. Downloads do
-not offer Xet, so the client uses plain HTTP.
+Protocol: https://huggingface.co/docs/xet. A xorb is a sequence of chunks, each after a header of 8 bytes. A
+shard lists the chunks of each file and its sha256. This store accepts xorbs and shards by POST and answers
+all other requests with 404, so the client knows that no chunk is stored yet. Chunks must be uncompressed.
+Downloads use plain HTTP, as the server does not offer Xet for them.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def _hex(raw):
-    """32 bytes as Xet prints them: four little-endian numbers."""
+    """32 bytes as Xet prints them: four little-endian numbers in hexadecimal."""
     return struct.pack(">4Q", *struct.unpack("<4Q", raw)).hex()
 
 
@@ -25,9 +25,9 @@ class XetStore:
         self.files: dict[str, list[tuple[str, int, int]]] = {}  # sha256 -> (xorb, first chunk, stop chunk)
 
     def call(self, method, path, data):
-        """(HTTP status, answer) for one request below the storage address."""
-        if method == "POST" and (found := re.fullmatch(r"/v1/xorbs/default/(\w{64})", path)):
-            (self.root / found[1]).write_bytes(data)
+        """(HTTP status, answer) of a request to the storage."""
+        if method == "POST" and (match := re.fullmatch(r"/v1/xorbs/default/(\w{64})", path)):
+            (self.root / match[1]).write_bytes(data)
             return 200, {"was_inserted": True}
         if method == "POST" and path == "/v1/shards":
             self.files.update(read_shard(data))
@@ -47,8 +47,8 @@ class XetStore:
 
 
 def read_shard(data):
-    """{sha256 of a file: [(xorb, first chunk, stop chunk), ...]}; every entry of a shard has 48 bytes."""
-    files, at = {}, 48  # behind the header
+    """{sha256 of a file: [(xorb, first chunk, stop chunk), ...]}. Each entry of a shard has 48 bytes."""
+    files, at = {}, 48  # after the header
     while (name := data[at:at + 32]) != b"\xff" * 32:
         flags, count = struct.unpack_from("<2I", data, at + 32)
         entries = []

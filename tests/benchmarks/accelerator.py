@@ -1,22 +1,20 @@
-"""What one device does with the scripts: the rows of README's table that say "not run".
+"""Correctness and speed of the scripts on one device.
 
-    python -m tests.benchmarks.accelerator --append docs/measured.md     # one GPU, or an Apple one
+    python -m tests.benchmarks.accelerator                               # one GPU, or an Apple one
     python -m tests.benchmarks.accelerator --small                       # minutes, on a CPU, too
-    python -m tests.benchmarks.accelerator --parts speed profile --nanogpt ../nanoGPT
+    python -m tests.benchmarks.accelerator --parts speed --nanogpt ../nanoGPT
 
 --parts: same, losses against the CPU's and a run that is killed and continued; waits, host synchronisations
-and graphs; speed, the scripts with single_gpu.yaml as it is, AdamW and Muon, 16 and 32 rows: tokens/s, the
-share of a matrix product's speed (MFU), peak memory (torch's and the device's), compilation; profile, of 16
-rows: the host's milliseconds where the device waits for it, the device's by kind of kernel, launches, gaps,
-garbage collection; others, HF Trainer as it is and tuned, and a plain loop.
---nanogpt, a checkout of it: its bench.py, compiled, before and after ours, without and with GPT-2's biases,
-which ours has, and our rates as multiples of it.
+and graphs; speed, the scripts with the YAML file of the device as it is, AdamW and Muon, 16 and 32 rows:
+tokens/s, the share of a matrix product's speed (MFU), peak memory (torch's and the device's), compilation;
+others, HF Trainer as it is and tuned, and a plain loop.
+--nanogpt, a checkout: its compiled bench.py before and after ours, without and with GPT-2's biases, which
+ours has, and our rates as multiples of it.
 GPT-2 124M and ModernBERT-base at T = 1,024 in bfloat16; --small takes tiny ones in float32.
 """
 
 import argparse
 import contextlib
-import gc
 import importlib
 import itertools
 import json
@@ -30,30 +28,21 @@ import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 from tests.benchmarks.measure import interleaved, machine, peak_memory
-from tests.launches import counted
 from tests.runs import PROJECT, arguments
 from utils.display.metrics import read_metrics
 
-PARTS = ["same", "waits", "speed", "profile", "others"]
+PARTS = ["same", "waits", "speed", "others"]
 STEPS = 24  # of the runs that are compared
-# Of a profile: steps that begin with an idle device; steps that the profiler sees. The first ones compile.
-ALONE, SEEN = range(16, 32), range(34, 38)
-KINDS = {  # kinds of kernels by words in their names; the first one counts
-    "head": "softmax logsumexp", "compiled": "triton_", "attention": "flash fmha sdpa", "Adam": "adam",
-    "foreach": "multi_tensor", "products": "nvjet gemm cutlass xmma cublas splitk",
-    "copies": "memcpy memset cat copy", "reductions": "reduce", "elementwise": "elementwise vectorized",
-}  # fmt: skip
 BASE = {  # small and without dropout, so that runs can be compared
     "vocab_size": 4096, "block_size": 64, "per_device_train_batch_size": 8, "max_train_steps": STEPS,
     "num_warmup_steps": 4, "logging_steps": 1, "eval_steps": STEPS // 2, "save_steps": STEPS // 3,
     "save_total_limit": STEPS, "max_eval_samples": 64, "prompts": "none", "keywords": "none",
 }  # fmt: skip
-# Steps alone
+# Only steps, without evaluations, saves and log lines
 QUIET = {"eval_steps": 1000, "save_steps": 1000, "logging_steps": 1000, "eval_at_start": "false"}
 GPT2 = {"model_type": "gpt2", "learning_rate": 1e-2}
 NO_DROPOUT = "resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
@@ -64,7 +53,7 @@ SMALL = {
         "intermediate_size=128,local_attention=16",
     },
 }  # fmt: skip
-LARGE = {  # over BASE: the models that people know, by the scripts' own settings
+LARGE = {  # overrides BASE for well-known models with the scripts' settings
     "block_size": 1024, "per_device_train_batch_size": 16, "max_train_steps": 40,
     "logging_steps": 10, "eval_steps": 1000, "save_steps": 1000, "eval_at_start": "false",
     "max_eval_samples": 16, "per_device_eval_batch_size": 8,
@@ -76,84 +65,23 @@ NAMED = {
 
 
 def inside(script: str, argv: list[str]) -> None:
-    """The script in this process; the last line is {"peak", "device", "synchronisations", "graphs",
-    "profile"}."""
+    """Run the script in this process. The last line is {"peak", "device", "synchronisations", "graphs"}."""
     import torch
 
-    profiled = "--profile" in argv
-    sys.argv = [f"{script}.py", *(word for word in argv if word != "--profile")]
-    if torch.cuda.is_available() and not profiled:
+    sys.argv = [f"{script}.py", *argv]
+    if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        profile = watch_steps() if profiled else {}
         with contextlib.suppress(SystemExit):  # as a script ends
             importlib.import_module(script).main()
     from torch._dynamo.utils import counters
 
-    waits = sum("synchronizing" in str(warning.message) for warning in told)
+    waits = sum("synchronizing" in str(warning.message) for warning in caught)
     graphs = counters["stats"].get("unique_graphs", 0)
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-    told = {"peak": peak_memory(), "device": total - free, "synchronisations": waits, "graphs": graphs}
-    print(json.dumps(told | {"profile": profile}))
-
-
-def watch_steps() -> dict:
-    """{what: words on it} of the steps ALONE and SEEN, filled by the run."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from utils.display.log import Log
-    from utils.steps import Steps
-
-    seed, ended, found, host, garbage = Steps.seed, Log.add, {}, [], [0.0, 0]
-    profiler, start = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), [0.0]
-    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
-
-    def collected(phase, about):
-        garbage[0] += time.perf_counter() if phase == "stop" else -time.perf_counter()
-        garbage[1] += phase == "stop" and about["generation"] == 2  # of all objects
-
-    def begin(steps, step):
-        if step == 0:
-            gc.callbacks.append(collected)
-        if step in ALONE:
-            wait()
-        if step == SEEN.start:
-            profiler.start()
-        start[0] = time.perf_counter()
-        seed(steps, step)
-
-    def end(log, step, *more):  # after it `step` steps are done
-        if step - 1 in ALONE:
-            host.append(1000 * (time.perf_counter() - start[0]))
-        if step == SEEN.stop:
-            wait()
-            profiler.stop()
-            found["host, queue empty"] = f"{statistics.median(host):.2f} ms a step"
-            found["garbage"] = f"{1000 * garbage[0] / step:.2f} ms a step, {garbage[1]} of all objects"
-            found["launches"] = f"{counted(profiler) / len(SEEN):,.0f} a step"
-            found.update(kernels(profiler))
-        ended(log, step, *more)
-
-    Steps.seed, Log.add = begin, end
-    return found
-
-
-def kernels(profiler) -> dict:
-    """{kind: milliseconds and number a step, "device": busy and idle} of the kernels that a profiler saw."""
-    seen = [event for event in profiler.events()
-            if str(event.device_type).endswith("CUDA") and "#" not in event.name]  # fmt: skip
-    kinds, busy, idle, free = Counter(), Counter(), 0.0, None
-    for event in sorted(seen, key=lambda event: event.time_range.start):
-        name = event.name.lower()
-        kind = next((kind for kind, words in KINDS.items() if any(w in name for w in words.split())), "other")
-        busy[kind] += event.time_range.elapsed_us() / 1000 / len(SEEN)
-        kinds[kind] += 1 / len(SEEN)
-        idle += max(0.0, event.time_range.start - (free or event.time_range.start)) / 1000 / len(SEEN)
-        free = max(free or 0, event.time_range.end)
-    told = {kind: f"{ms:.2f} ms, {kinds[kind]:,.0f} kernels" for kind, ms in busy.most_common()}
-    return told | {"device": f"busy {busy.total():.2f} ms, idle {idle:.2f} ms a step"} if seen else {}
+    report = {"peak": peak_memory(), "device": total - free, "synchronisations": waits, "graphs": graphs}
+    print(json.dumps(report))
 
 
 class Bench:
@@ -161,12 +89,12 @@ class Bench:
         self.folder, self.small, self.dataset_name = folder, small, dataset_name
         self.rates = {}  # of speed, tokens/s
 
-    def run(self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0,
-            profile: bool = False) -> dict:
-        """What `inside` tells of a run, and the lines of its metrics. kill_at: SIGKILL after that step."""
+    def run(
+        self, script: str, name: str, settings: dict, env: dict | None = None, kill_at: int = 0
+    ) -> dict:
+        """Run a script. Returns the report of `inside` and the metrics. kill_at: SIGKILL after this step."""
         out = self.folder / name
         command = [sys.executable, "-m", "tests.benchmarks.accelerator", "--inside", f"train_{script}"]
-        command += ["--profile"] * profile
         settings = {**settings, "output_dir": out, "cache_dir": self.folder / "cache"}
         settings |= {"dataset_name": self.dataset_name} if self.dataset_name else {}
         with open(f"{out}.log", "w") as log:
@@ -180,11 +108,11 @@ class Bench:
                 time.sleep(0.02)
         status, text = process.wait(), Path(f"{out}.log").read_text()
         if status != (-signal.SIGKILL if kill_at else 0):
-            told = " ".join([*command, *arguments(settings)])
-            raise SystemExit(f"{told}: exit status {status}\n{text[-3000:]}")
-        said = {} if kill_at else json.loads(text.strip().splitlines()[-1])
-        compiled = re.findall(r"compiled graphs +(.*)", text)
-        return said | {"lines": self.metrics(out), "compiled": f", graphs: {compiled[0]}" if compiled else ""}
+            line = " ".join([*command, *arguments(settings)])
+            raise SystemExit(f"{line}: exit status {status}\n{text[-3000:]}")
+        report = {} if kill_at else json.loads(text.strip().splitlines()[-1])
+        graphs = re.findall(r"compiled graphs +(.*)", text)
+        return report | {"lines": self.metrics(out), "compiled": f", graphs: {graphs[0]}" if graphs else ""}
 
     @staticmethod
     def metrics(out: Path) -> list[dict]:
@@ -192,72 +120,65 @@ class Bench:
             return list(read_metrics(out))
         return []
 
-    # ---- What is looked at: (what, what was found)
+    # ---- Measurements: each returns (name, result)
 
     def against_the_cpu(self, script: str) -> tuple[str, str]:
         settings = BASE | SMALL[script]
-        here = self.run(script, f"{script}-here", settings)["lines"]
+        on_device = self.run(script, f"{script}-here", settings)["lines"]
         cpu = self.run(script, f"{script}-cpu", settings, {"ACCELERATE_USE_CPU": "true"})["lines"]
-        return f"{script}: losses against the CPU's, {STEPS} steps", largest_difference(here, cpu)
+        return f"{script}: losses against the CPU's, {STEPS} steps", largest_difference(on_device, cpu)
 
     def killed(self, script: str) -> tuple[str, str]:
-        """After against_the_cpu, whose run here is the whole one."""
+        """Called after against_the_cpu, whose run on the device is the reference."""
         settings, name = BASE | SMALL[script], f"{script}-killed"
         self.run(script, name, settings, kill_at=STEPS // 2)
         again = self.run(script, name, settings)["lines"]
-        whole = self.metrics(self.folder / f"{script}-here")
-        return f"{script}: killed after step {STEPS // 2} and continued", largest_difference(again, whole)
+        expected = self.metrics(self.folder / f"{script}-here")
+        return f"{script}: killed after step {STEPS // 2} and continued", largest_difference(again, expected)
 
     def waits(self, script: str) -> tuple[str, str]:
-        """What twice the steps add: neither the start nor the one log line counts."""
+        """Those that twice the steps add, so that the start and the log line do not count."""
         import torch
 
         if not torch.cuda.is_available():
-            return f"{script}: host synchronisations per step", "this device does not tell"
-        found = []
+            return f"{script}: host synchronisations per step", "not counted on this device"
+        runs = []
         for steps in (STEPS, 2 * STEPS):
             settings = BASE | SMALL[script] | QUIET | {"max_train_steps": steps}
-            found.append(self.run(script, f"{script}-waits-{steps}", settings))
-        more = [one["synchronisations"] for one in found]
-        return f"{script}: host synchronisations per step", f"{(more[1] - more[0]) / STEPS:.2f}"
+            runs.append(self.run(script, f"{script}-waits-{steps}", settings))
+        waits = [run["synchronisations"] for run in runs]
+        return f"{script}: host synchronisations per step", f"{(waits[1] - waits[0]) / STEPS:.2f}"
 
     def graphs(self, script: str) -> tuple[str, str]:
-        """Inductor where it compiles for a device, else a backend that only traces."""
+        """By inductor on CUDA, elsewhere by a backend that only traces."""
         import torch
 
         backend = "inductor" if torch.cuda.is_available() else "aot_eager"
-        found = []
+        graphs = []
         for steps in (STEPS, 2 * STEPS):
             settings = BASE | SMALL[script] | {"max_train_steps": steps}
             env = {"ACCELERATE_DYNAMO_BACKEND": backend}
-            found.append(self.run(script, f"{script}-graphs-{steps}", settings, env)["graphs"])
-        return f"{script}: graphs that {backend} compiles", f"{found[0]}, in twice the steps {found[1]}"
+            graphs.append(self.run(script, f"{script}-graphs-{steps}", settings, env)["graphs"])
+        return f"{script}: graphs that {backend} compiles", f"{graphs[0]}, in twice the steps {graphs[1]}"
 
     def shipped(self, script: str, optimizer: str, rows: int) -> dict:
-        """Settings of the models that people know."""
+        """Settings of GPT-2 124M or ModernBERT base, or small ones."""
         settings = BASE | (SMALL[script] if self.small else LARGE | NAMED[script])
         settings |= {"optimizer_type": optimizer, "per_device_train_batch_size": rows}
         return settings | ({"learning_rate": 6e-4} if optimizer == "adamw" else {})
 
-    def profile(self, script: str, optimizer: str):
-        rows, name = 8 if self.small else 16, f"{script}-profile-{optimizer}"
-        settings = self.shipped(script, optimizer, rows) | QUIET | {"max_train_steps": SEEN.stop + 2}
-        env = {} if self.small else launcher_env("single_gpu")
-        for what, told in self.run(script, name, settings, env, profile=True)["profile"].items():
-            yield f"train_{script}.py, {optimizer}, {rows} rows: {what}", told
-
     def speed(self, script: str, peak: float, optimizer: str, rows: int) -> tuple[str, str]:
-        """By the script and the YAML as they are: rows from disk, guard, clipping, schedule, logging."""
+        """By the unchanged script and YAML: rows from disk, guard, clipping, schedule, logging."""
         from transformers import AutoTokenizer
 
         from utils.display.throughput import flops_per_token
         from utils.learning.model import build_model
 
         settings, name = self.shipped(script, optimizer, rows), f"{script}-speed-{optimizer}-{rows}"
-        done = self.run(script, name, settings, {} if self.small else launcher_env("single_gpu"))
+        done = self.run(script, name, settings)
         rates = [line["tokens_per_second"] for line in done["lines"] if "tokens_per_second" in line]
         rate = sorted(rates[1:])[len(rates[1:]) // 2]
-        head = 1.0 if script == "clm" else 0.3  # the share of positions that it sees
+        head = 1.0 if script == "clm" else 0.3  # share of positions that the head computes
         kind, model_type = ("causal", "gpt2") if script == "clm" else ("masked", "modernbert")
         tokenizer = AutoTokenizer.from_pretrained(self.folder / name)
         named = {name: settings[name] for name in ("config_overrides", "block_size")}
@@ -265,16 +186,16 @@ class Bench:
         lm = build_model(SimpleNamespace(**named), kind, tokenizer)
         flops = flops_per_token(lm, settings["block_size"], head_share=head)
         mfu, mib = rate * flops / peak, done["peak"] / 2**20
-        told = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"
-        told += f" of the device's {done['device'] / 2**20:,.0f}" if done["device"] else ""
+        result = f"{rate:,.0f} tokens/s, MFU {mfu:.1%}, {mib:,.0f} MiB"
+        result += f" of the device's {done['device'] / 2**20:,.0f}" if done["device"] else ""
         self.rates[script, optimizer, rows] = rate
-        told += f", {1000 * rows * settings['block_size'] / rate:,.1f} ms a step{done['compiled']}"
+        result += f", {1000 * rows * settings['block_size'] / rate:,.1f} ms a step{done['compiled']}"
         shape = f"{lm.num_parameters() / 1e6:,.1f} M parameters, {optimizer}, {rows} rows"
-        return f"train_{script}.py, {model_type}, {shape} of {settings['block_size']}", told
+        return f"train_{script}.py, {model_type}, {shape} of {settings['block_size']}", result
 
 
 def largest_difference(lines: list[dict], others: list[dict]) -> str:
-    """Of the losses of two runs, relative."""
+    """The largest relative difference between the losses of two runs, in words."""
     pairs = [
         (line[key], other[key])
         for line, other in zip(lines, others, strict=True)
@@ -288,7 +209,7 @@ def largest_difference(lines: list[dict], others: list[dict]) -> str:
 
 
 def matmul_flops(small: bool) -> float:
-    """FLOP/s of one large matrix product, in bfloat16 on an accelerator: the best of 20."""
+    """FLOP/s of a large matrix product, the best of 20; in bfloat16 unless small."""
     import torch
 
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -308,17 +229,17 @@ def _seconds(function, *args) -> float:
 
 
 def beside_others(small: bool) -> list[tuple[str, str]]:
-    """The step of train_clm.py, HF Trainer's and a plain loop's with the head on all positions at once."""
+    """A step of train_clm.py, HF Trainer's and a plain loop's, which computes all logits at once."""
     shape = "--vocab_size 1024 --layers 1 --width 64 --batch_size 4 --block_size 64 --steps 4"
     if not small:
         shape = "--vocab_size 50304 --layers 12 --width 768 --batch_size 16 --block_size 1024 --steps 20"
     module, kind = [sys.executable, "-m", "tests.benchmarks.throughput"], "" if small else "-bf16"
     contenders = ("ours", "trainer", "plain") if small else ("ours", "trainer", "tuned", "plain")
     names = [f"{name}{kind}" for name in contenders]
-    found = interleaved({name: [*module, "--one", name, *shape.split()] for name in names}, 1)
+    measured = interleaved({name: [*module, "--contender", name, *shape.split()] for name in names}, 1)
     return [
-        (f"GPT-2 {shape}: {name}", f"{one['tokens_per_second']:,.0f} tokens/s, {one['mib']:,.0f} MiB")
-        for name, one in found.items()
+        (f"GPT-2 {shape}: {name}", f"{row['tokens_per_second']:,.0f} tokens/s, {row['mib']:,.0f} MiB")
+        for name, row in measured.items()
     ]
 
 
@@ -330,25 +251,14 @@ def nanogpt(folder: str, rows: int, bias: bool) -> tuple[float, float]:
             "print('peak', torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0)")
     command = [sys.executable, "-c", code, *words, f"--bias={bias}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    found = re.findall(r"time per iteration: ([\d.]+)ms", done.stdout)
-    if not found:
+    times = re.findall(r"time per iteration: ([\d.]+)ms", done.stdout)
+    if not times:
         raise SystemExit(f"{folder}: bench.py: exit status {done.returncode}\n{done.stderr[-3000:]}")
-    return rows * 1024 / (float(found[-1]) / 1000), float(done.stdout.split()[-1])
-
-
-def launcher_env(config: str) -> dict[str, str]:
-    """What `accelerate launch` hands on of accelerate_configs/<config>.yaml."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
-
-    words = ["--config_file", str(PROJECT / f"accelerate_configs/{config}.yaml"), "train_clm.py"]
-    args = _validate_launch_command(launch_command_parser().parse_args(words))[0]
-    env = prepare_simple_launcher_cmd_env(args)[1]
-    return {name: value for name, value in env.items() if name.startswith("ACCELERATE_")}
+    return rows * 1024 / (float(times[-1]) / 1000), float(done.stdout.split()[-1])
 
 
 def speeds(bench: Bench, scripts: list[str], peak: float, checkout: str | None):
-    """Each script by each optimizer, and beside a GPT-2 of so many rows nanoGPT's, before and after it."""
+    """Each script with each optimizer; if there is a checkout, nanoGPT's bench.py before and after GPT-2."""
     for script in scripts:
         for rows in (8,) if bench.small else (16, 32):
             beside = checkout and script == "clm"
@@ -380,7 +290,6 @@ def main():
     parser.add_argument("--scripts", nargs="*", default=["clm", "mlm"])
     parser.add_argument("--dataset_name", help="what the runs train on; none: what the scripts do")
     parser.add_argument("--output_dir", help="keeps the runs")
-    parser.add_argument("--append", help="a file that the table is appended to, such as docs/measured.md")
     args = parser.parse_args()
     started, scratch = time.time(), tempfile.mkdtemp()
     try:
@@ -390,23 +299,18 @@ def main():
         lines = [("a matrix product", f"{peak / 1e12:,.2f} TFLOP/s")]
         looks = {"same": (bench.against_the_cpu, bench.killed), "waits": (bench.waits, bench.graphs)}
         chosen = [look for part in args.parts for look in looks.get(part, ())]
-        found = [(look(script) for script in args.scripts for look in chosen)]
-        found += [speeds(bench, args.scripts, peak, args.nanogpt)] if "speed" in args.parts else []
-        if "profile" in args.parts:
-            found += [bench.profile(script, how) for script in args.scripts for how in ("adamw", "muon")]
-        for line in itertools.chain(*found):
+        results = [(look(script) for script in args.scripts for look in chosen)]
+        results += [speeds(bench, args.scripts, peak, args.nanogpt)] if "speed" in args.parts else []
+        for line in itertools.chain(*results):
             lines.append(line)
             print(*line, sep=": ", flush=True)
         lines += beside_others(args.small) if "others" in args.parts else []
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     minutes = (time.time() - started) / 60
-    table = [f"One device, {minutes:.0f} minutes. {machine()}", "", "| what | found |", "|---|---|"]
-    table += [f"| {what} | {found} |" for what, found in lines]
+    table = [f"One device, {minutes:.0f} minutes. {machine()}", "", "| what | result |", "|---|---|"]
+    table += [f"| {what} | {result} |" for what, result in lines]
     print("\n" + "\n".join(table))
-    if args.append:
-        with open(args.append, "a", encoding="utf-8") as file:
-            file.write("\n" + "\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""What a run has learnt after so many steps and so many seconds, over the whole validation set.
+"""Loss on the complete validation set after a number of steps and seconds.
 
-    python -m tests.benchmarks.learning --seeds 5 --picture docs/learning.png      # hours: every run is whole
+    python -m tests.benchmarks.learning --seeds 5 --picture docs/learning.png      # hours: complete runs
     python -m tests.benchmarks.learning --script mlm --contenders before default
-    python -m tests.benchmarks.learning --contenders before "mine: --learning_rate 4e-3" --seeds 1
-    python -m tests.benchmarks.learning --unigram cache/rows-*/     # what token frequencies alone would score
+    python -m tests.benchmarks.learning --contenders before "high: --learning_rate 4e-3" --seeds 1
+    python -m tests.benchmarks.learning --unigram cache/rows-*/     # the score of token frequencies alone
 
-Contenders run in turn, each in a process of its own, seed after seed: those of CONTENDERS below, of which
-"trainer" is HF Trainer at its defaults on the same rows, model, batch and steps; or "name: flags". All are
-evaluated on the same documents, whatever the seed. Seconds are those of training, without evaluations and
-saves.
-"to the goal" is where a run's evaluations first reach the final loss of the first contender.
+Contenders run in turn, each in a separate process, seed after seed. They are names of CONTENDERS below, or
+"name: flags". All seeds evaluate the same documents. Seconds are of training, without evaluations and saves.
+"to the goal" means the first evaluation that reaches the final loss of the first contender.
 """
 
 import argparse
@@ -21,17 +19,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
 
-import train_clm
-from tests.benchmarks.measure import PROJECT, print_table
-from tests.data_runs import all_ids
+from tests.benchmarks.measure import PROJECT, draw, print_table
 from utils.display.metrics import read_metrics
 
-# The defaults until Muon was one, every setting that matters written out.
+# The defaults before Muon, with every setting that matters.
 BEFORE = {
     "clm": "--model_type gpt2 --optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.036 "
     "--lr_scheduler_type cosine --weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 2800 "
@@ -40,8 +35,8 @@ BEFORE = {
     "mlm": "--optimizer_type adamw --learning_rate 2e-3 --num_warmup_steps 0.0334 --lr_scheduler_type cosine "
     "--weight_decay 0.1 --adam_beta2 0.95 --max_train_steps 6000 --mlm_probability 0.15",
 }
-MUON = "--optimizer_type muon --muon_learning_rate 5e-3 --learning_rate 1e-2"  # after a small sweep
-GPT2 = (  # the default until its shape was chosen by what it learns, too
+MUON = "--optimizer_type muon --muon_learning_rate 5e-3 --learning_rate 1e-2"  # from a small sweep
+GPT2 = (  # the default before its shape was chosen by measurements
     "--preset gpt2 --per_device_train_batch_size 8 --max_train_steps 4000 --num_warmup_steps 0.036 "
     "--eval_steps 1000 --keytokens plt pd sk fit predict plot import numpy pandas array self"
 )
@@ -53,19 +48,16 @@ CONTENDERS = {
         "lfm2": "--model_type lfm2 --config_overrides "
         "full_attn_idxs=[1,3],conv_L_cache=4,block_auto_adjust_ff_dim=false",
         "default": "",
-        "trainer": BEFORE["clm"],
     },
     "mlm": {"before": BEFORE["mlm"], "default, 70 % of the steps": "--max_train_steps 4900", "default": ""},
 }
 
 
 def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, common: list[str]) -> list:
-    """A dict for each evaluation: step, seconds of training so far, loss over all validation rows, bits per
-    byte or accuracy; the last one has the processor seconds of the whole run, too."""
+    """Train. Returns a dict for each evaluation: step, seconds of training so far, loss over all validation
+    rows, bits per byte or accuracy; the last one also has the processor seconds of the run."""
     places = ["--output_dir", str(out), "--cache_dir", str(out.parent / "cache"), "--seed", str(seed)]
     program = [str(PROJECT / f"train_{script}.py")]
-    if name == "trainer":
-        program = ["-m", "tests.benchmarks.learning", "--trainer"]
     command = [sys.executable, *program, *flags, "--max_eval_samples", "0", *common, *places]
     log = out.with_suffix(".log")
     with open(log, "w") as file:
@@ -86,69 +78,9 @@ def run_script(script: str, name: str, flags: list[str], seed: int, out: Path, c
     return points
 
 
-def train_with_trainer(argv: list[str]) -> None:
-    """HF Trainer at its defaults on the rows, model, batch and steps of train_clm.py with these settings."""
-    import torch
-    from datasets import Dataset
-    from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator, set_seed
-
-    from data.load import eval_loader, load_rows
-    from utils.flags import parse_args
-    from utils.learning.model import build_model
-
-    args = parse_args(train_clm.TrainArgs, train_clm.PRESETS, argv)
-    tokenizer, packed, evals = load_rows(args)
-    [held_out] = evals.values()
-    set_seed(args.seed)
-    lm = build_model(args, "causal", tokenizer)
-    out, size = Path(args.output_dir), args.per_device_train_batch_size
-    out.mkdir(parents=True, exist_ok=True)
-    spent, told = 0.0, (out / "metrics.jsonl").open("w")
-
-    def say(record):
-        print(json.dumps(record), file=told, flush=True)
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            self.start = time.perf_counter()
-
-        def on_step_end(self, arguments, state, *_, **__):
-            nonlocal spent
-            spent += time.perf_counter() - self.start
-            if state.global_step % args.eval_steps == 0 or state.global_step == args.max_train_steps:
-                evaluate(state.global_step)
-
-    def evaluate(step):
-        lm.eval()
-        with torch.no_grad():
-            losses = [
-                lm(input_ids=ids, labels=ids).loss.item() * len(ids)
-                for batch in eval_loader(held_out, args)
-                if len(ids := batch["input_ids"][batch["row"] >= 0])
-            ]
-        loss = sum(losses) / len(held_out)
-        tokens = step * size * args.block_size
-        if step:
-            say({"step": step, "tokens": tokens, "tokens_per_second": tokens / spent})
-        say({"step": step, "loss/eval": loss, "bits_per_byte": loss / math.log(2) / held_out.bytes_per_token})
-        lm.train()
-
-    evaluate(0)
-    settings = TrainingArguments(
-        str(out / "trainer"), per_device_train_batch_size=size, max_steps=args.max_train_steps,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=not torch.cuda.is_available(),
-        seed=args.seed,
-    )  # fmt: skip
-    ids = all_ids(packed)
-    rows = Dataset.from_generator(lambda: ({"input_ids": row, "labels": row} for row in ids))
-    Trainer(
-        lm, settings, train_dataset=rows, data_collator=default_data_collator, callbacks=[Watch()]
-    ).train()
-
-
 def unigram(folder: Path, T: int) -> str:
-    """What a model that knows only how often each token occurs would score on the validation rows of a folder
-    of prepared tokens: the number that training has to beat."""
+    """The score of a model that knows only the token frequencies, on the validation rows of a folder of
+    prepared tokens. Training has to beat it."""
     train, validation = (np.concatenate([np.load(file) for file in sorted(folder.glob(f"{split}-*.npy"))])
                          for split in ("train", "validation"))  # fmt: skip
     predicted = validation[: len(validation) // T * T].reshape(-1, T)[:, 1:].ravel()
@@ -161,12 +93,12 @@ def unigram(folder: Path, T: int) -> str:
 
 
 def summary(curves: dict[str, list[list[dict]]]) -> dict[str, dict]:
-    """{contender: what the table holds}, means over seeds; curves: {contender: a curve per seed}."""
+    """{contender: numbers of the table}, means over seeds. curves: {contender: a curve per seed}."""
     first, lines = next(iter(curves.values())), {}
     for name, runs in curves.items():
         ends = [curve[-1] for curve in runs]
         line = {key: statistics.mean(end[key] for end in ends) for key in ends[0]}
-        if len(runs) > 1:  # of the same seeds, as pairs: rows come in the same order
+        if len(runs) > 1:  # paired by seed, as rows come in the same order
             pairs = [end["loss"] - other[-1]["loss"] for end, other in zip(ends, first, strict=True)]
             line["spread"] = statistics.stdev(end["loss"] for end in ends)
             line["change"] = statistics.mean(pairs)
@@ -180,30 +112,7 @@ def summary(curves: dict[str, list[list[dict]]]) -> dict[str, dict]:
     return lines
 
 
-def draw(curves: dict[str, list[list]], file: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for at, panel, label in zip(("step", "seconds"), panels, ("steps", "seconds of training"), strict=True):
-        for name, runs in curves.items():
-            line = None
-            for curve in runs:
-                xs, ys = [point[at] for point in curve], [point["loss"] for point in curve]
-                same = {"color": line.get_color()} if line else {"label": name}
-                (line,) = panel.plot(xs[1:], ys[1:], **same, lw=1.2, marker=".")
-        panel.set_xlabel(label)
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("loss, all validation rows")
-    panels[0].legend()
-    figure.savefig(file, dpi=110)
-
-
 def main():
-    if sys.argv[1:2] == ["--trainer"]:
-        return train_with_trainer(sys.argv[2:])
     show = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=show)
     parser.add_argument("--script", choices=["clm", "mlm"], default="clm")
@@ -212,7 +121,6 @@ def main():
     parser.add_argument("--flags", default="", help="of every contender, such as a smaller size")
     parser.add_argument("--output_dir", help="keeps runs and curves.json; what is there is not run again")
     parser.add_argument("--picture", help="a .png of loss against steps and seconds")
-    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     parser.add_argument("--unigram", nargs="+", type=Path, help="folders of prepared tokens; no runs")
     args = parser.parse_args()
     if args.unigram:
@@ -229,12 +137,12 @@ def main():
         curves = {name: [] for name in chosen}
         for seed in range(1, args.seeds + 1):
             for name, flags in chosen.items():
-                kept = folder / f"{args.script}-{name}-{seed}.json"
-                if not kept.exists():
+                file = folder / f"{args.script}-{name}-{seed}.json"
+                if not file.exists():
                     words, common = shlex.split(flags), shlex.split(args.flags)
-                    found = run_script(args.script, name, words, seed, kept.with_suffix(""), common)
-                    kept.write_text(json.dumps(found))
-                curves[name].append(json.loads(kept.read_text()))
+                    points = run_script(args.script, name, words, seed, file.with_suffix(""), common)
+                    file.write_text(json.dumps(points))
+                curves[name].append(json.loads(file.read_text()))
     print_table(
         f"train_{args.script}.py {args.flags}, {args.seeds} seeds, means",
         summary(curves),
@@ -245,10 +153,12 @@ def main():
          "goal_steps": "steps to the goal", "goal_seconds": "seconds to the goal"},
         {"processor_seconds": "processor seconds ratio", "bits_per_byte": "bits ratio",
          "goal_seconds": "seconds ratio, goal"},
-        args.append,
     )  # fmt: skip
     if args.picture:
-        draw(curves, args.picture)
+        panels = {label: {name: [[(point[x], point["loss"]) for point in curve[1:]] for curve in runs]
+                          for name, runs in curves.items()}
+                  for x, label in (("step", "steps"), ("seconds", "seconds of training"))}  # fmt: skip
+        draw(panels, "loss, all validation rows", args.picture)
 
 
 if __name__ == "__main__":

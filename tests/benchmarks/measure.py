@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes timed in turn, steps timed within them, one table for each."""
+"""Shared by the benchmarks: timed processes and steps, and a table of the results."""
 
 import contextlib
 import json
@@ -15,14 +15,14 @@ from types import SimpleNamespace
 
 PROJECT = Path(__file__).resolve().parents[2]
 T = 128  # tokens per row
-ADAMW = SimpleNamespace(  # settings of the loops that are measured
+ADAMW = SimpleNamespace(  # optimizer settings of the measured loops
     optimizer_type="adamw", learning_rate=1e-3, weight_decay=0.1, adam_beta2=0.999,
     lr_scheduler_type="linear", lr_scheduler_kwargs=None, num_warmup_steps=2, muon_learning_rate=1e-2,
 )  # fmt: skip
 
 
 def timed_run(command: list[str]) -> dict:
-    """Wall and CPU seconds, peak MiB of the process, and its last line, if that is a JSON object."""
+    """Run a command. Returns its wall and CPU seconds, peak MiB, and its last line if it is a JSON object."""
     with tempfile.TemporaryFile("w+") as out:
         start = time.time()
         process = subprocess.Popen(command, cwd=PROJECT, stdout=out)
@@ -30,38 +30,36 @@ def timed_run(command: list[str]) -> dict:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise SystemExit(f"{' '.join(command)}: exit status {process.returncode}")
-        found = {
+        measured = {
             "wall": time.time() - start,
             "cpu": usage.ru_utime + usage.ru_stime,
             "mib": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
         }
         out.seek(0)
         last = (out.read().strip().splitlines() or [""])[-1]
-    said = json.loads(last) if last.startswith("{") else {}
-    if "stepped_at" in said:
-        said["to_first_step"] = said.pop("stepped_at") - start
-    return found | said
+    report = json.loads(last) if last.startswith("{") else {}
+    if "stepped_at" in report:
+        report["to_first_step"] = report.pop("stepped_at") - start
+    return measured | report
 
 
 def interleaved(commands: dict[str, list[str]], rounds: int) -> dict[str, dict]:
-    """{name: {what: median}} over `rounds` runs of each command, in turn and never two at once."""
+    """{name: {quantity: median}} over `rounds` runs of each command, one after the other in turn."""
     runs = {name: [] for name in commands}
     for _ in range(rounds):
         for name, command in commands.items():
             runs[name].append(timed_run(command))
     return {
-        name: {key: statistics.median(r[key] for r in found) for key in found[0]}
-        for name, found in runs.items()
+        name: {key: statistics.median(r[key] for r in measured) for key in measured[0]}
+        for name, measured in runs.items()
     }
 
 
-def print_table(
-    title: str, lines: dict[str, dict], columns: dict[str, str], ratio_of: dict[str, str], append=None
-):
-    """Markdown, with the machine named; added to the file `append`, too, such as README.md.
+def print_table(title: str, lines: dict[str, dict], columns: dict[str, str], ratio_of: dict[str, str]):
+    """Print a Markdown table that names the machine.
 
-    lines: name -> numbers. columns: key -> heading; ratio_of: key -> heading of its ratio to the first line.
-    What no line has gets no column.
+    lines: {name: numbers}; columns: {key: heading}; ratio_of: {key: heading of the ratio to the first line}.
+    Keys that no line has get no column.
     """
     first = next(iter(lines.values()))
     present = set().union(*lines.values())
@@ -72,17 +70,32 @@ def print_table(
         "| | " + " | ".join([*columns.values(), *ratio_of.values()]) + " |",
         "|---" * (1 + len(columns) + len(ratio_of)) + "|",
     ]  # fmt: skip
-    for name, found in lines.items():
-        cells = [_number(found[key]) if key in found else "" for key in columns]
+    for name, numbers in lines.items():
+        cells = [_number(numbers[key]) if key in numbers else "" for key in columns]
         cells += [
-            f"{found[key] / first[key]:.2f} x" if key in found and key in first else ""
+            f"{numbers[key] / first[key]:.2f} x" if key in numbers and key in first else ""
             for key in ratio_of
         ]
         text.append(f"| {name} | " + " | ".join(cells) + " |")
     print("\n".join(text), flush=True)
-    if append:
-        with open(append, "a", encoding="utf-8") as file:
-            file.write("\n" + "\n".join(text) + "\n")
+
+
+def draw(panels: dict[str, dict[str, list]], ylabel: str, file: str) -> None:
+    """Save a picture. panels: {x label: {name: curves of the runs}}; a curve is a list of (x, y)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2 + 4 * len(panels), 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for panel, (xlabel, lines) in zip(axes, panels.items(), strict=True):
+        for number, (name, curves) in enumerate(lines.items()):
+            for i, curve in enumerate(curves):
+                label = name if i == 0 else None
+                panel.plot(*zip(*curve, strict=True), color=f"C{number}", label=label, lw=1.2, marker=".")
+        panel.set_xlabel(xlabel)
+        panel.grid(alpha=0.3)
+    axes[0].set_ylabel(ylabel)
+    axes[0].legend()
+    figure.savefig(file, dpi=110)
 
 
 def _number(value: float) -> str:
@@ -104,7 +117,7 @@ def machine() -> str:
 
 
 def peak_memory() -> float:
-    """Bytes at the most so far: of the accelerator, or where it does not tell, or is none, of the process."""
+    """Peak bytes so far on the accelerator. Without one, or if it has no counter: of the process."""
     import torch
 
     if torch.accelerator.is_available() and hasattr(torch.accelerator, "max_memory_allocated"):
@@ -114,7 +127,7 @@ def peak_memory() -> float:
 
 
 class Clock:
-    """Wall and CPU seconds of each optimizer step, with the device's work in it."""
+    """Measures wall and CPU seconds of each optimizer step, and waits for the device's work."""
 
     def __init__(self):
         self.marks = []

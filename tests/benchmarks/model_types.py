@@ -3,9 +3,9 @@
     python -m tests.benchmarks.model_types                                # all; minutes
     python -m tests.benchmarks.model_types --mapping causal --types mamba,bloom
 
-A type is ok where its loss and gradients are those of transformers' `model(input_ids, labels=...)` at weights
-away from their initial values. It is refused where the script says in one line why it cannot be trained on
-text alone. Whatever else happens is failed.
+A type is "ok" if its loss and gradients equal those of transformers' `model(input_ids, labels=...)` at
+weights away from their initial values. It is "refused" if the script says in one line why it cannot be
+trained on text alone. Everything else is "failed".
 """
 
 import argparse
@@ -26,7 +26,7 @@ T = 32  # tokens per row
 TOLERANCE = 1e-4
 TIME_LIMIT = 180  # seconds for a type
 
-# Values for whatever setting a configuration has of this name.
+# {size: settings that get it, in all configurations that have a setting of this name}
 SIZES = {
     32: """hidden_size d_model n_embd dim emb_dim model_dim embed_dim embedding_size word_embed_proj_dim
         embedding_dim hidden_size_per_layer_input hidden_size_global""",
@@ -47,7 +47,7 @@ SIZES = {
     1024: "vocab_size_per_layer_input",
 }
 SIZES = {name: size for size, names in SIZES.items() for name in names.split()}
-# Where an architecture asks for more: settings that replace or join the above, None to leave one out.
+# Settings of single architectures that replace or extend the above; None removes one.
 BLT = {"vocab_size": 512, "hidden_size_global": 32}
 SPECIAL = {
     "blt": dict.fromkeys(("patcher_config", "encoder_config", "decoder_config", "global_config"), BLT),
@@ -89,7 +89,7 @@ def overrides(model_type: str) -> dict:
 
     try:
         default = AutoConfig.for_model(model_type).to_dict()
-    except Exception:  # of no use without what it belongs to
+    except Exception:  # part of another model only
         return {}
     sizes = _shrunk(default)
     if "layer_types" in default and "num_hidden_layers" in sizes:
@@ -111,13 +111,13 @@ def _shrunk(values: dict) -> dict:
     return sizes
 
 
-# Their own losses compare each token's logits with its own label; those of the others with the next one's.
+# Types whose loss compares a token's logits with its own label instead of the next token's.
 UNSHIFTED = """bart bigbird_pegasus blenderbot blenderbot-small cpmant marian mbart mvp pegasus plbart trocr
     whisper xlm xlnet""".split()
 
 
 def compare(mapping: str, saved: Path, tokenizer) -> None:
-    """AssertionError where the loss of a script is not that of transformers' model in the folder `saved`."""
+    """Raises AssertionError if our loss differs from that of transformers' model in the folder `saved`."""
     import torch
     import torch.nn.functional as F
 
@@ -188,7 +188,7 @@ def compare(mapping: str, saved: Path, tokenizer) -> None:
         if mapping == "causal":
             changed = ids.clone()
             changed[:, -1] = low
-            hashed = hasattr(reference.config, "hash_seed")  # Reformer sorts a row by all of it
+            hashed = hasattr(reference.config, "hash_seed")  # Reformer hashes the complete row
             leak = (reference(input_ids=changed)["logits"] - logits)[:, :-1].abs().max().item()
             assert hashed or leak <= TOLERANCE, f"a token sees the next one: logits move by {leak:.1e}"
 

@@ -1,16 +1,16 @@
-"""nanoGPT's own train.py and train_clm.py on the same .bin files: loss over all of val.bin against seconds.
+"""nanoGPT's train.py and train_clm.py on the same .bin files: loss on all of val.bin against seconds.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m tests.benchmarks.nanogpt --nanogpt nanoGPT --small --picture docs/nanogpt.png
     python -m tests.benchmarks.nanogpt --nanogpt nanoGPT        # a GPU, GPT-2 124M
 
 The first takes half an hour on a CPU. The text is that of train_clm.py's default; --data takes a folder with
-train.bin, val.bin and their tokenizer. The contenders run in turn, each in a process of its own, on as many
-tokens: nanoGPT; its model, AdamW and schedule in train_clm.py; the same model with train_clm.py's optimizer
-and schedule; with --small also train_clm.py's default model, in a quarter of the steps of four times the rows
-(AdamW learns more in small steps). Each leaves models on its way, and one function computes their losses.
-Seconds are those of training alone; those "to the goal" end where a line between two of the losses passes
-nanoGPT's last one.
+train.bin, val.bin and their tokenizer. The contenders run in turn, each in a separate process, on the same
+number of tokens: nanoGPT; its model, AdamW and schedule in train_clm.py; the same model with train_clm.py's
+optimizer and schedule; with --small also train_clm.py's default model, with a quarter of the steps of four
+times the rows (AdamW learns more in small steps). Each saves models during training; one function computes
+their losses. Seconds are of training alone. The seconds "to the goal" end where the line between two losses
+passes nanoGPT's last one.
 """
 
 import argparse
@@ -31,11 +31,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.benchmarks.measure import PROJECT, print_table
+from tests.benchmarks.measure import PROJECT, draw, print_table
 from utils.display.metrics import read_metrics
 from utils.flags import parse_args
 
-POINTS = 10  # models that each contender leaves
+POINTS = 10  # models that each contender saves
 WARMUP, LAST_RATE = 0.04, 0.1  # of nanoGPT's schedule, as shares of the steps and of the peak
 
 
@@ -85,7 +85,7 @@ def run(command: list[str], folder: Path, log: Path, each_line=lambda line: None
 
 
 def train_nanogpt(source: Path, data: Path, out: Path, size: Size) -> Models:
-    """nanoGPT overwrites its checkpoint: each is copied when the line after it is printed."""
+    """nanoGPT overwrites its checkpoint, so each is copied when the next line is printed."""
     work, gpu, every = out / "work", torch.cuda.is_available(), size.steps // POINTS
     (work / "data" / "text").mkdir(parents=True)
     for name in ("train.py", "model.py", "configurator.py"):
@@ -105,14 +105,14 @@ def train_nanogpt(source: Path, data: Path, out: Path, size: Size) -> Models:
     times, saved = [], []
 
     def watch(line: str) -> None:
-        if found := re.match(r"iter \d+: loss .*, time ([\d.]+)ms", line):
-            if times and len(times) % every == 0:  # saved before this step, after so many
+        if match := re.match(r"iter \d+: loss .*, time ([\d.]+)ms", line):
+            if times and len(times) % every == 0:  # the checkpoint after len(times) steps
                 saved.append((len(times), shutil.copy(work / "out" / "ckpt.pt", out / f"{len(times)}.pt")))
-            times.append(float(found[1]) / 1000)
+            times.append(float(match[1]) / 1000)
 
     flags = [f"--{name}={value}" for name, value in settings.items()]
     run([sys.executable, "train.py", *flags], work, out / "log.txt", watch)
-    usual = statistics.median(times)  # the time of a step with an evaluation has the evaluation in it
+    usual = statistics.median(times)  # replaces the time of steps that include an evaluation
     seconds = np.cumsum([usual if step % every == 0 else time for step, time in enumerate(times)])
     return [(step, float(seconds[step - 1]), Path(path)) for step, path in saved]
 
@@ -151,7 +151,7 @@ def load_nanogpt(source: Path, path: Path):
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     model = module.GPT(module.GPTConfig(**checkpoint["model_args"]))
     model.load_state_dict({name.removeprefix("_orig_mod."): x for name, x in checkpoint["model"].items()})
-    return lambda ids: model(ids, ids)[0]  # with targets it gives the logits of all positions
+    return lambda ids: model(ids, ids)[0]  # without targets it computes only the last position
 
 
 def load_ours(path: Path):
@@ -163,7 +163,7 @@ def load_ours(path: Path):
 
 @torch.no_grad()
 def loss_of(logits_of, data: Path, block: int) -> float:
-    """Mean cross-entropy over val.bin, in rows of T + 1 that overlap by one: each id but the first, once."""
+    """Mean cross-entropy over val.bin, in rows of T + 1 that overlap by one, so all ids but the first."""
     ids = torch.from_numpy(read_bin(data / "val.bin").astype(np.int64))
     rows, total = ids.unfold(0, block + 1, block), 0.0  # [n, T + 1]
     for part in rows.split(16):
@@ -173,7 +173,7 @@ def loss_of(logits_of, data: Path, block: int) -> float:
 
 
 def seconds_to(goal: float, points: list[tuple[int, float, float]]) -> float:
-    """Of training, until a line between two losses of (step, seconds, loss) passes the goal; else nan."""
+    """Seconds until the line between two points (step, seconds, loss) passes the goal; nan if none does."""
     for (_, start, high), (_, end, low) in itertools.pairwise([(0, 0.0, math.inf), *points]):
         if low <= goal:
             return end - (end - start) * (goal - low) / (high - low)
@@ -181,7 +181,7 @@ def seconds_to(goal: float, points: list[tuple[int, float, float]]) -> float:
 
 
 def contenders(size: Size, small: bool) -> dict[str, list[str]]:
-    """Flags of train_clm.py, by name."""
+    """{name: flags of train_clm.py}."""
     shape = f"n_layer={size.layers},n_embd={size.width},n_head={size.heads},activation_function=gelu"
     shape += ",resid_pdrop=0,embd_pdrop=0,attn_pdrop=0"
     model = ["--model_type", "gpt2", "--config_overrides", shape]
@@ -196,21 +196,6 @@ def contenders(size: Size, small: bool) -> dict[str, list[str]]:
     return flags | ({"ours, our default": []} if small else {})
 
 
-def draw(curves: dict[str, list], file: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(8, 4), layout="constrained")
-    for name, points in curves.items():
-        panel.plot([point[1] for point in points], [point[2] for point in points], label=name, marker=".")
-    panel.set(xlabel="seconds of training", ylabel="loss, all of val.bin")
-    panel.grid(alpha=0.3)
-    panel.legend()
-    figure.savefig(file, dpi=110)
-
-
 def main():
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
@@ -219,7 +204,6 @@ def main():
     parser.add_argument("--steps", type=int, help="instead of 2,000, or on a GPU 1,000")
     parser.add_argument("--data", type=Path, help="a folder with train.bin, val.bin and a tokenizer")
     parser.add_argument("--picture", help="a .png of loss against seconds")
-    parser.add_argument("--append", help="a file that the table is appended to")
     args = parser.parse_args()
     size, source, curves = SMALL if args.small else LARGE, args.nanogpt.absolute(), {}
     size.steps = args.steps or size.steps
@@ -232,8 +216,8 @@ def main():
             out = Path(scratch, re.sub(r"\W+", "-", name))
             out.mkdir()
             if name in ours:
-                own = size if ours[name] else replace(size, rows=4 * size.rows, steps=size.steps // 4)
-                models, load = train_ours(data, out, own, ours[name]), load_ours
+                its_size = size if ours[name] else replace(size, rows=4 * size.rows, steps=size.steps // 4)
+                models, load = train_ours(data, out, its_size, ours[name]), load_ours
             else:
                 models = train_nanogpt(source, data, out, size)
                 load = lambda path: load_nanogpt(source, path)  # noqa: E731
@@ -248,9 +232,10 @@ def main():
     columns = {"steps": "steps", "seconds": "seconds of training", "loss": "loss, all of val.bin",
                "to goal": "seconds to the goal"}  # fmt: skip
     ratios = {"seconds": "ratio", "to goal": "ratio to the goal"}
-    print_table(f"nanoGPT and train_clm.py, {size}", lines, columns, ratios, args.append)
+    print_table(f"nanoGPT and train_clm.py, {size}", lines, columns, ratios)
     if args.picture:
-        draw(curves, args.picture)
+        lines = {name: [[point[1:] for point in points]] for name, points in curves.items()}
+        draw({"seconds of training": lines}, "loss, all of val.bin", args.picture)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Speed and memory of text to rows, against tokenizers alone and against transformers' run_clm steps.
+"""Speed and memory of preparing rows from text, compared with `tokenizers` alone and transformers' run_clm.
 
     python -m tests.benchmarks.preparation --tokenizer_name openai-community/gpt2 --megabytes 60
 
-Same documents (installed Python source), same tokenizer, same cores, each in a process of its own, in turn:
+Same documents (installed Python source), same tokenizer, same cores, each in a separate process, in turn:
     tokenizers   encode_batch_fast on texts in memory, and nothing else
     ours         as_shards: filter, duplicates, split, tokenize, EOS, rows on disk, from text in memory
     run_clm      datasets.map(tokenize), datasets.map(group_texts), as transformers' example does by default
-Prints medians over the rounds, and the peak memory of each process. CPU seconds beside the clock's: on a
-machine with other work they say more.
+Prints medians over the rounds and the peak memory of each process. On a busy machine CPU seconds are more
+reliable than the clock's.
 """
 
 import argparse
@@ -33,11 +33,11 @@ METHODS = ("run_clm", "tokenizers", "ours")
 
 
 def read_texts(megabytes: float) -> list[str]:
-    """Every third document of the installed source, up to a size, without what the filters would drop."""
+    """Every third document of the installed source that the filters accept, up to a size."""
     texts, size = [], 0
     corpus = open_corpus(Source("installed-python"))
-    some = replace(corpus, units=[lambda: itertools.islice(corpus, 0, None, 3)])
-    for text, _, _ in clean_documents(some, Accounting()):
+    every_third = replace(corpus, units=[lambda: itertools.islice(corpus, 0, None, 3)])
+    for text, _, _ in clean_documents(every_third, Accounting()):
         texts.append(text)
         size += len(text)
         if size >= megabytes * 1e6:
@@ -82,7 +82,7 @@ def run_clm(texts, tokenizer, folder) -> int:
 
 
 def measure(method, tokenizer_name, megabytes):
-    """One measurement, as a line of JSON. Reading texts and libraries is not timed."""
+    """Print one measurement as a line of JSON. Reading texts and imports are not timed."""
     texts, tokenizer = read_texts(megabytes), load_tokenizer(tokenizer_name)
     tokenizer.backend_tokenizer.encode_batch_fast(texts[:20], add_special_tokens=False)
     work = {"tokenizers": tokenizers_alone, "ours": ours, "run_clm": run_clm}[method]
@@ -102,7 +102,6 @@ def main():
     parser.add_argument("--tokenizer_name", required=True, help="a Hub id or folder")
     parser.add_argument("--megabytes", type=float, default=60, help="of text")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     parser.add_argument("--only", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
@@ -110,15 +109,14 @@ def main():
     command = [sys.executable, "-m", "tests.benchmarks.preparation", "--tokenizer_name", args.tokenizer_name,
                "--megabytes", str(args.megabytes), "--only"]
     lines = interleaved({method: [*command, method] for method in METHODS}, args.rounds)
-    for found in lines.values():
-        found["share"] = found["tokens_per_second"] / lines["tokenizers"]["tokens_per_second"]
+    for numbers in lines.values():
+        numbers["share"] = numbers["tokens_per_second"] / lines["tokenizers"]["tokens_per_second"]
     print_table(
         f"{args.megabytes:g} MB of text to rows, medians of {args.rounds} runs in turn",
         lines,
         {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU s", "mib": "peak MiB",
          "share": "tokens/s over tokenizers'"},
         {"tokens_per_second": "tokens/s over run_clm's", "mib": "memory ratio"},
-        args.append,
     )  # fmt: skip
 
 

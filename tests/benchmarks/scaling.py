@@ -1,11 +1,11 @@
-"""One process against several, each with the same rows per process, and what they send each other.
+"""One process compared with several at the same rows per process, and the bytes that they send.
 
     python -m tests.benchmarks.scaling --processes 1 2 --steps 6
     python -m tests.benchmarks.scaling --optimizer_type muon --processes 1 2 4 --layers 6 --width 384
 
-Gradient bytes are counted where DistributedDataParallel hands its buckets over, once per update: in theory 4
-bytes per parameter in float32, whatever the accumulation. Processes share this machine's cores. With Muon
-also the processor seconds of its iteration in a step, without what is sent, of the main process.
+A communication hook of DistributedDataParallel counts the gradient bytes of an update: in theory 4 per
+parameter in float32, independent of gradient accumulation. Processes share this machine's cores. With Muon it
+also measures the main process's processor seconds of the iteration per step, without communication.
 """
 
 import argparse
@@ -90,7 +90,6 @@ def main():
     parser.add_argument("--optimizer_type", choices=["adamw", "muon"], default="adamw")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
     parser.add_argument("--report", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.report:  # torch.distributed.run mixes the processes' output, so a worker reports in a file
@@ -120,7 +119,6 @@ def main():
             "sent": "gradient MB per update", "theory": "in theory", "iteration": "CPU s of Muon's iteration",
         },
         {"tokens_per_second": "tokens/s ratio", "mib": "memory ratio", "iteration": "iteration ratio"},
-        args.append,
     )  # fmt: skip
 
 

@@ -1,15 +1,15 @@
-"""Our step against HF Trainer's and a plain loop's: same model, rows, batch, schedule and clipping.
+"""A training step of ours, HF Trainer's and a plain loop's, with the same model, rows, batch and schedule.
 
     python -m tests.benchmarks.throughput --contenders trainer ours --steps 8
     python -m tests.benchmarks.throughput --vocab_size 8192 --contenders plain trainer ours ours-bf16
     python -m tests.benchmarks.throughput --model_type modernbert --block_size 1024 --batch_size 2
     python -m tests.benchmarks.throughput --command peer="python other.py --steps 50" --command_tokens 51200
 
-Each contender runs in a process of its own, in turn, --rounds times; the table holds medians over the rounds
-and ratios to the first line. Contenders: ours, trainer (at its defaults), tuned (fused AdamW, tf32,
+Each contender runs in a separate process, in turn, --rounds times. The table has medians over the rounds and
+ratios to the first line. Contenders: ours, trainer (at its defaults), tuned (fused AdamW, tf32,
 torch_compile), plain (forward with labels, backward, clip, torch.optim.AdamW), each also with -bf16. Masked
-models predict --mlm_probability of the tokens: ours projects those, the others all positions. A --command is
-timed as a whole, its start included.
+models predict --mlm_probability of the tokens: ours projects only these, the others all positions. The time
+of a --command includes its start.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def build(args):
 
 
 def columns(rows, args) -> dict:
-    """What is read and predicted, int64 [rows, T]; for masked models also slots, slot_labels [rows, K]."""
+    """input_ids and labels, int64 [rows, T]; for masked models also slots and slot_labels [rows, K]."""
     import torch
 
     ids = torch.from_numpy(rows)
@@ -61,13 +61,13 @@ def columns(rows, args) -> dict:
 
 
 def contender(kind: str, args) -> dict:
-    """Trains in this process."""
+    """Train in this process. Returns the measurements."""
     import numpy as np
     import torch
     from transformers import set_seed
 
     bf16, kind = kind.endswith("-bf16"), kind.removesuffix("-bf16")
-    # Words with Zipf's frequencies: something to learn, and the same for everyone.
+    # Tokens with Zipf's frequencies: learnable, and the same for all contenders.
     shape = args.steps * args.batch_size + EVAL_ROWS, args.block_size
     draws = np.random.default_rng(0).zipf(1.3, shape) % args.vocab_size
     set_seed(0)
@@ -77,7 +77,7 @@ def contender(kind: str, args) -> dict:
     train = {"ours": train_ours, "trainer": train_with_trainer, "tuned": train_tuned, "plain": train_plainly}
     train[kind](model, rows, args, bf16, clock)
     report = clock.report(args.batch_size * args.block_size)
-    peak = peak_memory() / 2**20  # before the evaluation, which is not the subject
+    peak = peak_memory() / 2**20  # before the evaluation
     model.eval()
     with torch.no_grad():
         losses = [model(**batch).loss.item() for batch in batches(held_out, 8, model.device)]
@@ -114,7 +114,7 @@ def train_ours(lm, rows, args, bf16, clock):
     names = ["loss/train_mlm"] if masked else ["loss/train", "loss/train_plain"]
     guard, means = UpdateGuard(accelerator, optimizer), Means(accelerator, *names)
 
-    def update(batch):  # those of the scripts, without row weights, one micro-batch a step
+    def update(batch):  # the scripts' step without row weights, of one micro-batch
         if masked:
             losses = model(batch)["loss_sums"] / (batch["slot_labels"] != -100).sum()
             loss = losses.sum()
@@ -169,7 +169,7 @@ def train_with_trainer(lm, rows, args, bf16, clock, **more):
 def train_tuned(lm, rows, args, bf16, clock):
     import torch
 
-    torch.set_float32_matmul_precision("high")  # what tf32=True does, which a CPU refuses
+    torch.set_float32_matmul_precision("high")  # same as tf32=True, which CPUs refuse
     train_with_trainer(lm, rows, args, bf16, clock, optim="adamw_torch_fused", torch_compile=True)
 
 
@@ -206,20 +206,19 @@ def main():
     parser.add_argument("--command", action="append", default=[], metavar="NAME=COMMAND LINE",
                         help="timed beside ours")
     parser.add_argument("--command_tokens", type=int, default=0, help="tokens each --command trains on")
-    parser.add_argument("--append", help="a file that the table is appended to, such as README.md")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(contender(args.one, args)))
+    if args.contender:
+        print(json.dumps(contender(args.contender, args)))
         return
     shape = [f"--{name}={getattr(args, name)}" for name in ("model_type", "mlm_probability", *SHAPE)]
-    program = [sys.executable, "-m", "tests.benchmarks.throughput", *shape, "--one"]
+    program = [sys.executable, "-m", "tests.benchmarks.throughput", *shape, "--contender"]
     commands = {name: [*program, name] for name in args.contenders}
     commands |= {name: ["sh", "-c", line] for name, line in (item.split("=", 1) for item in args.command)}
     lines = interleaved(commands, args.rounds)
-    for name, found in lines.items():
+    for name, numbers in lines.items():
         if name not in args.contenders and args.command_tokens:
-            found["tokens_per_second"] = args.command_tokens / found["wall"]
+            numbers["tokens_per_second"] = args.command_tokens / numbers["wall"]
     print_table(
         f"{args.model_type} {args.layers} x {args.width}, vocabulary {args.vocab_size}, {args.batch_size} "
         f"rows of {args.block_size} tokens, {args.steps} steps, medians of {args.rounds} runs in turn",
@@ -230,7 +229,6 @@ def main():
             "eval_loss": "validation loss",
         },
         {"tokens_per_second": "tokens/s ratio", "cpu_per_step": "CPU ratio", "mib": "memory ratio"},
-        args.append,
     )  # fmt: skip
 
 

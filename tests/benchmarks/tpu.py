@@ -4,10 +4,10 @@
     .venv-tpu/bin/python -m tests.benchmarks.tpu train_clm.py --preset codeparrot --dataset_name texts/ ...
     .venv-tpu/bin/python -m tests.benchmarks.tpu --chip v6e --plain false train_mlm.py ...
 
-The script runs with these flags on XLA's CPU device, but its graphs with a forward pass are recorded, not
-computed: zeros take the place of their results. libtpu compiles each of them for a v5e or v6e and tells bytes
-moved, memory and products. Beside it stands the loop that one would write with transformers alone: the same
-model and rows, clipping and AdamW. A graph takes half a minute to some minutes.
+The script runs with these flags on XLA's CPU device. Its graphs with a forward pass are recorded instead of
+computed, and their results are zeros. libtpu compiles each graph for a v5e or v6e and reports bytes moved,
+memory and products. For comparison it compiles a plain loop with transformers: the same model and rows,
+clipping and AdamW. A graph takes half a minute to some minutes.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from tests.benchmarks.measure import PROJECT
 CHIPS = {  # topology, peak products (bfloat16) and memory per second, GB of memory; cloud.google.com/tpu/docs
     "v5e": ("v5e:1x1", 197e12, 819e9, 16), "v6e": ("v6e:1x1", 918e12, 1640e9, 32),
 }  # fmt: skip
-SHORT = dict(  # of the run that is recorded; steps without optimizer state, and with it
+SHORT = dict(  # settings of the recorded run: steps without optimizer state, and with it
     max_train_steps=3, num_train_epochs=1, max_eval_samples=1, eval_steps=3, save_steps=3, logging_steps=1,
     num_warmup_steps=1, prompts="none", report_to="none", save_total_limit=1, eval_at_start="false",
 )  # fmt: skip
@@ -36,7 +36,7 @@ HEADINGS = "graph|GB moved|temporaries|arguments|results|in all, GB|TFLOP|ms of 
 
 
 class Recorder:
-    """Writes the StableHLO of each graph with a forward pass to `folder`, in the place of computing it."""
+    """Writes the StableHLO of each graph with a forward pass to `folder` instead of computing it."""
 
     def __init__(self, folder: Path):
         import torch
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def lower_for_tpus():
-    """torch_xla lowers its kernels for the machine it is on; here for a TPU, of its own libtpu's age."""
+    """Make torch_xla lower its kernels for a TPU instead of this machine."""
     import inspect
 
     import torch_xla.experimental.custom_kernel as kernels
@@ -101,7 +101,7 @@ def lower_for_tpus():
 
 
 def record(folder: str, script: str, *flags: str) -> None:
-    """In a process of its own: graphs of a script."""
+    """Record the graphs of a script; runs in a separate process."""
     Recorder(Path(folder))
     import utils.devices
 
@@ -112,15 +112,15 @@ def record(folder: str, script: str, *flags: str) -> None:
 
 
 def record_plain(folder: str, rows: str, tokens: str) -> None:
-    """In a process of its own: two steps of the plain loop, with the model of folder/model.json."""
+    """Record two steps of the plain loop with the model of model.json; runs in a separate process."""
     recorder = Recorder(Path(folder))
     import torch
     import torch_xla
     import transformers
 
     name, config = json.loads((Path(folder).parent / "ours" / "model.json").read_text())
-    made = getattr(transformers, name)
-    model, device = made(made.config_class.from_dict(config)), torch_xla.device()
+    model_class = getattr(transformers, name)
+    model, device = model_class(model_class.config_class.from_dict(config)), torch_xla.device()
     model.to(device)
     model.tie_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -143,7 +143,7 @@ def record_plain(folder: str, rows: str, tokens: str) -> None:
 
 
 def compile_graph(file: str, chip: str) -> None:
-    """In a process of its own, as jax and torch_xla do not share a libtpu: prints what a graph needs."""
+    """Print what a graph needs; in a separate process, as jax and torch_xla cannot share a libtpu."""
     import numpy as np
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
@@ -161,12 +161,12 @@ def compile_graph(file: str, chip: str) -> None:
         module = ir.Module.parse(module) if isinstance(module, (str, bytes)) else module
         bytecode, devices = mlir.module_to_bytecode(module), xc._xla.DeviceList((device,))
         try:
-            made = device.client.compile(bytecode, devices, options)
+            executable = device.client.compile(bytecode, devices, options)
         except xc._xla.XlaRuntimeError as error:
             if not (used := re.search(r"Used ([\d.]+)G of ([\d.]+)G hbm", str(error))):
                 raise
             return print(json.dumps({"in all, GB": float(used[1]) * 2**30 / 1e9}))
-    memory, cost = made.get_compiled_memory_stats(), made.cost_analysis()
+    memory, cost = executable.get_compiled_memory_stats(), executable.cost_analysis()
     cost = cost[0] if isinstance(cost, list) else cost
     temporaries, arguments, results = (getattr(memory, f"{kind}_size_in_bytes") / 1e9
                                        for kind in ("temp", "argument", "output"))  # fmt: skip
@@ -179,7 +179,7 @@ def compile_graph(file: str, chip: str) -> None:
 
 
 def run_part(*words, **environment) -> str:
-    """A part of this module in a process of its own. Returns what it prints."""
+    """Run a part of this module in a separate process. Returns its output."""
     command = [sys.executable, "-m", "tests.benchmarks.tpu", *map(str, words)]
     env = os.environ | environment
     done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True)
@@ -208,18 +208,18 @@ def main() -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
     short = [word for name, value in SHORT.items() for word in (f"--{name}", str(value))]
     run = ["--cache_dir", str(folder / "cache"), "--output_dir", str(folder / "run")]
-    said = run_part("--record", folder / "ours", args.script, *flags, *short, *run, **TRACING)
-    print(re.search(r"model  .*", said)[0], re.search(r"batch  .*", said)[0], sep="\n", flush=True)
+    output = run_part("--record", folder / "ours", args.script, *flags, *short, *run, **TRACING)
+    print(re.search(r"model  .*", output)[0], re.search(r"batch  .*", output)[0], sep="\n", flush=True)
     if args.plain == "true":
-        rows, tokens = re.search(r"(\d+) rows? x .* = ([\d,]+) rows = ([\d,]+) tokens", said).group(1, 3)
-        total = int(re.search(r"= ([\d,]+) rows", said)[1].replace(",", ""))
+        rows, tokens = re.search(r"(\d+) rows? x .* = ([\d,]+) rows = ([\d,]+) tokens", output).group(1, 3)
+        total = int(re.search(r"= ([\d,]+) rows", output)[1].replace(",", ""))
         run_part("--plain-loop", folder / "plain", rows, int(tokens.replace(",", "")) // total, **TRACING)
     print("| " + HEADINGS.replace("|", " | ") + " |\n" + "|---" * len(HEADINGS.split("|")) + "|", flush=True)
     for file in sorted((folder / "ours").glob("*.mlir")) + sorted((folder / "plain").glob("*.mlir"))[-1:]:
-        found = json.loads(run_part("--compile", file, args.chip, **COMPILING).splitlines()[-1])
-        numbers = [found.get(heading, ()) for heading in HEADINGS.split("|")[1:]]  # some unknown if too large
+        needs = json.loads(run_part("--compile", file, args.chip, **COMPILING).splitlines()[-1])
+        numbers = [needs.get(heading, ()) for heading in HEADINGS.split("|")[1:]]  # some unknown if too large
         cells = [", ".join(f"{x:.0f}" for x in n) if isinstance(n, Sequence) else f"{n:.2f}" for n in numbers]
-        cells[5] += "" if found["in all, GB"] <= CHIPS[args.chip][3] else f", above {CHIPS[args.chip][3]}"
+        cells[5] += "" if needs["in all, GB"] <= CHIPS[args.chip][3] else f", above {CHIPS[args.chip][3]}"
         print("| " + " | ".join([f"{file.parent.name}: {file.stem}", *cells]) + " |", flush=True)
 
 

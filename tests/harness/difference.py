@@ -1,8 +1,8 @@
-"""What lies between the harness's bits per byte and those of --eval_only, one change after the other.
+"""Explains the difference between the harness's bits per byte and those of --eval_only, change by change.
 
     python -m tests.harness.difference runs/clm validation.jsonl cache/rows-*/validation-00000.npy
 
-Computed from the saved model alone, neither by the harness nor by our evaluation.
+The numbers are computed from the saved model, without the harness and without our evaluation.
 """
 
 import json
@@ -20,21 +20,21 @@ ROWS = 32  # per forward pass
 
 @torch.inference_mode()
 def nats(model, windows) -> np.ndarray:
-    """Of the targets of each window (inputs, targets), one after the other: those behind its last inputs."""
+    """The losses in nats of all targets of the windows (inputs, targets); targets follow the last inputs."""
     windows = sorted(windows, key=lambda window: len(window[0]))
-    found = []
+    losses = []
     for start in range(0, len(windows), ROWS):
         part = windows[start : start + ROWS]
         longest = max(len(inputs) for inputs, _ in part)
         ids = torch.tensor([[*inputs, *[0] * (longest - len(inputs))] for inputs, _ in part])
         for row, (inputs, targets) in zip(model(ids).logits.log_softmax(-1), part, strict=True):
-            told = row[len(inputs) - len(targets) : len(inputs)]
-            found.append(-told.gather(1, torch.tensor(targets)[:, None])[:, 0].double().numpy())
-    return np.concatenate(found)
+            logits = row[len(inputs) - len(targets) : len(inputs)]
+            losses.append(-logits.gather(1, torch.tensor(targets)[:, None])[:, 0].double().numpy())
+    return np.concatenate(losses)
 
 
 def chain(run: str, documents: str, rows_file: str) -> dict[str, float]:
-    """{change: bits per byte after it}, then "byte perplexity" and "word perplexity", what these come to."""
+    """{change: bits per byte after it}, and then the "byte perplexity" and "word perplexity" of the last."""
     model = AutoModelForCausalLM.from_pretrained(run).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
     eos, T = tokenizer.eos_token_id, tokenizer.model_max_length
@@ -51,8 +51,8 @@ def chain(run: str, documents: str, rows_file: str) -> dict[str, float]:
     size = sum(len(text.encode()) for text in texts)
 
     def rolling(tokens):
-        """Windows of T targets, the first of each after the token before it alone; the last window, shorter,
-        after all that fits."""
+        """Windows of T targets, each predicted from the previous token on. The last window is shorter and has
+        as many tokens before it as fit."""
         inputs, windows = [eos, *tokens[:-1]], []
         for at in range(0, len(tokens), T):
             end = min(at + T, len(tokens))
@@ -62,7 +62,7 @@ def chain(run: str, documents: str, rows_file: str) -> dict[str, float]:
     def bits(windows, tokens):
         return nats(model, windows).mean() * tokens / size / math.log(2)
 
-    found = {
+    scores = {
         "rows of T, all but the first token of each (--eval_only)":
             bits([(row[:-1], row[1:]) for row in rows.tolist()], len(stream)),
         "the same text, every token":
@@ -72,11 +72,11 @@ def chain(run: str, documents: str, rows_file: str) -> dict[str, float]:
         "its end not predicted":
             bits([window for tokens in ours for window in rolling(tokens)], len(stream) - len(ours)),
     }  # fmt: skip
-    found["special tokens where a text writes them (lm_eval)"] = last = bits(
+    scores["special tokens where a text writes them (lm_eval)"] = last = bits(
         [window for tokens in theirs for window in rolling(tokens)], sum(map(len, theirs))
     )
     words = sum(len(re.split(r"\s+", text)) for text in texts)
-    return found | {"byte perplexity": 2**last, "word perplexity": 2 ** (last * size / words)}
+    return scores | {"byte perplexity": 2**last, "word perplexity": 2 ** (last * size / words)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness on models of both scripts, with the tasks of docs/harness; nothing is fetched."""
+"""The lm-evaluation-harness on models of both scripts with the tasks of docs/harness, without network."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ HARNESS = PROJECT / "docs/harness"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With a causal model, a ModernBERT and a RoBERTa, and docs/ where the page's commands look for it."""
+    """A folder with a causal model, a ModernBERT, a RoBERTa and docs/, where the page's commands run."""
     folder = tmp_path_factory.mktemp("harness")
     (folder / "docs").symlink_to(PROJECT / "docs")
     text = write_english(folder / "english.jsonl")
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def lm_eval(folder, module, *words, fails=False):
-    """{task: its results}, or what stderr says."""
+    """Run the harness. Returns {task: results}, or stderr if it must fail."""
     line = [sys.executable, "-m", module, "run", *map(str, words), "--include_path", HARNESS]
     env = environment(PYTHONPATH=str(PROJECT), HF_DATASETS_OFFLINE="1", HF_HOME=str(folder / "hf"))
     done = subprocess.run([*line, "--output_path", folder / "scores.json"], cwd=folder, env=env,
@@ -51,8 +51,8 @@ def lm_eval(folder, module, *words, fails=False):
     return json.loads(newest.read_text())["results"]
 
 
-def test_its_perplexity_is_ours_but_for_what_the_page_names(folder):
-    """From --eval_only's number, calculated anew, to the harness's, calculated anew: both within 0.01 %."""
+def test_lm_eval_perplexity_matches_ours(folder):
+    """The chain of changes begins at the number of --eval_only and ends at the harness's, within 0.01 %."""
     out = forked.run("docs.harness.documents", [folder / "runs/clm", folder / "validation.jsonl"])
     assert out.returncode == 0, out.stderr[-2000:]
     (rows,) = (folder / "cache/clm").glob("rows-*/validation-00000.npy")
@@ -62,21 +62,21 @@ def test_its_perplexity_is_ours_but_for_what_the_page_names(folder):
     assert done.returncode == 0, done.stderr[-2000:]
     scores = lm_eval(folder, "lm_eval", "--model", "hf", "--model_args", "pretrained=runs/clm", "--tasks",
                      "validation", "completion", "--batch_size", 16, "--device", "cpu")  # fmt: skip
-    found = chain(folder / "runs/clm", folder / "validation.jsonl", rows)
-    first, *_, last = [value for name, value in found.items() if "perplexity" not in name]
+    ours = chain(folder / "runs/clm", folder / "validation.jsonl", rows)
+    first, *_, last = [value for name, value in ours.items() if "perplexity" not in name]
     theirs = scores["validation"]
     assert theirs["bits_per_byte,none"] == pytest.approx(last, rel=1e-4)
-    assert theirs["word_perplexity,none"] == pytest.approx(found["word perplexity"], rel=1e-3)
+    assert theirs["word_perplexity,none"] == pytest.approx(ours["word perplexity"], rel=1e-3)
     assert json.loads(done.stdout.splitlines()[-1])["bits_per_byte"] == pytest.approx(first, rel=1e-4)
     share = share_right("completion", log_probability, AutoModelForCausalLM, folder / "runs/clm")
     assert scores["completion"]["acc,none"] == pytest.approx(share)
 
 
-def test_the_masked_type_scores_words_and_the_harness_s_own_does_not(folder):
-    """A ModernBERT is refused by it; a RoBERTa is scored as if it were causal, which it is not: no error."""
+def test_masked_model_type_scores_words(folder):
+    """The harness's own type refuses a ModernBERT and scores a RoBERTa as if it were causal."""
     words = "--tasks", "words", "--device", "cpu", "--model_args"
-    told = lm_eval(folder, "lm_eval", "--model", "hf", *words, "pretrained=runs/mlm", fails=True)
-    assert "Unrecognized configuration class" in told and "ModernBertConfig" in told
+    output = lm_eval(folder, "lm_eval", "--model", "hf", *words, "pretrained=runs/mlm", fails=True)
+    assert "Unrecognized configuration class" in output and "ModernBertConfig" in output
     assert "words" in lm_eval(folder, "lm_eval", "--model", "hf", *words, "pretrained=runs/roberta")
     for run in "runs/mlm", "runs/roberta":
         scores = lm_eval(folder, "docs.harness.masked", "--model", "masked", *words, f"pretrained={run}")
@@ -85,7 +85,7 @@ def test_the_masked_type_scores_words_and_the_harness_s_own_does_not(folder):
 
 
 def share_right(task, score, kind, path) -> float:
-    """Of the task's lines, those whose answer scores most."""
+    """The share of a task's lines whose answer has the highest score."""
     model, tokenizer = kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
     lines = [json.loads(line) for line in (HARNESS / f"{task}.jsonl").read_text().splitlines()]
     return np.mean([
@@ -95,21 +95,21 @@ def share_right(task, score, kind, path) -> float:
 
 
 def log_probability(model, tokenizer, before, answer):
-    """Of an answer's tokens, encoded together with what is before it."""
+    """Log-probability of an answer's tokens, encoded together with the text before it."""
     start = len(tokenizer(before)["input_ids"])
     ids = tokenizer(before + answer, return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        found = model(ids).logits.log_softmax(-1)[0, start - 1 : -1]
-    return found.gather(1, ids[0, start:, None]).sum().item()
+        log_probabilities = model(ids).logits.log_softmax(-1)[0, start - 1 : -1]
+    return log_probabilities.gather(1, ids[0, start:, None]).sum().item()
 
 
 @torch.no_grad()
 def pseudo_log_likelihood(model, tokenizer, before, answer):
-    """A token of the answer at a time, hidden by itself."""
-    found, total = tokenizer(before + answer, return_offsets_mapping=True), 0.0
-    for place, (start, end) in enumerate(found["offset_mapping"]):
+    """Sum over the answer's tokens of the log-probability of the token when it alone is masked."""
+    encoded, total = tokenizer(before + answer, return_offsets_mapping=True), 0.0
+    for place, (start, end) in enumerate(encoded["offset_mapping"]):
         if end > max(start, len(before)):
-            ids = torch.tensor([found["input_ids"]])
+            ids = torch.tensor([encoded["input_ids"]])
             true = ids[0, place].item()
             ids[0, place] = tokenizer.mask_token_id
             total += model(ids).logits[0, place].log_softmax(-1)[true].item()
