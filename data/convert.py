@@ -71,7 +71,7 @@ def convert(args: argparse.Namespace) -> dict:
         imported.splits = {"train": _slice_rows(imported.splits["train"], 0, first),
                            "validation": _slice_rows(import_tokens().splits["train"], first, n_rows)}
     if other := {*imported.splits} - {*SPLITS}:
-        raise ValueError(f"{args.source}: a split {sorted(other)[0]!r}; name splits {', '.join(SPLITS)}.")
+        raise ValueError(f"{args.source}: split {min(other)!r} is none of {', '.join(SPLITS)}: leave it out.")
     dtype, width, entries, accounting = token_dtype(tokenizer), imported.width, {}, {}
     with explained(folder.url, "written", (OSError,)):
         for split, arrays in imported.splits.items():
@@ -127,7 +127,7 @@ def _check_ids(arrays: Iterable[np.ndarray], n_ids: int, dtype, pairs: bool, nam
         done += ids.size
         yield array.reshape(-1).astype(dtype)
     if not done:
-        raise ValueError(f"{name}: no token.")
+        raise ValueError(f"{name} holds no tokens.")
 
 
 @user_mistakes()

@@ -87,7 +87,7 @@ def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
     name, split = without_secrets(source.dataset_name), source.split
     parts = re.sub(r"\[.*?\]", "", split).split("+")
     if missing := {*parts} - {*splits}:
-        raise ValueError(f"dataset_name {name!r} has no split {sorted(missing)[0]!r}, but "
+        raise ValueError(f"dataset_name {name!r} has no split {min(missing)!r}, but "
                          f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
     if [split] != parts and local:
         raise ValueError(f"dataset_name {name!r}: only data sets of the Hub have parts of splits such as "
@@ -118,7 +118,7 @@ def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     if setting != "file":  # files.py adds this column to rows without text
         has_text.pop("file", None)
     if not has_text:
-        raise ValueError(f"dataset_name {name!r} holds no readable documents: it is empty or no row valid")
+        raise ValueError(f"dataset_name {name!r} holds no readable documents: it has no row, or none valid")
     present = [column for column in candidates if column in has_text]
     if not present and "input_ids" in has_text:
         raise ValueError(f"dataset_name {name} holds token ids: run `python -m data.convert {name} tokens/ "

@@ -59,7 +59,7 @@ def _check_headerless(start: bytes, head: np.ndarray, id_type: str | None) -> No
     text = len(start) > 64 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
     packed = b"\x1f\x8b\x08", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"  # gzip, bzip2, xz, zstd
     if text or start.startswith((b"\x93NUMPY", b"PK\x03\x04", *packed)):
-        raise ValueError("text, an array or a compressed file under this name, not token ids")
+        raise ValueError("text, an array or a compressed file, not token ids")
     if len(head) == 256 and not head[4:].any():  # token ids do not begin with so many zeros
         raise ValueError(f"a header with magic {head[0]}; supported are {', '.join(map(str, HEADERS))}")
     if id_type is None and len(head) > 32 and ((head >= 0) & (head < 1 << 20)).all():  # unlikely for uint16

@@ -31,7 +31,7 @@ def open_pairs(name: str, pad_id: int) -> Imported:
     splits = {"train": data_set} if isinstance(data_set, datasets.Dataset) else data_set
     splits = {str(split): rows for split, rows in splits.items() if len(rows)}
     if not splits:
-        raise ValueError(f"{name} holds no row")
+        raise ValueError(f"{name} holds no rows")
     columns = next(iter(splits.values())).column_names
     label = next((column for column in LABELS if column in columns), None)
     if missing := {"input_ids", "token_type_ids"} - {*columns} or ({LABELS[0]} if label is None else set()):
@@ -64,7 +64,7 @@ def _check_pair(ids: list, types: list, mask: list | None, label, T: int) -> tup
     """The ids of a pair without padding, and (where A ends, where B ends, label)."""
     ids, types = np.asarray(ids, np.int64), np.asarray(types, np.int64)
     if len(ids) > T:
-        raise ValueError(f"{len(ids)} tokens, but the rows before it have at most {T}")
+        raise ValueError(f"{len(ids)} tokens, but the first 1,000 rows have at most {T}")
     if mask is None:  # B ends at the last token of type 1; what follows is padding
         ends = np.flatnonzero(types == 1)
         mask = np.arange(len(ids)) <= (ends[-1] if len(ends) else -1)
