@@ -28,7 +28,7 @@ EVALUATED = ("validation", "test", "train")  # splits to evaluate on: the first 
 Unit = Callable[[], Iterable[dict]]  # reads the rows of a part of the source, usually a file
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """What to read. A split at the end of the name is moved to `split`, unless that is set."""
 
@@ -43,9 +43,9 @@ class Source:
     def __post_init__(self):
         match = WITH_SPLIT.fullmatch(self.dataset_name)
         if match and not os.path.exists(self.dataset_name):
-            object.__setattr__(self, "dataset_name", match[1])
-            object.__setattr__(self, "split", match[2] if self.split == "train" else self.split)
-        object.__setattr__(self, "dataset_name", os.path.expanduser(self.dataset_name))
+            self.dataset_name = match[1]
+            self.split = match[2] if self.split == "train" else self.split
+        self.dataset_name = os.path.expanduser(self.dataset_name)
 
 
 @dataclass
