@@ -50,13 +50,13 @@ def read_pairs(name: str, split: str, dataset, label: str, padding: np.ndarray) 
         part = dataset[start : start + AT_ONCE]
         masks = part.get("attention_mask") or [None] * len(part["input_ids"])
         columns = part["input_ids"], part["token_type_ids"], masks, part[label]
-        rows = np.tile(padding, (len(part["input_ids"]), 1))
-        for row, (number, values) in zip(rows, enumerate(zip(*columns, strict=True), start), strict=True):
+        rows = np.tile(padding, (len(masks), 1))
+        for i, values in enumerate(zip(*columns, strict=True)):
             try:
                 ids, span = _check_pair(*values, len(padding) - 3)
-                row[: len(ids)], row[-3:] = ids, span
             except ValueError as error:
-                raise ValueError(f"{name}, {split}, row {number:,}: {error}.") from error
+                raise ValueError(f"{name}, {split}, row {start + i:,}: {error}.") from error
+            rows[i, : len(ids)], rows[i, -3:] = ids, span
         yield rows
 
 
