@@ -1,10 +1,11 @@
-"""Source -> filter -> duplicates -> tokens -> shards, from any source, to any fsspec URL.
+"""Text to token shards: filter, drop duplicates, hold out a validation split, tokenize, write.
 
     python -m data.prepare --dataset_name installed-python --tokenizer_name gpt2 --output_dir shards
 
-Memory grows only by the hashes that find exact duplicates: about 80 bytes per document. It uses all cores.
-After a kill the same command resumes, to the same bytes. A finished folder with damaged files is made again
-whole. `prepare_all` does the same for the data sets of a run, in its cache_dir.
+The output may be a folder or any fsspec URL. All cores are used. Memory grows by about 80 bytes per document,
+for the hashes that find exact duplicates. If it is killed, run the same command again: it resumes, and the
+files get the same bytes. It repairs a finished folder with damaged files by preparing all of it again.
+`prepare_all` does the same for the data sets of a run, in its cache_dir.
 """
 
 import argparse
@@ -21,19 +22,19 @@ from data.tokens.encode import TokenMaker
 from data.tokens.pairs import PairMaker
 from data.tokens.preparation import NO_LIMIT, Recipe, delete_shards, make_shards
 from data.tokens.shards import MANIFEST, SHARD_MB, Shards
-from data.tokens.tokenizer import load_tokenizer, no_text
+from data.tokens.tokenizer import explain_no_text, load_tokenizer
 from utils.io.files import write_json
 from utils.io.mistakes import user_mistakes
 from utils.io.urls import Folder
 
-CHARACTERS_PER_TOKEN = 8  # generous: so much text is held out at least for a row of validation
+CHARS_PER_TOKEN = 8  # generous: hold out at least this much text per token of one validation row
 
 
 def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -> tuple[dict, dict]:
-    """The data sets of open_all as {name: Shards on this machine}: to train on, to evaluate on. With
-    eval_only those to train on may be those to evaluate on."""
+    """Makes token shards on this machine of the data sets that open_all returned. Returns ({name: training
+    shards}, {name: evaluation shards}). With eval_only the training shards may be evaluation shards."""
     size = args.block_size - n_special
-    hold_out, corpora, parts = held_out(args, train, evals, size)
+    hold_out, eval_corpora, held_out_corpora = plan_hold_out(args, train, evals, size)
     pairs = getattr(args, "next_sentence", False)
     maker = PairMaker(tokenizer, size, args.seed) if pairs else TokenMaker(tokenizer)
     shards_of = partial(as_shards, maker=maker, size=size, cache_dir=args.cache_dir)
@@ -42,26 +43,29 @@ def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -
         return dict(list(eval_shards.items())[:1]), eval_shards
     train_shards = {}
     for name, data in train.items():
-        if evals.get(name, data) is None:  # it is divided: the rule leaves out what it holds out
-            shards = shards_of(data, "train", hold_out, corpora, args.max_train_samples)
-            eval_shards[name] = shards.of("validation")
+        if evals.get(name, data) is None:  # it is divided into train and validation
+            shards = shards_of(data, "train", hold_out, eval_corpora, args.max_train_samples)
+            eval_shards[name] = shards.with_split("validation")
         else:
-            shards = shards_of(data, "train", None, corpora + parts, args.max_train_samples)
+            excluded = eval_corpora + held_out_corpora
+            shards = shards_of(data, "train", None, excluded, args.max_train_samples)
         train_shards[name] = shards
     tokens = [data.name for data in train.values() if isinstance(data, Shards)]
-    if args.eval_dataset_name and tokens and corpora:
-        print(f"data       {', '.join(tokens)} is trained on as it is, also on what is evaluated on; only "
-              "rows that are prepared from text leave that out", flush=True)
+    if args.eval_dataset_name and tokens and eval_corpora:
+        print(f"data       {', '.join(tokens)} holds tokens, not text: documents of the evaluation set "
+              "cannot be removed from it", flush=True)
     return train_shards, eval_shards
 
 
-def held_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[Corpus], list[Corpus]]:
-    """(one rule for all data sets of which documents are held out, the corpora to evaluate on, what the rule
-    holds out of each data set), fixed before the first row is made. size: tokens of text in a row."""
+def plan_hold_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[Corpus], list[Corpus]]:
+    """Decides which documents are for validation, before the first row is made.
+
+    Returns the rule, one for all data sets; the evaluation sets that are text; and for each corpus that is
+    divided the documents that the rule holds out of it. size: tokens per row, without special tokens."""
     divided = [train[name] for name, data in evals.items() if data is None]
-    unread = max(args.max_train_samples * size or NO_LIMIT, 1 << 14)
-    least = 1 + getattr(args, "next_sentence", False)
-    settings = args.validation_fraction, CHARACTERS_PER_TOKEN * size, least, unread
+    max_chars = max(args.max_train_samples * size or NO_LIMIT, 1 << 14)  # a token has one or more
+    min_documents = 1 + getattr(args, "next_sentence", False)
+    settings = args.validation_fraction, CHARS_PER_TOKEN * size, min_documents, max_chars
     rules = []
     for corpus in divided:
         path = cache_path(args.cache_dir, "hold-out", [corpus.fingerprint, settings]).with_suffix(".json")
@@ -71,36 +75,37 @@ def held_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[C
         rules.append(json.loads(path.read_text()))
     rule = HoldOut(max((fraction for fraction, _ in rules), default=0.0),
                    frozenset().union(*(hashes for _, hashes in rules)))
-    corpora = [data for data in evals.values() if isinstance(data, Corpus)]
-    return rule, corpora, [rule.select(corpus) for corpus in divided]
+    eval_corpora = [data for data in evals.values() if isinstance(data, Corpus)]
+    return rule, eval_corpora, [rule.select(corpus) for corpus in divided]
 
 
-def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None, evaluated=(),
+def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None, excluded=(),
               max_rows: int = 0, *, maker: TokenMaker, size: int, cache_dir) -> Shards:
-    """A data set as token shards on this machine. Text is prepared by one process, and stays in the cache.
+    """Returns a data set as token shards on this machine. Text is prepared in the cache, by one process.
 
-    split: what the documents are for. hold_out: the rule for documents that become the split validation.
-    evaluated: corpora whose documents are not trained on. max_rows: take the first rows of `size` tokens and
-    read little more; 0: all. ValueError where a split gets no row."""
+    split: what the documents are for. hold_out: the rule for documents that become the validation split.
+    excluded: corpora whose documents are not trained on. max_rows: prepare little more than the first so many
+    rows of `size` tokens; 0: all. ValueError if a split gets no row."""
     if isinstance(data, Shards):
         return data.local(cache_dir, data.entries(max_rows * max(size, data.width)))
-    recipe = Recipe({split: data}, maker, hold_out, evaluated, max_rows * size)
-    folder = cache_path(cache_dir, maker.cache, recipe.settings)
+    recipe = Recipe({split: data}, maker, hold_out, excluded, max_rows * size)
+    folder = cache_path(cache_dir, maker.kind, recipe.settings)
     if Path(folder, MANIFEST).exists():
-        print(f"data       {data.name}: rows from {folder}", flush=True)
+        print(f"data       {data.name}: using the rows prepared in {folder}", flush=True)
     shards = Shards(folder, split, make_shards(Folder(folder), recipe))
-    for name in [split, *["validation"] * (hold_out is not None)]:
+    divided = hold_out is not None  # into train and validation
+    for name in [split, *["validation"] * divided]:
         if name not in shards.with_rows(size):
-            raise ValueError(_no_row(shards.of(name), data, maker, size, hold_out))
+            raise ValueError(_explain_no_row(shards.with_split(name), data, maker, size, divided))
     return shards
 
 
-def _no_row(shards: Shards, corpus: Corpus, maker: TokenMaker, size: int, hold_out: HoldOut | None) -> str:
-    """Why the split has no row, and the remedy."""
+def _explain_no_row(shards: Shards, corpus: Corpus, maker: TokenMaker, size: int, divided: bool) -> str:
+    """Says why the split has no row, and what to do."""
     split, accounts = shards.split, shards.manifest["accounting"]
     account, train = (Accounting.from_record(accounts.get(name, {})) for name in (split, "train"))
     if not train.used + train.validation + train.evaluated + account.used:
-        return no_text(corpus, train if train.read else account)
+        return explain_no_text(corpus, train if train.read else account)
     message = (f"the {split} split of {corpus.name}, column {corpus.text_column}, has {account.used:,} "
                "documents")
     if maker.no_row:
@@ -108,11 +113,11 @@ def _no_row(shards: Shards, corpus: Corpus, maker: TokenMaker, size: int, hold_o
     remedy = "lower block_size or take more text"
     if split == "train" and train.evaluated and not train.used:
         remedy = "all of its documents are in the evaluation data: name other data to train or evaluate on"
-    elif hold_out and train.used + train.validation == 1 and account.used == 0:
-        remedy = "one document cannot be divided: name other text to evaluate on, --eval_dataset_name FILE"
-    elif hold_out and split == "validation":
+    elif divided and train.used + train.validation == 1 and account.used == 0:
+        remedy = "one document cannot be divided: name text to evaluate on: --eval_dataset_name FILE"
+    elif divided and split == "validation":
         remedy += ", raise validation_fraction or set eval_dataset_name"
-    return f"block_size {size}: {message}, {account.tokens:,} tokens, not one whole row; {remedy}"
+    return f"block_size {size}: {message}, {account.tokens:,} tokens, less than a row; {remedy}"
 
 
 # ---- The command
@@ -123,9 +128,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m data.prepare", description=about, allow_abbrev=False)
     add = parser.add_argument
     add("--output_dir", required=True, help="folder or URL: s3://, hf://datasets/user/x, ...")
-    add_source_flags(add)  # with the split train come the source's splits validation and test
+    add_source_flags(add)  # --split train also prepares the splits validation and test of the source
     add("--tokenizer_name", required=True, help="Hub id or folder; data.tokens.tokenizer makes one")
-    share = "share of the documents, where the source has no validation split (default: 0.05; 0: none)"
+    share = "share of the documents, if the source has no validation split (default: 0.05; 0: none)"
     add("--validation_fraction", type=float, default=0.05, help=share)
     size = f"MB per file (default: {SHARD_MB:g}; choose more for hf://)"
     add("--shard_mb", type=float, default=SHARD_MB, help=size)
@@ -133,7 +138,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> dict:
-    """Runs or resumes the preparation. Returns the manifest. ValueError: the user's mistake."""
+    """Runs or resumes the preparation and returns the manifest. ValueError for the user's mistakes."""
     problems = check_numbers(args, shard_mb=1e-6)
     if not 0 <= args.validation_fraction < 1:
         problems.append(f"validation_fraction: must be in [0, 1), is {args.validation_fraction}.")
@@ -148,14 +153,15 @@ def prepare(args: argparse.Namespace) -> dict:
     if "train" not in manifest["splits"]:
         delete_shards(folder)
         counts = Accounting.from_record(manifest["accounting"].get("train", {}))
-        raise ValueError(f"dataset_name: {corpora['train'].name} gives nothing to train on. Check keywords, "
-                         f"or take more text: {counts.line()}.")
+        raise ValueError(f"dataset_name: {corpora['train'].name} gives nothing to train on "
+                         f"({counts.line()}). Check keywords, or take more text.")
     print(f"{folder.url} is finished: {', '.join(manifest['splits'])}")
     return manifest
 
 
 def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
-    """{"test", "validation", "train": Corpus}; a split other than train comes alone, as train."""
+    """Returns {split: Corpus} of test, validation and train. With --split other than train: that split alone,
+    as train."""
     source = replace(source_of(args), divide=args.validation_fraction > 0)
     train = open_corpus(source)
     names = ("test", "validation") if train.source.split == "train" else ()
@@ -165,7 +171,7 @@ def open_text(args: argparse.Namespace) -> dict[str, Corpus]:
 
 @user_mistakes()
 def main(argv: list[str] | None = None) -> None:
-    """Exit status 0: done, 2: the user's mistake, 1: a source or a target that failed."""
+    """Exit status 0: done, 2: a mistake of the user, 1: a source or a target failed."""
     prepare(parse_args(argv))
 
 

@@ -57,7 +57,7 @@ CLM | --dataset_name ../folder.py                       | holds no file of the t
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
 CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one that holds text
 CLM | --keywords nosuchword --tokenizer_name ../words --cache_dir ../home/cache | keywords
-CLM | --dataset_name ../a.jsonl --tokenizer_name ../words --cache_dir ../home/cache | whole row
+CLM | --dataset_name ../a.jsonl --tokenizer_name ../words --cache_dir ../home/cache | less than a row
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
 CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-data-set' cannot be loaded
 CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened
@@ -66,7 +66,7 @@ MLM | --validation_fraction 0 --mlm_probability 0       | validation_fraction: m
 CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.0005 0.9995 | mixture: 0.0005 is not a share && '../no.jsonl': no such file
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --text_column a b | b: no such setting
-CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --max_train_samples 3 --tokenizer_name no/where | max_train_samples: not for && tokenizer_name 'no/where'
+CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --max_train_samples 3 --tokenizer_name no/where | max_train_samples: does not work with && tokenizer_name 'no/where'
 CLM | --dataset_name ../corpus.jsonl ../no.jsonl --mixture 0.9 0.2 | mixture: the shares sum to 1.1 && '../no.jsonl': no such file
 # tokenizer
 CLM | --tokenizer_name ../no-words                      | no-words

@@ -218,7 +218,7 @@ def test_a_folder_in_use_and_another_tokenizer_are_refused(tmp_path, tokenizer, 
         load(tmp_path, out, tokenizer_name=other, eval_dataset_name=[path])
     with pytest.raises(ValueError, match="set eval_dataset_name"):
         load(tmp_path, out)
-    with pytest.raises(ValueError, match="is what is trained on: name other data to evaluate on"):
+    with pytest.raises(ValueError, match="is also the training data: name other data to evaluate on"):
         load(tmp_path, out, eval_dataset_name=[str(out)])
 
 

@@ -26,7 +26,7 @@ def test_a_resumed_run_keeps_its_rows_when_its_data_change_or_are_gone(tmp_path)
         return [metrics(output_dir), *((output_dir / name).read_bytes() for name in FILES)]
 
     before = write_corpus(corpus).read_text()
-    assert "the rows that this run began with" not in start()
+    assert "the rows of this run's first start" not in start()
     expected = result()
     for change in ("edited", "gone", "and no cache"):
         shutil.rmtree(output_dir / "checkpoints" / "step-00000006")
@@ -38,5 +38,6 @@ def test_a_resumed_run_keeps_its_rows_when_its_data_change_or_are_gone(tmp_path)
             log = start(2)
             assert "dataset_name: the rows have other content" in log and "Traceback" not in log
         else:
-            assert start().count(f"data       the rows that this run began with: {corpus} is not read") == 1
+            line = f"data       using the rows of this run's first start; {corpus} is not read again"
+            assert start().count(line) == 1
             assert result() == expected, change

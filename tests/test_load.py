@@ -99,7 +99,7 @@ def test_evaluation_documents_are_never_trained_on(tmp_path, tokenizer, capsys):
     with pytest.raises(ValueError, match="all of its documents are in the evaluation data"):
         load(tmp_path, a, eval_dataset_name=[a], **settings)
     tokenizer, rows, evals = load(tmp_path, a, eval_dataset_name=[copy, other], **settings)
-    assert "40 of 60 documents are evaluated on and therefore not trained on" in capsys.readouterr().out
+    assert "40 of 60 documents are also in the evaluation data: they are left out" in capsys.readouterr().out
     assert list(evals) == ["copy", "other"]
     text = tokenizer.decode(all_ids(rows).ravel())
     assert all((t[:60] in text) == (i >= 40) for i, t in enumerate(texts))
@@ -247,7 +247,7 @@ def test_a_run_says_that_it_waits_for_another_run_to_prepare_the_rows(tmp_path, 
     process, log = forked.start_code(hold + "    time.sleep(600)\n", [f"{folder}/.lock"], tmp_path)
     forked.wait_for(process, log, "held")
     waiting, words = forked.start_code(TWO, [tmp_path, name, tokenizer], tmp_path)
-    forked.wait_for(waiting, words, "waits for another run, which is preparing")
+    forked.wait_for(waiting, words, "waiting for another run that is preparing")
     shutil.copytree(tmp_path / "kept", folder, dirs_exist_ok=True)
     process.kill()
     waiting.join(60)

@@ -88,7 +88,7 @@ def test_half_of_the_pairs_follow_each_other_and_labels_say_which(sentences, wor
     documents = number_tokens(random_lengths(300, sentences, words))
     document_of = np.concatenate([np.full(sum(map(len, d)), i) for i, d in enumerate(documents)])
     builder = PairBuilder(room=125, seed=0)
-    pairs = [pair for start in range(0, 300, 60) for pair in builder.pairs(documents[start : start + 60])]
+    pairs = [pair for start in range(0, 300, 60) for pair in builder.build(documents[start : start + 60])]
     for a, b, label in pairs:
         assert 0 < len(a) and 0 < len(b) and len(a) + len(b) <= 125
         assert (np.diff(a) == 1).all() and (np.diff(b) == 1).all()  # running text
@@ -111,7 +111,7 @@ def count_waiting(builder) -> int:
 def test_a_last_long_document_is_paired_with_its_own_distant_chunks(tales):
     documents = number_tokens([[10] * 2000] + [[10] * 20] * tales)
     builder = PairBuilder(room=60, seed=0)
-    rows = [*builder.pairs(documents), *builder.rest()]
+    rows = [*builder.build(documents), *builder.build_rest()]
     used = np.concatenate([side for a, b, _ in rows for side in (a, b)])
     total = sum(len(sentence) for document in documents for sentence in document)
     assert len(np.unique(used)) == len(used) == total - builder.dropped and builder.dropped < 0.05 * total
@@ -167,7 +167,7 @@ def test_lengths_and_cuts_say_nothing_about_the_label(corpus, room):
     lengths = random_lengths(180, (60, 180), (3, 50)) if corpus == "articles" else real_lengths(corpus)
     accuracies = []
     for seed in range(3):
-        pairs = list(PairBuilder(room, seed).pairs(number_tokens(lengths)))
+        pairs = list(PairBuilder(room, seed).build(number_tokens(lengths)))
         random.Random(seed).shuffle(pairs)
         x, y = surface_features(pairs[:4000], lengths, room)
         assert len(x) == 4000 or corpus == "installed-docs" and len(x) > 2000  # few packages are installed

@@ -149,7 +149,8 @@ def test_a_damaged_shard_is_named_and_prepared_again(tmp_path, tokenizer, capsys
 def test_settings_for_text_are_refused_for_shards(setting, value, tmp_path, tokenizer):
     source = write_jsonl(tmp_path / "texts.jsonl", make_texts(100))
     assert run(source, tmp_path / "shards", tokenizer) == 0
-    with pytest.raises(ValueError, match=f"{setting}: for text, and .*shards holds tokens: leave it out"):
+    message = f"{setting}: works on text only, and .*shards holds tokens: leave it out"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path, tmp_path / "shards", **{setting: value})
 
 

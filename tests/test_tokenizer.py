@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from data.documents.source import Source, open_corpus
 from data.tokens.encode import split_text
-from data.tokens.tokenizer import load_tokenizer, sample_texts, train_tokenizer, trained_tokenizer
+from data.tokens.tokenizer import find_or_train_tokenizer, load_tokenizer, sample_texts, train_tokenizer
 from tests import forked
 from tests.runs import PROJECT
 
@@ -35,7 +35,7 @@ def test_model_types_of_one_family_share_a_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("def f(x):\n    return x\n\n" * 99)
     corpus, options = open_corpus(Source(str(tmp_path / "a.txt"))), {"cache_dir": tmp_path / "cache"}
     gpt, mamba, bert, modernbert, roberta = (
-        trained_tokenizer(
+        find_or_train_tokenizer(
             [corpus], [1.0], vocab_size=300, algorithm="bpe", model_type=model_type, **options
         ).name_or_path
         for model_type in ("qwen3", "mamba", "bert", "modernbert", "roberta")

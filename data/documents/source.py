@@ -161,23 +161,23 @@ def is_local(source: Source) -> bool:
 
 
 def sources_of_run(args) -> tuple[dict[str, Source], dict[str, Source]]:
-    """What a run trains on, and what it evaluates on, by their names in the log."""
+    """Returns the training and the evaluation data of a run: {name in the log: Source} each."""
     names, eval_names, keywords = args.dataset_name, args.eval_dataset_name, filter(None, args.keywords)
-    source = partial(Source, text_column=args.text_column, streaming=args.streaming)
+    source = partial(Source, text_column=args.text_column, divide=False, streaming=args.streaming)
     train = partial(source, keywords=tuple(keywords), divide=not eval_names)
     if args.max_train_samples:
-        train = partial(train, streaming=True)
-    sources = [*map(train, names), *map(partial(source, divide=False), eval_names)]
+        train = partial(train, streaming=True)  # only the beginning is read
+    sources = [*map(train, names), *map(source, eval_names)]
     if args.dataset_config_name:
         sources = with_configuration(args.dataset_config_name, sources)
-    evaluate = sources[len(names) :]
-    return dict(zip(short_names(names), sources, strict=False)), dict(
-        zip(short_names(eval_names), evaluate, strict=True))
+    groups = (names, sources[: len(names)]), (eval_names, sources[len(names) :])
+    train, evals = (dict(zip(short_names(group), part, strict=True)) for group, part in groups)
+    return train, evals
 
 
 def with_configuration(config: str, sources: list[Source]) -> list[Source]:
-    """The same sources. The only data set of the Hub gets the configuration, or of several those that have
-    it. Where none can take it all get it: opening them says what is wrong."""
+    """Gives the configuration to the only data set of the Hub, or to those of several that have it. If none
+    can take it, all sources get it, so that opening them says what is wrong."""
     chosen = remote = [source for source in sources if not is_local(source)]
     if len({source.dataset_name for source in remote}) > 1:
         from data.documents import library

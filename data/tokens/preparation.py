@@ -1,14 +1,14 @@
-"""Text to token shards, chunk by chunk: for the cache of a run, and for `python -m data.prepare`.
+"""Prepares token shards from text, chunk by chunk: for the cache of a run, and for `python -m data.prepare`.
 
-A chunk is some consecutive documents of a source. Its tokens depend on them, on the settings, and on the
-documents before it, whose duplicates are left out. Each chunk becomes one file:
+A chunk is a number of consecutive documents of a source. Its tokens depend on these documents, the settings,
+and all documents before it, as duplicates of those are left out. Each chunk becomes one file:
 
     train-00000-00007.npy           chunk 7 of unit 0 (a file of the source, or several) of the split train
-    progress/train-00000-00007.npz  until all is done: its counts, hashes, tokens for validation
+    progress/train-00000-00007.npz  its counts, hashes and validation tokens; deleted at the end
 
-At the end the tokens for validation become validation-00000.npy, ..., and manifest.json is written. A killed
-preparation resumes at its chunk: earlier documents are read again, but never tokenized again. A finished one
-is verified by its checksums, and made again if a file is damaged.
+At the end the validation tokens become validation-00000.npy, ..., and manifest.json is written. After a kill
+the preparation resumes at its chunk: earlier documents are read again, but not tokenized again. The files of
+a finished preparation are verified by their checksums; if one is damaged, all are prepared again.
 """
 
 import contextlib
@@ -35,33 +35,32 @@ from data.tokens.cache import locked
 from data.tokens.encode import ChunkKey, TokenMaker
 from utils.io.urls import Folder, explained
 
-OWN = rf"{shards.PROGRESS}|tokenizer|{shards.MANIFEST}|{shards.NAME}"  # names in the folder
-BESIDE = r"\.lock|README\.md|\.gitattributes"  # others that may be there
-TEXT_PER_BYTE = 2.2  # bytes of text per byte of tokens, roughly: it decides how much text a chunk takes
+WRITTEN = rf"{shards.PROGRESS}|tokenizer|{shards.MANIFEST}|{shards.NAME}"  # what a preparation writes
+IGNORED = r"\.lock|README\.md|\.gitattributes"  # may be in the output folder beforehand
+TEXT_PER_BYTE = 2.2  # about so many bytes of text give a byte of tokens: how much text is one chunk
 NO_LIMIT = float("inf")
-SAMPLE = 100, 2000  # documents, and characters of each, that tell how much of the text a tokenizer knows
-LOSSY, USELESS = 0.01, 0.5  # shares of lost characters
+SAMPLE = 100, 2000  # documents, and characters of each, on which the tokenizer is tried
+LOSSY, USELESS = 0.01, 0.5  # share of lost characters from which on a user is warned; from which on refused
 
 
-def _name(key: ChunkKey, ending: str) -> str:
-    """Of the file of a chunk, or of its record."""
+def _file_name(key: ChunkKey, ending: str) -> str:
     return f"{key[0]}-{key[1]:05d}-{key[2]:05d}.{ending}"
 
 
 @dataclass
 class Recipe:
-    """All that the files of a preparation depend on."""
+    """Everything that decides what the shards contain."""
 
     corpora: dict[str, Corpus]  # by split, in the order of shards.SPLITS
     maker: TokenMaker
-    hold_out: HoldOut | None = None  # of the split train, for validation
-    evaluated: Iterable[Corpus] = ()  # their documents are not trained on
-    max_tokens: int = 0  # stop after so many tokens, 0: never; for a single corpus
+    hold_out: HoldOut | None = None  # which documents of the split train become the split validation
+    excluded: Iterable[Corpus] = ()  # their documents are left out of the split train
+    max_tokens: int = 0  # stop soon after so many tokens (of a single corpus); 0: no limit
     shard_mb: float = shards.SHARD_MB
 
     @property
     def settings(self) -> dict:
-        """By the names of the flags."""
+        """What the manifest says of it, and what the key in the cache is a hash of."""
         *_, corpus = self.corpora.values()
         settings = {
             "dataset_name": corpus.name, "dataset_config_name": corpus.source.dataset_config_name,
@@ -69,19 +68,19 @@ class Recipe:
             "content": {split: corpus.fingerprint for split, corpus in self.corpora.items()},
             "hold_out": self.hold_out and self.hold_out.settings, "format": shards.FORMAT,
             "shard_mb": self.shard_mb,
-            "evaluated": [[other.fingerprint, other.keywords] for other in self.evaluated],
+            "evaluated": [[other.fingerprint, other.keywords] for other in self.excluded],
             "max_tokens": self.max_tokens,
         }  # fmt: skip
         return settings | self.maker.settings
 
 
 def make_shards(folder: Folder, recipe: Recipe) -> dict:
-    """The manifest of the folder, made now or earlier, its files verified. One process makes it, others wait.
-    ValueError: the folder holds something else, or the tokenizer does not know the text."""
+    """Prepares the shards, or verifies finished ones, and returns their manifest. One process works, others
+    wait. ValueError if the folder holds anything else, or the tokenizer loses most of the text."""
     settings = json.loads(json.dumps(recipe.settings))
-    _existing(folder, settings)  # refuses before anything is written
+    _read_folder(folder, settings)  # raises before anything is written
     with locked(Path(folder.root, ".lock"), folder.url) if folder.local else contextlib.nullcontext():
-        manifest = _existing(folder, settings)
+        manifest = _read_folder(folder, settings)
         if manifest and folder.local and (problem := shards.Shards(folder.root, manifest=manifest).check()):
             print(f"data       {problem}: all of it is prepared again", flush=True)
             delete_shards(folder)
@@ -91,17 +90,17 @@ def make_shards(folder: Folder, recipe: Recipe) -> dict:
     return manifest
 
 
-def _existing(folder: Folder, settings: dict) -> dict | None:
-    """The manifest, None where there is none. ValueError where the folder holds something else, or a
+def _read_folder(folder: Folder, settings: dict) -> dict | None:
+    """The manifest of a finished preparation, else None. ValueError if the folder holds other files, or a
     preparation with other settings."""
     old = None
     with explained(folder.url, "read"):
-        names, begun = folder.names(), folder.names(shards.PROGRESS)
+        names, progress = folder.names(), folder.names(shards.PROGRESS)
     if manifest := shards.read_manifest(folder) if shards.MANIFEST in names else None:
         old = manifest["settings"]
-    elif "settings.json" in begun:
+    elif "settings.json" in progress:
         old = json.loads(folder.read(shards.BEGUN))
-    elif not all(re.fullmatch(f"{OWN}|{BESIDE}", name) for name in names):
+    elif not all(re.fullmatch(f"{WRITTEN}|{IGNORED}", name) for name in names):
         raise ValueError(f"{folder.url} is not empty and holds no shards. Name a new folder.")
     if old and old != settings:
         pairs = ((name, old.get(name), settings.get(name)) for name in {**settings, **old})
@@ -112,124 +111,121 @@ def _existing(folder: Folder, settings: dict) -> dict | None:
 
 
 def delete_shards(folder: Folder) -> None:
-    """Deletes all that a preparation writes."""
+    """Deletes what a preparation writes."""
     for name in folder.names():
-        if re.fullmatch(OWN, name):
+        if re.fullmatch(WRITTEN, name):
             folder.remove(name)
 
 
 class _Preparation:
-    """A preparation at work, and how far it is."""
+    """One preparation: what it has finished, and what is left."""
 
     def __init__(self, folder: Folder, recipe: Recipe):
         self.folder, self.recipe, self.maker = folder, recipe, recipe.maker
-        self.records: list[dict] = []  # of finished chunks, in their order
-        self.tokens_left = recipe.max_tokens or NO_LIMIT  # still to be made
+        self.records: list[dict] = []  # of the finished chunks, in order
+        self.tokens_left = recipe.max_tokens or NO_LIMIT  # until max_tokens
+        self.seen, self.excluded = set(), set()  # hashes of documents: read before; not to be trained on
 
     def run(self) -> dict:
-        """Makes the shards, or what is missing of them. Returns the manifest."""
+        """Makes the shards that are missing. Returns the manifest."""
         with explained(self.folder.url, "written"):
             self.folder.write(shards.BEGUN, json.dumps(self.recipe.settings, indent=1).encode())
-        # Not those that a kill has left before they were renamed: .npz.tmp.
+        # A kill can leave .npz.tmp files, which do not count.
         if done := sum(name.endswith(".npz") for name in self.folder.names(shards.PROGRESS)):
-            print(f"{self.folder.url}: resumes after {done:,} chunks", file=sys.stderr, flush=True)
+            print(f"{self.folder.url}: resuming after {done:,} finished chunks", file=sys.stderr, flush=True)
         lossy = self._check_tokenizer()
-        evaluated, seen = set(), set()
         for split, corpus in self.recipe.corpora.items():
             if split == "train":
-                evaluated, seen = seen, set()
-                for other in self.recipe.evaluated:
+                self.excluded, self.seen = self.seen, set()  # the splits test and validation came before
+                for other in self.recipe.excluded:
                     documents = clean_documents(other, Accounting())
-                    evaluated.update(number for _, number, _ in documents)
+                    self.excluded.update(number for _, number, _ in documents)
             for unit in range(len(corpus.units)):
-                self._make_unit(split, unit, seen, evaluated)
+                self._make_unit(split, unit)
         return self._finish(lossy)
 
     def _check_tokenizer(self) -> bool:
-        """Whether it loses a part of the text, which is said. ValueError: most of it."""
+        """Warns and returns True if the tokenizer loses some of the text. ValueError if it loses most."""
         *_, corpus = self.recipe.corpora.values()
         documents = itertools.islice(clean_documents(corpus, Accounting()), SAMPLE[0])
         lost = self.maker.lost_share([text[: SAMPLE[1]] for text, _, _ in documents])
         if lost > USELESS:
             raise ValueError(f"tokenizer_name {self.maker.tokenizer.name_or_path!r} does not know the text "
-                             f"of {corpus.name}: {lost:.1%} of its characters are lost. Name another one, "
-                             "or none to train one.")
+                             f"of {corpus.name}: {lost:.1%} of its characters are lost. Name another "
+                             "tokenizer, or none to train one.")
         if lost > LOSSY:
-            print(f"data       the tokenizer loses {lost:.1%} of the characters of {corpus.name}; bits per "
-                  "byte are not comparable", flush=True)
+            print(f"data       the tokenizer loses {lost:.1%} of the characters of {corpus.name}: bits per "
+                  "byte are not computed", flush=True)
         return lost > LOSSY
 
-    def _progress(self, key: ChunkKey) -> tuple[dict, dict] | None:
-        """(record, arrays) of a finished chunk, None where its file is missing, incomplete, as file systems
-        may leave half a file, or of an older version."""
-        missing = FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError
-        with contextlib.suppress(*missing):
-            with np.load(io.BytesIO(self.folder.read(f"{shards.PROGRESS}/{_name(key, 'npz')}"))) as arrays:
+    def _read_progress(self, key: ChunkKey) -> tuple[dict, dict] | None:
+        """(record, arrays) of a finished chunk. None if its file is missing, or incomplete as a crash of the
+        machine can leave it, or of an older version."""
+        file = f"{shards.PROGRESS}/{_file_name(key, 'npz')}"
+        with contextlib.suppress(FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError):
+            with np.load(io.BytesIO(self.folder.read(file))) as arrays:
                 return json.loads(str(arrays["record"])), dict(arrays)
 
-    def _make_unit(self, split: str, unit: int, seen: set[int], evaluated: set[int]) -> None:
-        """Makes the missing chunks of a unit, one after the other. `seen` gets the hashes of all."""
-        corpus, skipped, last = self.recipe.corpora[split], 0, False
+    def _make_unit(self, split: str, unit: int) -> None:
+        """Makes the chunks of a unit that are missing, in order."""
+        corpus, number, skipped, last = self.recipe.corpora[split], 0, 0, False
         rows = show_progress(corpus.documents(unit), f"preparing {corpus.name}, {split}")
-        for number in itertools.count():
-            if last or self.tokens_left <= 0:
-                return
-            key = split, unit, number
-            if progress := self._progress(key):
+        while not last and self.tokens_left > 0:
+            key, number = (split, unit, number), number + 1
+            if progress := self._read_progress(key):
                 record, arrays = progress
                 skipped += record["accounts"][split]["read"]
-                seen.update(arrays["hashes"].tolist())
+                self.seen.update(arrays["hashes"].tolist())
             else:
-                record = self._make_chunk(key, itertools.islice(rows, skipped, None), seen, evaluated)
+                record = self._make_chunk(key, itertools.islice(rows, skipped, None))
                 skipped = 0
             last, account = record["last"], record["accounts"][split]
             self.tokens_left -= account["tokens"]
             self.records += [record] if account["read"] else []
 
-    def _make_chunk(self, key: ChunkKey, rows: Iterator[dict], seen: set[int], evaluated: set[int]) -> dict:
-        """Writes the file of a chunk and its record, which is returned. Stops soon after max_tokens."""
-        split, started, hashes, last = key[0], time.monotonic(), array("Q"), False
-        account, hold_out = Accounting(), self.recipe.hold_out if split == "train" else None
-        counts = {split: account}
-        written = defaultdict(partial(array, self.maker.dtype.char))  # token ids of each split
+    def _make_chunk(self, key: ChunkKey, rows: Iterator[dict]) -> dict:
+        """Writes a chunk's shard and progress file and returns its record. Stops soon after max_tokens."""
+        split, account, hashes, started = key[0], Accounting(), array("Q"), time.monotonic()
+        counts, record = {split: account}, {"key": key, "last": False}
+        hold_out = self.recipe.hold_out if split == "train" else None
+        token_ids = defaultdict(partial(array, self.maker.dtype.char))  # by split
 
         def in_chunk() -> Iterator[tuple]:
-            """Where a chunk ends depends on its own text alone, before duplicates are left out."""
-            nonlocal last
-            size, most = 0, int(self.recipe.shard_mb * 1e6 * TEXT_PER_BYTE)
+            """Yields documents until their text fills a shard. Duplicates count, so that the end of a chunk
+            depends on its documents alone."""
+            bytes_left = int(self.recipe.shard_mb * 1e6 * TEXT_PER_BYTE)
             for document in filter_rows(rows, self.recipe.corpora[split], account):
                 hashes.append(document[1])
-                size += document[2]
+                bytes_left -= document[2]
                 yield document
-                if size >= most:
+                if bytes_left <= 0:
                     return
-            last = True
+            record["last"] = True
 
         def to_tokenize() -> Iterator[tuple[str, str]]:
-            """(text, the split that it is for)"""
-            for text, number, size in drop_seen(in_chunk(), account, seen, evaluated):
+            """Yields (text, split) of each document."""
+            for text, number, size in drop_seen(in_chunk(), account, self.seen, self.excluded):
                 if held_out := hold_out and hold_out(text, number):
                     account.hold_out(counts.setdefault("validation", Accounting()), size)
                 yield text, "validation" if held_out else split
-                if len(written[split]) >= self.tokens_left:
+                if len(token_ids[split]) >= self.tokens_left:
                     return
 
         for into, ids in self.maker(to_tokenize(), key):
-            written[into].frombytes(ids.tobytes())
+            token_ids[into].frombytes(ids.tobytes())
         account.seconds = time.monotonic() - started
-        tokens = {split: np.frombuffer(ids, self.maker.dtype) for split, ids in written.items()}
-        self.maker.account(tokens, counts)
-        accounts = {split: account.record() for split, account in counts.items()}
-        record = {"key": key, "last": last, "accounts": accounts}
-        if len(ids := tokens.pop(split, ())):
-            record["file"] = shards.write_shard(self.folder, _name(key, "npy"), ids)
+        arrays = {split: np.frombuffer(ids, self.maker.dtype) for split, ids in token_ids.items()}
+        self.maker.count_tokens(arrays, counts)
+        record["accounts"] = {split: account.record() for split, account in counts.items()}
+        if len(ids := arrays.pop(split, ())):
+            record["file"] = shards.write_shard(self.folder, _file_name(key, "npy"), ids)
         if account.read:
-            np.savez(progress := io.BytesIO(), record=json.dumps(record), hashes=hashes, **tokens)
-            self.folder.write(f"{shards.PROGRESS}/{_name(key, 'npz')}", progress.getvalue())
+            np.savez(progress := io.BytesIO(), record=json.dumps(record), hashes=hashes, **arrays)
+            self.folder.write(f"{shards.PROGRESS}/{_file_name(key, 'npz')}", progress.getvalue())
         return record
 
     def _finish(self, lossy: bool) -> dict:
-        """Writes what chunks held out, the tokenizer, and the manifest."""
+        """Writes the split validation, if documents were held out, then the tokenizer and the manifest."""
         entries, accounts = defaultdict(list), defaultdict(Accounting)
         for record in self.records:
             for split, account in record["accounts"].items():
@@ -237,7 +233,7 @@ class _Preparation:
             entries[record["key"][0]] += [record["file"]] if "file" in record else []
         splits = [split for split in reversed(shards.SPLITS) if split in accounts]
         if self.recipe.hold_out:
-            arrays = (self._progress(record["key"])[1].get("validation") for record in self.records)
+            arrays = (self._read_progress(record["key"])[1].get("validation") for record in self.records)
             arrays = (ids for ids in arrays if ids is not None)
             entries["validation"] = shards.write_shards(
                 self.folder, "validation", arrays, self.maker.dtype, self.maker.width, self.recipe.shard_mb)
@@ -252,6 +248,6 @@ class _Preparation:
             if account.unreadable_names:
                 print(f"data       not text: {', '.join(account.unreadable_names)}", flush=True)
             if account.evaluated > account.used:
-                print(f"data       {account.evaluated:,} of {account.read:,} documents are evaluated on and "
-                      "therefore not trained on", flush=True)
+                print(f"data       {account.evaluated:,} of {account.read:,} documents are also in the "
+                      "evaluation data: they are left out of the training data", flush=True)
         return manifest

@@ -1,14 +1,14 @@
-"""Token shards, the one format that is trained on, in a folder at any fsspec URL:
+"""Token shards, the one format that training reads, in a folder at any fsspec URL:
 
     train-00000-00000.npy ...   token ids, one document after the other: uint16 or uint32 [n]
     validation-00000.npy ...
     tokenizer/                  the tokenizer that made the ids
-    manifest.json               what made them, counts, checksums; written last, when the folder is complete
-    progress/                   the chunks that are done, until then
+    manifest.json               settings, counts, checksums; written last, when the folder is complete
+    progress/                   finished chunks, while the folder is not complete
 
-preparation.py and pairs.py make them from text, data/convert.py from the token files of others. Rows are
-views of them. A manifest's `width`, where it is not 1, is the length of the rows that the files hold: T of
-rows that bring their special tokens, T + 3 of sentence pairs (kind "pairs").
+preparation.py and pairs.py make shards from text, data/convert.py from the token files of other projects.
+Shards are cut into rows when they are read. A manifest with `width` above 1 tells that the files hold rows
+already: T tokens with their special tokens, or T + 3 numbers per sentence pair (kind "pairs").
 """
 
 import copy
@@ -35,13 +35,13 @@ from utils.io.urls import Folder, explained
 
 MANIFEST, PROGRESS, BEGUN = "manifest.json", "progress", "progress/settings.json"
 FORMAT = "tokens-2"
-SPLITS = ("test", "validation", "train")  # evaluation first: its documents are not trained on
+SPLITS = ("test", "validation", "train")  # in this order: documents of the others are left out of train
 SHARD_MB = 64.0
-NAME = r"[a-z]+-[\d-]+\.npy"  # of a file: a plain name, so that none leads out of the folder
+NAME = r"[a-z]+-[\d-]+\.npy"  # a file's name; it cannot lead out of the folder
 
 
 def write_shard(folder: Folder, name: str, ids: np.ndarray) -> dict:
-    """Writes token ids [n] as .npy. Returns the file's entry in the manifest."""
+    """Writes token ids [n] as .npy. Returns the file's entry for the manifest."""
     np.save(data := io.BytesIO(), ids)
     content = data.getvalue()
     folder.write(name, content)
@@ -51,8 +51,8 @@ def write_shard(folder: Folder, name: str, ids: np.ndarray) -> dict:
 
 def write_shards(folder: Folder, split: str, arrays: Iterable[np.ndarray], dtype, width: int,
                  shard_mb: float) -> list[dict]:
-    """Writes the ids of these arrays as files of about shard_mb, of whole rows of `width`; the last one may
-    be smaller. Returns their entries."""
+    """Writes arrays of ids as files of about shard_mb, each a multiple of `width` ids; the last file may be
+    smaller. Returns their entries for the manifest."""
     size = max(1, int(shard_mb * 1e6) // np.dtype(dtype).itemsize // width) * width
     entries, waiting = [], np.empty(0, dtype)
     for ids in itertools.chain(arrays, [None]):
@@ -64,8 +64,8 @@ def write_shards(folder: Folder, split: str, arrays: Iterable[np.ndarray], dtype
 
 
 def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -> dict:
-    """Writes what makes the folder complete: the tokenizer, then the manifest, which is returned. entries: of
-    the files of each split. about: kind, width, dtype, lossy, settings and accounting."""
+    """Completes the folder: writes the tokenizer, then the manifest, and returns the manifest. entries: the
+    files of each split. about: kind, width, dtype, lossy, settings and accounting."""
     with tempfile.TemporaryDirectory() as temporary:
         for file in save_tokenizer(tokenizer, temporary):
             folder.write(f"tokenizer/{file.name}", file.read_bytes())
@@ -77,12 +77,12 @@ def finish(folder: Folder, tokenizer, entries: dict[str, list[dict]], **about) -
 
 
 def read_manifest(folder: Folder) -> dict | None:
-    """The manifest, None where there is none. ValueError where it is damaged, of another format, or names
-    other files than its own."""
+    """The manifest; None if there is none, or the file is another program's. ValueError if it is damaged, of
+    an older format, or names files outside the folder."""
     try:
         manifest = json.loads(folder.read(MANIFEST))
-        made_in, names = str(manifest.get("format")), []
-        if made_in == FORMAT:
+        found_format, names = str(manifest.get("format")), []
+        if found_format == FORMAT:
             _ = manifest["dtype"], manifest["tokenizer"], manifest["settings"]["format"]
             for name, split in manifest["splits"].items():
                 account, entries = manifest["accounting"][name], split["files"]
@@ -94,21 +94,20 @@ def read_manifest(folder: Folder) -> dict | None:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder.url}/{MANIFEST} is damaged ({error}). Copy it again, or delete the folder "
                          "and prepare it again.") from error
-    if made_in != FORMAT and made_in.startswith("token"):
-        raise ValueError(f"{folder.url}: format {made_in!r}, but this version reads {FORMAT!r}. Prepare it "
-                         "again.")
+    if found_format != FORMAT and found_format.startswith("token"):
+        raise ValueError(f"{folder.url}: its format is {found_format!r}, but this version reads {FORMAT!r}. "
+                         "Prepare it again.")
     if foreign := [name for name in names if not re.fullmatch(NAME, name)]:
         raise ValueError(f"{folder.url}/{MANIFEST}: {foreign[0]!r} is no name of a file in this folder. Do "
-                         "not use it: it may come from somebody with bad intent.")
-    return manifest if made_in == FORMAT else None
+                         "not use these shards: somebody may have manipulated them.")
+    return manifest if found_format == FORMAT else None
 
 
 class Shards:
-    """One split of a finished folder of token shards. Shards(**place) opens it again."""
+    """One split of a finished folder of token shards. Shards(**shards.place) opens it again."""
 
     def __init__(self, folder, split: str = "train", manifest: dict | None = None):
-        """folder: a path or URL. manifest: it has been read already. ValueError where there is none, or a
-        damaged one."""
+        """folder: a path or URL. manifest: None to read it. ValueError if it is missing or damaged."""
         self.folder, self.split = Folder(folder), split
         self.name = self.folder.url
         self.manifest = manifest or read_manifest(self.folder)
@@ -117,11 +116,11 @@ class Shards:
         self.splits = self.manifest["splits"]
         self.width = self.manifest.get("width", 1)
         self.pairs = self.manifest.get("kind") == "pairs"
-        self.row_tokens = self.width - 3 * self.pairs if self.width > 1 else None  # T of rows; None: any
+        self.row_tokens = self.width - 3 * self.pairs if self.width > 1 else None  # T; None: any T
         self.place = {"folder": str(folder), "split": split}
         self.tokenizer = f"{folder}/tokenizer"
 
-    def of(self, split: str) -> "Shards":
+    def with_split(self, split: str) -> "Shards":
         """Another split of the folder."""
         shards = copy.copy(self)
         shards.split, shards.place = split, self.place | {"split": split}
@@ -133,7 +132,7 @@ class Shards:
         return [name for name, split in self.splits.items() if split["tokens"] >= size]
 
     def entries(self, max_tokens: int = 0) -> list[dict]:
-        """The first files of the split that have so many tokens; 0: all."""
+        """The manifest's entries of the first files that together have max_tokens; 0: of all files."""
         entries = self.splits[self.split]["files"]
         ends = itertools.accumulate((entry["tokens"] for entry in entries), initial=0)
         starts = zip(entries, ends, strict=False)
@@ -141,11 +140,11 @@ class Shards:
 
     @property
     def content(self) -> str:
-        """Changes with the ids and with the tokenizer."""
+        """A hash of the ids of the split and of the tokenizer."""
         return digest([entry["xxh3_128"] for entry in self.entries()], self.manifest["tokenizer"])
 
-    def misfits(self, tokenizer, T: int, pairs: bool) -> list[str]:
-        """A line for each setting that does not fit. tokenizer: None for that of the shards."""
+    def find_misfits(self, tokenizer, T: int, pairs: bool) -> list[str]:
+        """Says, a line each, which settings do not fit. tokenizer: None if the shards' own is used."""
         lines, size, name, splits = [], self.row_tokens, self.name, self.with_rows(T)
         if pairs and not self.pairs:
             lines.append("next_sentence: token shards have no sentences; name text or sentence pairs.")
@@ -157,15 +156,15 @@ class Shards:
         if self.split not in splits:
             remedy = "lower block_size or name other data"
             if self.split != "train":
-                remedy = "set eval_dataset_name, or make it again with --validation_fraction 0.05"
-            lines.append(f"{name} has no row of {size or T} tokens for {self.split}, only for "
+                remedy = "set eval_dataset_name, or prepare it again with --validation_fraction 0.05"
+            lines.append(f"{name} has no row of {size or T} tokens in its split {self.split}, only in "
                          f"{', '.join(splits) or 'none'}: {remedy}.")
         if tokenizer is not None and self.manifest["tokenizer"] != tokenizer_fingerprint(tokenizer):
             lines.append(f"tokenizer_name: not the tokenizer that made {name}: use {name}/tokenizer.")
         return lines
 
     def check(self, entries: Sequence[dict] | None = None) -> str:
-        """What is wrong with these files of a local folder, or with all splits' files; "" if nothing."""
+        """Verifies these files, or those of all splits, in a local folder. Returns what is wrong, or ""."""
         of_all_splits = itertools.chain.from_iterable(split["files"] for split in self.splits.values())
         for entry in of_all_splits if entries is None else entries:
             path = Path(self.folder.root, entry["file"])
@@ -174,8 +173,8 @@ class Shards:
         return ""
 
     def local(self, cache_dir, entries: Sequence[dict]) -> "Shards":
-        """These shards, or a copy in the cache, with these files, if they are not on a disk of this machine.
-        ValueError: a file is lost or damaged."""
+        """These shards, if they are on a disk of this machine, else a copy in the cache. entries: the files
+        that must be there. ValueError if one is missing or damaged."""
         shards, unchecked = self, entries
         if not self.folder.local:
             shards = Shards(cache_path(cache_dir, "shards", self.manifest), self.split, self.manifest)
@@ -190,7 +189,7 @@ class Shards:
         return shards
 
     def rows(self, T: int, max_rows: int = 0) -> PackedRows:
-        """Rows of T tokens, or the first max_rows. The files must be on this machine (`local`)."""
+        """All rows of T tokens, or the first max_rows. The files must be on this machine, see `local`."""
         account, width = self.manifest["accounting"][self.split], self.width if self.width > 1 else T
         paths = (Path(self.folder.root, entry["file"]) for entry in self.entries(max_rows * width))
         arrays = [np.load(path, mmap_mode="r") for path in paths]
@@ -201,17 +200,17 @@ class Shards:
 
 
 def find_shards(url: str, split: str = "train") -> Shards | None:
-    """The token shards at `url`, None where `url` is no URL or folder or holds none. ValueError: the URL
-    cannot be read, or its preparation is unfinished."""
-    a_file = suffix(url) in (*SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
-    if a_file if "://" in url else not os.path.isdir(os.path.expanduser(url)):
+    """The token shards in a folder or at a URL; None if it holds no shards. ValueError if the URL cannot be
+    read or the preparation is not finished."""
+    is_file = suffix(url) in (*SUFFIXES, ".bin", ".tfrecord") or glob.has_magic(url)
+    if is_file if "://" in url else not os.path.isdir(os.path.expanduser(url)):
         return None
     folder = Folder(os.path.expanduser(url))
     with explained(folder.url, "read"):
         names = folder.names()
-        begun = PROGRESS in names and "settings.json" in folder.names(PROGRESS)
-    if begun and MANIFEST not in names:
-        raise ValueError(f"{folder.url} is not finished; run the same `python -m data.prepare` command to "
+        started = PROGRESS in names and "settings.json" in folder.names(PROGRESS)
+    if started and MANIFEST not in names:
+        raise ValueError(f"{folder.url} is not finished: run its `python -m data.prepare` command again to "
                          "resume.")
     manifest = read_manifest(folder) if MANIFEST in names else None
     return Shards(os.path.expanduser(url), split, manifest) if manifest else None

@@ -3,7 +3,7 @@
     python -m data.tokens.tokenizer --output_dir my-tokenizer                # BPE on the installed Python
     python -m data.tokens.tokenizer --algorithm unigram --vocab_size 25000 \\
         --dataset_name Salesforce/wikitext --dataset_config_name wikitext-103-raw-v1 \\
-        --output_dir my-tokenizer                                            # the Keras TPU example's
+        --output_dir my-tokenizer                                            # as in the Keras TPU example
 """
 
 import argparse
@@ -32,13 +32,13 @@ from utils.io.files import is_missing_folder
 from utils.io.mistakes import user_mistakes
 from utils.io.urls import explained
 
-TRAINING_BYTES = 100_000_000  # of text that a tokenizer is trained on
-FORMAT = 6  # part of every trained tokenizer's cache key: raise it when training gives another one
-LONGEST_WORD = 400  # characters, in training
-LONG_WORD = re.compile(rf"(?<!\w)\w{{{LONGEST_WORD},}}")
+TRAINING_BYTES = 100_000_000  # a tokenizer is trained on at most so many bytes of text
+FORMAT = 6  # part of a trained tokenizer's key in the cache: raise it when training gives other tokenizers
+MAX_WORD_CHARS = 400  # longer words are cut in training
+LONG_WORD = re.compile(rf"(?<!\w)\w{{{MAX_WORD_CHARS},}}")
 
-# Special tokens by model family, in the order of the ids that the families' configurations give them. RoBERTa
-# counts its positions from the pad id (1): with another id a token would silently be taken for padding.
+# Special tokens by model family, in the order of their ids in the families' configurations. RoBERTa counts
+# its positions from the pad id (1): with another id it would silently take a token for padding.
 ROBERTA = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>",
            "cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}
 BERT = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]",
@@ -47,12 +47,12 @@ CAUSAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token
 LIKE_ROBERTA = ("camembert", "data2vec-text", "esm", "longformer", "mpnet", "roberta", "roberta-prelayernorm",
                 "xlm-roberta", "xlm-roberta-xl")
 FAMILIES = {**dict.fromkeys(MODEL_FOR_MASKED_LM_MAPPING_NAMES, BERT), **dict.fromkeys(LIKE_ROBERTA, ROBERTA)}
-USUAL_MODEL = {"bpe": "gpt2", "unigram": "roberta"}  # by algorithm
+DEFAULT_MODEL_TYPES = {"bpe": "gpt2", "unigram": "roberta"}
 
 
 def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
-    """A tokenizer from the Hub or a folder. ValueError where it is missing, has no tokenizer.json, or turns
-    text into nothing."""
+    """Loads a tokenizer from the Hub or a folder. ValueError if there is none, or it has no tokenizer.json or
+    no vocabulary."""
     name = os.path.expanduser(str(name_or_path))
     if is_missing_folder(name):
         raise ValueError(f"tokenizer_name {name!r}: there is no such folder")
@@ -61,37 +61,39 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     if os.path.isdir(name) and not any("token" in file or "vocab" in file or file.endswith(".model")
                                        for file in os.listdir(name)):  # transformers would invent one
         raise ValueError(f"tokenizer_name {name!r}: this folder has no tokenizer, such as a tokenizer.json. "
-                         "Copy the one there that the weights were trained with, or name it: "
-                         "--tokenizer_name")
+                         "Copy the tokenizer of the weights into it, or name that with --tokenizer_name")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file can raise anything
         raise ValueError(f"tokenizer_name {name!r} cannot be loaded: {str(error).strip()}\n  Remedies: check "
                          "spelling, network and login.") from error
     if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer_name {name!r} has no tokenizer.json; choose one that has")
+        raise ValueError(f"tokenizer_name {name!r} has no tokenizer.json; choose a tokenizer with one")
     if not tokenizer.get_vocab() or not tokenizer("the 1 a", add_special_tokens=False)["input_ids"]:
-        raise ValueError(f"tokenizer_name {name!r} turns text into nothing: its vocabulary is missing")
+        raise ValueError(f"tokenizer_name {name!r} gives text no tokens: its vocabulary is missing")
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model_type: str,
                     progress=False) -> PreTrainedTokenizerFast:
-    """A tokenizer trained on texts, with the special tokens of the model's family.
+    """Trains a tokenizer on texts, with the special tokens of the model's family.
 
-    bpe: GPT-2's, byte-level, round-trips any text. unigram: as in transformers' Keras TPU example, with its
-    mask token [MASK]; words do not contain line ends. Prints a warning if the size reached is not vocab_size.
-    ValueError: settings or text do not allow it."""
+    algorithm: bpe is byte-level, like GPT-2's, and decodes to exactly the same text; unigram is that of the
+    Keras TPU example of transformers, with the mask token [MASK]. Warns if the text gives fewer tokens than
+    vocab_size. ValueError if the settings are wrong or the text is too small."""
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type {model_type!r}: unknown to transformers")
-    special = _special_tokens(algorithm, model_type)
+    special = _choose_special_tokens(algorithm, model_type)
     names = {str(token): token for token in special.values()}
     smallest = len(names) + (256 if algorithm == "bpe" else 1)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size {vocab_size} is too small; {algorithm} needs {smallest} or more")
     common = {"vocab_size": vocab_size, "special_tokens": [*names.values()], "show_progress": progress}
     try:
-        backend = _bpe(texts, common) if algorithm == "bpe" else _unigram(texts, special["unk_token"], common)
+        if algorithm == "bpe":
+            backend = _train_bpe(texts, common)
+        else:
+            backend = _train_unigram(texts, special["unk_token"], common)
     except Exception as error:  # the library raises bare Exceptions, e.g. where Unigram finds too few pieces
         too_small = "not large enough" in str(error)  # for all characters of the text
         remedy = "raise vocab_size" if too_small else "lower vocab_size or take more text"
@@ -104,66 +106,67 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
             single=f"{first} $A {last}", pair=f"{first} $A {last} {second}",
             special_tokens=[(token, backend.token_to_id(token)) for token in (first, last)])
     special["clean_up_tokenization_spaces"] = False  # decode() would drop spaces that the text had
-    special["model_input_names"] = _inputs(special, model_type)
+    special["model_input_names"] = _choose_input_names(special, model_type)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     if len(tokenizer) != vocab_size:
-        print(f"warning: vocab_size {vocab_size:,} was asked for, {algorithm} on this text gives "
-              f"{len(tokenizer):,}; models are built for the number reached", file=sys.stderr, flush=True)
+        print(f"warning: vocab_size is {vocab_size:,}, but {algorithm} on this text gives {len(tokenizer):,} "
+              "tokens: models are built for these", file=sys.stderr, flush=True)
     return tokenizer
 
 
-def _special_tokens(algorithm: str, model_type: str) -> dict:
-    """The special tokens of the model's family, by their roles."""
+def _choose_special_tokens(algorithm: str, model_type: str) -> dict:
+    """The special tokens of the model's family: {role: token}."""
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm == "unigram" and special["unk_token"] == special.get("eos_token"):
         special["unk_token"] = "<unk>"  # byte-level BPE knows every byte
     if "mask_token" in special:
-        # In the example's prompts it is [MASK], though for a RoBERTa. Words begin with their space, so the
-        # mask of a whole word takes the space before it, too.
+        # The Keras example's prompts have [MASK], though its model is a RoBERTa. The tokens of words begin
+        # with a space, so a mask, which stands for a word, takes the space before it.
         mask = "[MASK]" if algorithm == "unigram" else special["mask_token"]
         special["mask_token"] = AddedToken(mask, lstrip=True, special=True)
     return special
 
 
-def _inputs(special: dict, model_type: str) -> list[str]:
-    """What pipelines pass to the model."""
+def _choose_input_names(special: dict, model_type: str) -> list[str]:
+    """What a pipeline passes to the model."""
     typed = special.get("cls_token") == "[CLS]" and hasattr(CONFIG_MAPPING[model_type](), "type_vocab_size")
     return ["input_ids", *["token_type_ids"] * typed, "attention_mask"]
 
 
-def _words(texts: Iterable[str]) -> Iterator[str]:
-    """Pieces of the texts. Long words are cut: the trainers' time grows with the square of their length."""
+def _cut_long_words(texts: Iterable[str]) -> Iterator[str]:
+    """Yields the texts in pieces. The time of the trainers grows with the square of a word's length."""
     for piece in (piece for text in texts for piece in split_text(text)):
         start = 0
         for word in LONG_WORD.finditer(piece):
-            for place in range(word.start(), word.end(), LONGEST_WORD):
-                yield piece[start:place]
-                start = place
+            for end in range(word.start(), word.end(), MAX_WORD_CHARS):
+                yield piece[start:end]
+                start = end
         yield piece[start:]
 
 
-def _bpe(texts: Iterable[str], common: dict) -> Tokenizer:
+def _train_bpe(texts: Iterable[str], common: dict) -> Tokenizer:
     backend, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **common)
-    backend.train_from_iterator(_words(texts), trainer=trainer)
+    backend.train_from_iterator(_cut_long_words(texts), trainer=trainer)
     return backend
 
 
-def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
-    """Orders the pieces by score, then by text, to be the same in every process.
+def _train_unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
+    """Trains a Unigram model. Its pieces are ordered by score, then by text, the same in every process.
 
-    The library orders equal scores as a hash map happens to, and so it scores the characters that it adds at
-    the end (the lowest score, and 0.0001 more for each). Scores also differ by 1e-10 between processes."""
+    The library's own order changes: pieces of equal score come in the order of a hash map, and the characters
+    that it adds at the end get scores by that order (the lowest score, and 0.0001 more for each). Scores also
+    differ by 1e-10 between processes."""
     backend = Tokenizer(models.Unigram())
     backend.normalizer = normalizers.Sequence([normalizers.Replace(quote, '"') for quote in ("``", "''")])
     lines, words = Regex(r"[\r\n]+"), pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(lines, "isolated"), words])
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    texts = itertools.chain(["\n\n\n"], texts)  # pieces must occur twice, as "\n\n" then does
+    texts = itertools.chain(["\n\n\n"], texts)  # makes "\n\n" a piece: it occurs twice here
     trainer = trainers.UnigramTrainer(unk_token=unknown, **common)
-    backend.train_from_iterator(_words(texts), trainer=trainer)
+    backend.train_from_iterator(_cut_long_words(texts), trainer=trainer)
     trained, n_special = json.loads(backend.to_str())["model"], len(common["special_tokens"])
     special, pieces = trained["vocab"][:n_special], trained["vocab"][n_special:]
     lowest, scores = min(score for _, score in pieces), {}
@@ -178,60 +181,60 @@ def _unigram(texts: Iterable[str], unknown: str, common: dict) -> Tokenizer:
 
 
 def sample_texts(texts: Iterable[str], max_bytes: int) -> list[str]:
-    """A fair sample of at most max_bytes from a stream of any length. Each text draws a number from its
-    content; the texts with the smallest numbers stay."""
-    sample, size = [], 0  # a heap, largest number first
+    """A fair sample of at most max_bytes from a stream of any length: the texts with the smallest hashes."""
+    sample, size = [], 0  # sample: a heap, the largest hash first
     for text in texts:
         data = text.encode("utf-8", "replace")
-        draw = hashlib.blake2b(data, digest_size=8, key=b"0").digest()
-        heapq.heappush(sample, (-int.from_bytes(draw, "big"), len(data), text))
+        text_hash = hashlib.blake2b(data, digest_size=8, key=b"0").digest()
+        heapq.heappush(sample, (-int.from_bytes(text_hash, "big"), len(data), text))
         size += len(data)
         while len(sample) > 1 and size > max_bytes:
             size -= heapq.heappop(sample)[1]
     return [text for _, _, text in sorted(sample, reverse=True)]
 
 
-def sampled(corpus, max_bytes: int, read_bytes: int = 0) -> tuple[list[str], Accounting]:
-    """`sample_texts` of a corpus, or of its first read_bytes, and the counts of what was read. ValueError
-    where there is no text."""
+def sample_corpus(corpus, max_bytes: int, read_bytes: int = 0) -> tuple[list[str], Accounting]:
+    """Returns (sample of at most max_bytes, counts of what was read). read_bytes: read only the beginning of
+    the corpus; 0: all. ValueError if there is no text."""
     counts = Accounting()
     documents = (text for text, _, _ in clean_documents(corpus, counts))
     if read_bytes:
         documents = itertools.takewhile(lambda _: counts.bytes <= read_bytes, documents)
     texts = sample_texts(show_progress(documents, f"reading {corpus.name} for the tokenizer"), max_bytes)
     if not texts:
-        raise ValueError(no_text(corpus, counts))
+        raise ValueError(explain_no_text(corpus, counts))
     return texts, counts
 
 
-def no_text(corpus, counts: Accounting) -> str:
-    """The message where a corpus has no document to train on."""
+def explain_no_text(corpus, counts: Accounting) -> str:
+    """The error message for a corpus without a document to train on."""
     message = f"dataset_name {corpus.name}: none of {counts.read:,} documents is text"
     if counts.unreadable:
-        message += (f": {'; '.join(counts.unreadable_names)}. Convert what is not UTF-8, as by `iconv -f "
-                    "latin1 -t utf-8`; of other columns --text_column chooses one")
+        message += (f": {'; '.join(counts.unreadable_names)}. Convert files that are not UTF-8, as by `iconv "
+                    "-f latin1 -t utf-8`, or choose another column by --text_column")
     if counts.filtered:
         message = (f"keywords {' '.join(corpus.keywords)}: none of the {counts.read:,} documents of "
-                   f"{corpus.name} contains any of them; give others, or --keywords none to keep everything")
+                   f"{corpus.name} contains any; give others, or --keywords none to take all documents")
     return message
 
 
-def trained_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, algorithm: str, model_type: str,
-                      cache_dir="cache", read_bytes: int = 0) -> PreTrainedTokenizerFast:
-    """A tokenizer trained on a sample of each corpus, its share of the bytes, or the one in the cache."""
+def find_or_train_tokenizer(corpora: list, shares: list[float], *, vocab_size: int, algorithm: str,
+                            model_type: str, cache_dir="cache", read_bytes=0) -> PreTrainedTokenizerFast:
+    """The tokenizer for these corpora from the cache, or trained now, on a sample of each corpus. shares: of
+    the training bytes, by corpus. read_bytes: sample only the first so many bytes of text; 0: all."""
     used = [(corpus, share) for corpus, share in zip(corpora, shares, strict=True) if share]
     content = [[corpus.fingerprint, corpus.keywords, share] for corpus, share in used]
-    special = _special_tokens(algorithm, model_type)
-    family = [{role: str(token) for role, token in special.items()}, _inputs(special, model_type)]
+    special = _choose_special_tokens(algorithm, model_type)
+    family = {role: str(token) for role, token in special.items()}, _choose_input_names(special, model_type)
     settings = [FORMAT, content, vocab_size, algorithm, family, TRAINING_BYTES, read_bytes]
     folder = cache_path(cache_dir, "tokenizer", settings)
     with nullcontext() if folder.exists() else locked(Path(f"{folder}.lock"), folder):
-        if not folder.exists():
+        if not folder.exists():  # no other process has trained it since
             texts = []
             for corpus, share in used:
-                texts += sampled(corpus, int(TRAINING_BYTES * share), read_bytes=int(read_bytes * share))[0]
+                texts += sample_corpus(corpus, int(TRAINING_BYTES * share), int(read_bytes * share))[0]
             started, size = time.monotonic(), sum(map(len, texts)) / 1e6
-            print(f"data       training a tokenizer, {algorithm}, on {size:,.1f} M characters", flush=True)
+            print(f"data       training a {algorithm} tokenizer on {size:,.1f} M characters", flush=True)
             tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type)
             seconds = time.monotonic() - started
             print(f"data       tokenizer: {len(tokenizer):,} tokens, trained in {seconds:.0f} s", flush=True)
@@ -246,8 +249,8 @@ def main(arguments=None):
                                      allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--output_dir", required=True, help="folder for AutoTokenizer.from_pretrained")
-    add("--algorithm", default="bpe", choices=list(USUAL_MODEL))
-    add("--vocab_size", type=int, default=32_000, help="number of tokens, with special ones")
+    add("--algorithm", default="bpe", choices=list(DEFAULT_MODEL_TYPES))
+    add("--vocab_size", type=int, default=32_000, help="number of tokens, special tokens included")
     add("--model_type", help="decides the special tokens (default: gpt2 or roberta, by algorithm)")
     add("--max_bytes", type=int, default=TRAINING_BYTES, help="bytes of text to train on, a fair sample")
     add_source_flags(add)
@@ -260,10 +263,10 @@ def main(arguments=None):
     with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):
         os.listdir(args.output_dir)  # fails now, not after training, if it is a file
     corpus = open_corpus(source_of(args))
-    texts, counts = sampled(corpus, args.max_bytes)
-    print(f"{corpus.name}: {counts.line()}; training on {len(texts):,}", flush=True)
-    model_type, terminal = args.model_type or USUAL_MODEL[args.algorithm], sys.stderr.isatty()
-    tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, terminal)
+    texts, counts = sample_corpus(corpus, args.max_bytes)
+    print(f"{corpus.name}: {counts.line()}; training on {len(texts):,} of them", flush=True)
+    model_type = args.model_type or DEFAULT_MODEL_TYPES[args.algorithm]
+    tokenizer = train_tokenizer(texts, args.algorithm, args.vocab_size, model_type, sys.stderr.isatty())
     with explained(f"output_dir {args.output_dir}", "written", Exception):  # as tokenizers raises
         tokenizer.save_pretrained(args.output_dir)
     print(f"{len(tokenizer):,} tokens, saved in {args.output_dir}. To publish them: "

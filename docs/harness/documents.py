@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 from data.documents.filters import Accounting, clean_documents
 from data.documents.source import sources_of_run
-from data.open import open_all
-from data.prepare import held_out
+from data.load import open_all
+from data.prepare import plan_hold_out
 
 
 def main(run: str, out: str) -> None:
     args = SimpleNamespace(**json.loads(Path(run, "args.json").read_text())["settings"])
     train, evals, _ = open_all(args, *sources_of_run(args))
-    _, corpora, parts = held_out(args, train, evals, args.block_size)
+    _, corpora, parts = plan_hold_out(args, train, evals, args.block_size)
     if not (corpora := corpora + parts):
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()
