@@ -5,9 +5,8 @@
 SOURCE is a file, folder, glob or URL of .tfrecord files (transformers' Keras example for TPUs), .bin files
 (nanoGPT, llm.c, modded-nanogpt) or .ds files (datatrove); a save_to_disk folder, parquet or json file with
 sentence pairs; or a Hub data set that holds any of these. The words train, val and test in the names of files
-or folders are splits. Without a validation split, --validation_fraction 0.05 holds out the last rows. Each id
-is checked against the tokenizer, which must be the one that made the ids. Then train on the shards:
---dataset_name tokens/.
+or folders are splits. Without a validation split, --validation_fraction 0.05 holds out the last rows. The
+tokenizer must be the one that made the ids; all are checked. Then train on them: --dataset_name tokens/.
 """
 
 import argparse

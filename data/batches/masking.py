@@ -28,8 +28,7 @@ class MaskTokens:
     PackedRows become `<s> row </s>`, two tokens longer, as a fill-mask pipeline encodes a sentence, unless
     they have tokenizer.model_max_length tokens: such rows contain their special tokens.
 
-    mlm_probability: the share of tokens to predict. ValueError: it is not between 0 and 1, or the tokenizer
-    has no mask token."""
+    ValueError: mlm_probability is not between 0 and 1, or the tokenizer has no mask token."""
 
     def __init__(self, tokenizer, mlm_probability: float = 0.15, seed: int = 0):
         names = ("mask_token", "cls_token", "sep_token", "pad_token")

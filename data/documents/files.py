@@ -186,7 +186,7 @@ def _count_bytes(text: str) -> int:
 
 
 def _make_document(pieces: list[str]) -> dict:
-    """Bytes that are not UTF-8 have become lone surrogates, by surrogateescape."""
+    """{"text": None} if bytes are not UTF-8: surrogateescape has decoded them to lone surrogates."""
     text = "".join(pieces)
     return {"text": None if any("\udc80" <= character <= "\udcff" for character in {*text}) else text}
 

@@ -33,25 +33,25 @@ def _list_files() -> list[tuple[str, str, int, str, Path]]:
     of site-packages, in an order that does not depend on where the interpreter is installed."""
     files = {}
 
-    def add_files(root, packages, default):
+    def add_files(root, owners, default):
         for folder, folders, names in os.walk(root):
             folders[:] = {*folders} - {"__pycache__", "site-packages", "dist-packages"}
             for file in (Path(folder, name) for name in names if name.endswith(".py")):
                 if file not in files and file.is_file():
                     path = file.relative_to(root).as_posix()
-                    package, license = packages.get(path, default)
+                    package, license = owners.get(path, default)
                     files[file] = (package, path, file.stat().st_size, license, file)
 
     python = f"{platform.python_implementation()} {platform.python_version()}"
     add_files(sysconfig.get_path("stdlib"), {}, (python, "PSF-2.0"))
     for root in _site_packages():
-        packages = {}
+        owners = {}  # {relative path: (package and version, license)}
         for package in metadata.distributions(path=[root]):
             about = package.metadata
             license = about.get("License-Expression") or (about.get("License") or "unknown").split("\n")[0]
             owner = (f"{package.name} {package.version}", license)
-            packages.update((file.as_posix(), owner) for file in package.files or () if file.suffix == ".py")
-        add_files(root, packages, ("site-packages", "unknown"))
+            owners.update((file.as_posix(), owner) for file in package.files or () if file.suffix == ".py")
+        add_files(root, owners, ("site-packages", "unknown"))
     return sorted(files.values())
 
 
