@@ -14,7 +14,7 @@ from utils.state.stateful import clean_name, named_tensors
 
 logger = logging.getLogger(__name__)
 
-ASIDE = ".export"  # the model is written to this folder in output_dir first; if it is left, a save has failed
+TEMPORARY = ".export"  # folder in output_dir where the model is written first; it stays if a save has failed
 
 
 def save_model(args, accelerator, model, tokenizer, facts: dict) -> None:
@@ -30,20 +30,20 @@ def save_model(args, accelerator, model, tokenizer, facts: dict) -> None:
 
 
 def _replace_model(args, lm, weights, tokenizer, facts) -> None:
-    folder = Path(args.output_dir)
+    folder, temporary = Path(args.output_dir), Path(args.output_dir, TEMPORARY)
     try:
-        shutil.rmtree(folder / ASIDE, ignore_errors=True)
-        write_model(lm, weights, tokenizer, folder / ASIDE)
-        for file in sorted((folder / ASIDE).iterdir(), key=lambda file: file.suffix == ".safetensors"):
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_model(lm, weights, tokenizer, temporary)
+        for file in sorted(temporary.iterdir(), key=lambda file: file.suffix == ".safetensors"):
             os.replace(file, folder / file.name)
         write_model_card(args, facts, tokenizer.mask_token)
-        shutil.rmtree(folder / ASIDE)
+        shutil.rmtree(temporary)
     except Exception as error:  # also those of safetensors and tokenizers: training goes on
         failure = str(error) or repr(error)
         logger.warning("the model was not saved in %s: %s", folder, failure)
-        shutil.rmtree(folder / ASIDE, ignore_errors=True)  # the disk may be full
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
         with contextlib.suppress(OSError):
-            (folder / ASIDE).mkdir(exist_ok=True)
+            temporary.mkdir(exist_ok=True)
         if facts["step"] == 0 or facts["step"] >= facts["last"]:
             which = "first" if facts["step"] == 0 else "last"
             raise RunFailed(f"the {which} model was not saved: {failure}; make room and run the same command "

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from utils.display.metrics import newest, read_metrics, readable
 from utils.io.mistakes import on_main_process
 from utils.io.text import without_secrets
-from utils.publishing.export import ASIDE
+from utils.publishing.export import TEMPORARY
 from utils.publishing.model_card import repo_name
 from utils.state.stop_signals import received_signal
 
@@ -73,7 +73,7 @@ class Hub:
 
     def push(self, step: int) -> None:
         """Pushes the files of output_dir after the save of `step`, unless the model could not be saved."""
-        if not self.repo_id or (self.output_dir / ASIDE).exists():
+        if not self.repo_id or (self.output_dir / TEMPORARY).exists():
             return
         self.newest = step
         if self.thread.is_alive():

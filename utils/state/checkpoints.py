@@ -1,7 +1,7 @@
 """Saves and loads the complete training state.
 
     checkpoints/step-00001000/
-        model.safetensors  weights and buffers by transformers' names, tied ones once
+        model.safetensors  weights and buffers by transformers' names; tied weights are stored once
         config.json ...    with the tokenizer's files, so that from_pretrained and pipeline() load the folder
         state.safetensors  the tensors of the optimizer and of all other objects
         state.json         their other values, and the settings
@@ -45,7 +45,7 @@ class Checkpoints:
 
     rows_fingerprint: identifies the training rows. may_change: settings that may differ at a resume.
     objects: model=..., and modules, optimizers, torch.Generators or objects with state_dict and
-    load_state_dict. The main process's copy is saved of all that is not sharded.
+    load_state_dict. What is not sharded is saved by the main process.
 
     Locks output_dir until the process ends. ValueError if another run uses it, or if an object cannot be
     saved."""

@@ -41,8 +41,8 @@ def reshard(model) -> None:
 
 
 def as_stateful(name: str, obj):
-    """An object with state_dict and load_state_dict: of a torch.Generator a new one, of an optimizer the one
-    in accelerate's wrapper, else `obj` itself. ValueError if it cannot be saved."""
+    """Returns `obj`, an optimizer without accelerate's wrapper, a torch.Generator with state_dict and
+    load_state_dict. ValueError if the object cannot be saved."""
     if isinstance(obj, torch.Generator):
         return SimpleNamespace(state_dict=lambda: {"state": obj.get_state()},
                                load_state_dict=lambda state: obj.set_state(state["state"]))  # fmt: skip
@@ -75,13 +75,13 @@ def collect_state(name: str, obj, model) -> tuple[dict, dict]:
 
 
 def find_targets(name: str, obj, record: dict, stored: dict, model) -> dict:
-    """{name in the checkpoint: tensor to fill} of an object. record: its JSON values in state.json. stored:
-    {name: description} of all tensors in the checkpoint. CheckpointMismatch if they do not fit the object."""
+    """Returns {name in the checkpoint: tensor to fill} for an object. record: its JSON values in state.json.
+    stored: {name: metadata} of all tensors in the checkpoint. CheckpointMismatch if the object differs."""
     current, tensors = collect_state(name, obj, model)
-    saved = {key: item for key, item in stored.items() if key.startswith(f"{name}/")}
+    saved = {key: metadata for key, metadata in stored.items() if key.startswith(f"{name}/")}
     if isinstance(obj, Module):
         if obj is model:
-            saved = {key: item for key, item in stored.items() if "/" not in key}
+            saved = {key: metadata for key, metadata in stored.items() if "/" not in key}
         old = {key: f"{item.properties.dtype} {[*item.size]}" for key, item in saved.items()}
         new = {key: f"{tensor.dtype} {[*tensor.shape]}" for key, tensor in tensors.items()}
         if different := [key for key in sorted(old | new) if old.get(key) != new.get(key)]:
@@ -97,22 +97,23 @@ def find_targets(name: str, obj, record: dict, stored: dict, model) -> dict:
             raise CheckpointMismatch(f"holds another {name} ({message}): choose another --output_dir")
         weights = [weight for group in obj.param_groups for weight in group["params"]]
         tensors |= {f"{name}/state/{i}": weight for i, weight in enumerate(weights)}
+    # For each saved tensor the object's tensor of this name, or the weight to whose state it belongs.
     similar = {key: tensors.get(key, tensors.get(key.rpartition("/")[0])) for key in saved}
-    return {key: empty_target(similar[key], item) for key, item in saved.items()}
+    return {key: empty_target(similar[key], metadata) for key, metadata in saved.items()}
 
 
-def empty_target(tensor, item) -> torch.Tensor:
-    """An empty tensor of the size and dtype that `item` describes: on the device of `tensor` and sharded like
-    it, if their shapes are equal, or equal but for a last dimension of 1."""
-    if tensor is not None and (*tensor.shape[:-1], 1) == (*item.size,):
-        tensor = tensor[..., :1]
-    if tensor is None or tensor.shape != item.size:
-        return torch.empty(item.size, dtype=item.properties.dtype)
-    return torch.empty_like(tensor, dtype=item.properties.dtype, requires_grad=False)
+def empty_target(similar, metadata) -> torch.Tensor:
+    """An empty tensor of the size and dtype in `metadata`. It has the device and the sharding of `similar` if
+    both have one shape, or differ only by a last dimension of 1."""
+    if similar is not None and (*similar.shape[:-1], 1) == (*metadata.size,):
+        similar = similar[..., :1]
+    if similar is None or similar.shape != metadata.size:
+        return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+    return torch.empty_like(similar, dtype=metadata.properties.dtype, requires_grad=False)
 
 
 def restore_state(obj, record: dict, targets: dict) -> None:
-    """Gives an object its saved state. targets: of find_targets, filled; a module then has its tensors."""
+    """Loads the saved state into an object. targets: from find_targets, filled; this restores a module."""
     if isinstance(obj, Module):
         return
     state = unflatten(record["state"], targets)
