@@ -95,8 +95,8 @@ class Checkpoints:
         self._exported = True  # the script exports the model after each checkpoint
 
     def _newest(self) -> str:
-        good = resume.list_checkpoints(self.folder)
-        return f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint"
+        complete = resume.list_checkpoints(self.folder)
+        return f"the last good checkpoint is {complete[-1]}" if complete else "there is no checkpoint"
 
     def _collect(self) -> tuple[dict, dict, bool]:
         """Returns {object: JSON values}, {name: (tensor, offsets)} that this process writes, and whether all
@@ -172,12 +172,12 @@ class Checkpoints:
             saved, stored = state["things"], describe_tensors(folder)
             resume.check_experiment(state, self.args, self.steps, self.fingerprint, self.may_change,
                                     self.objects.get("schedule"))
-            common = self._objects_in(saved, folder)
+            objects = self._objects_in(saved, folder)
             stateful.reshard(self.model)
-            for name, obj in common.items():
+            for name, obj in objects.items():
                 targets |= stateful.find_targets(name, obj, saved[name], stored, self.model)
             read_tensors(folder, targets)
-            for name, obj in common.items():
+            for name, obj in objects.items():
                 stateful.restore_state(obj, saved[name], targets)
             return state["step"]
         except resume.CheckpointMismatch as error:
