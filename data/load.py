@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from data.batches.mixture import WINDOW, Mixed
 from data.batches.order import evaluation_order, evaluation_rows
 from data.batches.rows import Order, PackedRows
-from data.documents.source import EVALUATED, Corpus, Source, open_corpus, sources_of_run
+from data.documents.source import EVALUATED, Corpus, Source, by_short_names, open_corpus, set_configuration
 from data.prepare import prepare_all
 from data.tokens.shards import Shards, find_shards
 from data.tokens.tokenizer import find_or_train_tokenizer, load_tokenizer
@@ -81,8 +81,7 @@ def _rows_of_run(args, shape: dict) -> dict | None:
 
 def _prepare_rows(args, shape: dict, algorithm: str, n_special: int) -> dict:
     """Prepares the rows, or finds them in the cache. Returns where they are, for args.json."""
-    sources, eval_sources = sources_of_run(args)
-    train, evals, tokenizer = open_all(args, sources, eval_sources, n_special)
+    train, evals, tokenizer = open_all(args, n_special)
     if tokenizer is None:
         max_tokens = args.max_train_samples * (args.block_size - n_special)
         read_bytes = max_tokens and max(1_000_000, 4 * max_tokens)
@@ -125,7 +124,7 @@ def _make_loader(rows, batch_size: int, order, collate) -> DataLoader:
 # ---- The data sets of a run, opened and checked before any work
 
 
-def open_all(args, sources: dict, eval_sources: dict, n_special: int = 0) -> tuple[dict, dict, object]:
+def open_all(args, n_special: int = 0) -> tuple[dict, dict, object]:
     """Returns ({name: training set}, {name: evaluation set}, tokenizer), the tokenizer None if one must be
     trained.
 
@@ -140,6 +139,7 @@ def open_all(args, sources: dict, eval_sources: dict, n_special: int = 0) -> tup
         except ValueError as error:
             problems.append(str(error))
 
+    sources, eval_sources = _choose_sources(args)
     if args.eval_only and eval_sources:
         sources = {}  # the training data is not read, and may be gone
     train = {name: attempt(open_source, source) for name, source in sources.items()}
@@ -153,6 +153,18 @@ def open_all(args, sources: dict, eval_sources: dict, n_special: int = 0) -> tup
     if problems:
         raise ValueError("\n".join(problems))
     return train, evals, tokenizer
+
+
+def _choose_sources(args) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Returns the training data and the evaluation data of a run, both as {name in the log: Source}."""
+    train = [Source(name, text_column=args.text_column, keywords=tuple(filter(None, args.keywords)),
+                    streaming=args.streaming or args.max_train_samples > 0,  # then only the beginning is read
+                    divide=not args.eval_dataset_name) for name in args.dataset_name]
+    evals = [Source(name, text_column=args.text_column, streaming=args.streaming, divide=False)
+             for name in args.eval_dataset_name]
+    if args.dataset_config_name:
+        set_configuration(args.dataset_config_name, train + evals)
+    return by_short_names(train), by_short_names(evals)
 
 
 def open_source(source: Source, evaluate: bool = False) -> Corpus | Shards:

@@ -33,23 +33,22 @@ CHARS_PER_TOKEN = 8  # generous: hold out at least this much text per token of o
 def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -> tuple[dict, dict]:
     """Makes token shards on this machine of the data sets that open_all returned. Returns ({name: training
     shards}, {name: evaluation shards}). With eval_only the training shards may be evaluation shards."""
-    size = args.block_size - n_special
-    hold_out, eval_corpora, held_out_corpora = plan_hold_out(args, train, evals, size)
-    pairs = getattr(args, "next_sentence", False)
+    size, pairs = args.block_size - n_special, getattr(args, "next_sentence", False)
+    divided = [name for name, data in evals.items() if data is None]  # into train and validation
+    hold_out = plan_hold_out(args, [train[name] for name in divided], size)
     maker = PairMaker(tokenizer, size, args.seed) if pairs else TokenMaker(tokenizer)
-    shards_of = partial(as_shards, maker=maker, size=size, cache_dir=args.cache_dir)
-    eval_shards = {name: data and shards_of(data, "validation") for name, data in evals.items()}
+    to_shards = partial(as_shards, maker=maker, size=size, cache_dir=args.cache_dir)
+    eval_shards = {name: data and to_shards(data, "validation") for name, data in evals.items()}
     if args.eval_only and all(eval_shards.values()):
         return dict(list(eval_shards.items())[:1]), eval_shards
-    train_shards = {}
+    train_shards, eval_corpora = {}, [data for data in evals.values() if isinstance(data, Corpus)]
     for name, data in train.items():
-        if evals.get(name, data) is None:  # it is divided into train and validation
-            shards = shards_of(data, "train", hold_out, eval_corpora, args.max_train_samples)
-            eval_shards[name] = shards.with_split("validation")
+        if name in divided:
+            train_shards[name] = to_shards(data, "train", hold_out, eval_corpora, args.max_train_samples)
+            eval_shards[name] = train_shards[name].with_split("validation")
         else:
-            excluded = eval_corpora + held_out_corpora
-            shards = shards_of(data, "train", None, excluded, args.max_train_samples)
-        train_shards[name] = shards
+            excluded = eval_corpora + [hold_out.select(train[name]) for name in divided]
+            train_shards[name] = to_shards(data, "train", None, excluded, args.max_train_samples)
     tokens = [data.name for data in train.values() if isinstance(data, Shards)]
     if args.eval_dataset_name and tokens and eval_corpora:
         print(f"data       {', '.join(tokens)} holds tokens, not text: documents of the evaluation set "
@@ -57,26 +56,21 @@ def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -
     return train_shards, eval_shards
 
 
-def plan_hold_out(args, train: dict, evals: dict, size: int) -> tuple[HoldOut, list[Corpus], list[Corpus]]:
-    """Decides which documents are for validation, before the first row is made.
-
-    Returns the rule, one for all data sets; the evaluation sets that are text; and for each corpus that is
-    divided the documents that the rule holds out of it. size: tokens per row, without special tokens."""
-    divided = [train[name] for name, data in evals.items() if data is None]
+def plan_hold_out(args, corpora: list[Corpus], size: int) -> HoldOut:
+    """Decides which documents of these corpora are for validation, by one rule for all, before any row is
+    made. size: tokens per row, without special tokens."""
     max_chars = max(args.max_train_samples * size or NO_LIMIT, 1 << 14)  # a token has one or more
     min_documents = 1 + getattr(args, "next_sentence", False)
     settings = args.validation_fraction, CHARS_PER_TOKEN * size, min_documents, max_chars
     rules = []
-    for corpus in divided:
+    for corpus in corpora:
         path = cache_path(args.cache_dir, "hold-out", [corpus.fingerprint, settings]).with_suffix(".json")
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, choose_hold_out(corpus, *settings).settings)
         rules.append(json.loads(path.read_text()))
-    rule = HoldOut(max((fraction for fraction, _ in rules), default=0.0),
+    return HoldOut(max((fraction for fraction, _ in rules), default=0.0),
                    frozenset().union(*(hashes for _, hashes in rules)))
-    eval_corpora = [data for data in evals.values() if isinstance(data, Corpus)]
-    return rule, eval_corpora, [rule.select(corpus) for corpus in divided]
 
 
 def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None, excluded=(),

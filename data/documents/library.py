@@ -12,7 +12,6 @@ from datasets.exceptions import DatasetsError
 
 from data.documents.files import UNIT_BYTES, table_to_rows
 from data.documents.names import digest, is_saved
-from utils.io.text import without_secrets
 
 
 def splits(source) -> list[str]:
@@ -66,7 +65,7 @@ def _hub_errors(source):
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, DatasetsError) as error:
-        name, config = without_secrets(source.dataset_name), source.dataset_config_name
+        name, config = source.name, source.dataset_config_name
         config = f", dataset_config_name {config!r}," if config else ""
         raise ValueError(f"dataset_name {name!r}{config} cannot be loaded: {str(error).strip()}\n  Remedies: "
                          "check spelling and network; `hf auth login` if private; installed-python needs "

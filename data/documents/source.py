@@ -47,6 +47,11 @@ class Source:
             self.split = match[2] if self.split == "train" else self.split
         self.dataset_name = os.path.expanduser(self.dataset_name)
 
+    @property
+    def name(self) -> str:
+        """Its name for messages, without credentials."""
+        return without_secrets(self.dataset_name)
+
 
 @dataclass
 class Corpus:
@@ -60,7 +65,7 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        return without_secrets(self.source.dataset_name)
+        return self.source.name
 
     @property
     def keywords(self) -> list[str]:
@@ -84,7 +89,7 @@ def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
     splits, local = splits_of(source), is_local(source)
     if evaluate and source.split == "train":
         source = replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
-    name, split = without_secrets(source.dataset_name), source.split
+    name, split = source.name, source.split
     parts = re.sub(r"\[.*?\]", "", split).split("+")
     if missing := {*parts} - {*splits}:
         raise ValueError(f"dataset_name {name!r} has no split {min(missing)!r}, but "
@@ -105,7 +110,7 @@ def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
 
 def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     """(text column, whether each row is a line of WikiText), as the first rows show."""
-    name, setting = without_secrets(source.dataset_name), source.text_column
+    name, setting = source.name, source.text_column
     candidates = [setting] if setting else ["content", "text"]
     has_text, text = {}, ""  # has_text: {column: whether a row has a string in it}
     with explained(f"dataset_name {name!r}", "read", (OSError,)):
@@ -160,22 +165,7 @@ def is_local(source: Source) -> bool:
     return _find_reader(source) in (files, installed) or is_saved(source.dataset_name)
 
 
-def sources_of_run(args) -> tuple[dict[str, Source], dict[str, Source]]:
-    """Returns the training and the evaluation data of a run: {name in the log: Source} each."""
-    names, eval_names, keywords = args.dataset_name, args.eval_dataset_name, filter(None, args.keywords)
-    source = partial(Source, text_column=args.text_column, divide=False, streaming=args.streaming)
-    train = partial(source, keywords=tuple(keywords), divide=not eval_names)
-    if args.max_train_samples:
-        train = partial(train, streaming=True)  # only the beginning is read
-    sources = [*map(train, names), *map(source, eval_names)]
-    if args.dataset_config_name:
-        sources = with_configuration(args.dataset_config_name, sources)
-    groups = (names, sources[: len(names)]), (eval_names, sources[len(names) :])
-    train, evals = (dict(zip(short_names(group), part, strict=True)) for group, part in groups)
-    return train, evals
-
-
-def with_configuration(config: str, sources: list[Source]) -> list[Source]:
+def set_configuration(config: str, sources: list[Source]) -> None:
     """Gives the configuration to the only data set of the Hub, or to those of several that have it. If none
     can take it, all sources get it, so that opening them says what is wrong."""
     chosen = remote = [source for source in sources if not is_local(source)]
@@ -183,23 +173,22 @@ def with_configuration(config: str, sources: list[Source]) -> list[Source]:
         from data.documents import library
 
         chosen = [source for source in remote if config in library.configurations(source)]
-    chosen = chosen or remote or sources
-    return [replace(source, dataset_config_name=config) if source in chosen else source for source in sources]
+    for source in chosen or remote or sources:
+        source.dataset_config_name = config
 
 
-def short_names(names: list[str]) -> list[str]:
-    """The names of data sets in the log: "" for a single one, else the ends of their paths."""
-    if len(names) == 1:
-        return [""]
-    short, endings = [], "|".join(map(re.escape, SUFFIXES))
-    for name in names:
-        name = without_secrets(Source(name).dataset_name)
-        parts = [part for part in re.split(r"[/\\]", name) if part and not set(part) & set("*?[:")]
-        stem = re.sub(rf"({endings})?(\.(gz|bz2|xz|zst))?$", "", (parts or [name])[-1])
-        while stem in short:
+def by_short_names(sources: list[Source]) -> dict[str, Source]:
+    """The sources by their names in the log: "" for a single one, else the ends of their paths."""
+    if len(sources) == 1:
+        return {"": sources[0]}
+    named, endings = {}, "|".join(map(re.escape, SUFFIXES))
+    for source in sources:
+        parts = [part for part in re.split(r"[/\\]", source.name) if part and not set(part) & set("*?[:")]
+        stem = re.sub(rf"({endings})?(\.(gz|bz2|xz|zst))?$", "", (parts or [source.name])[-1])
+        while stem in named:
             stem += "-2"
-        short.append(stem)
-    return short
+        named[stem] = source
+    return named
 
 
 def _find_reader(source: Source):

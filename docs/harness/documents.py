@@ -11,16 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from data.documents.filters import Accounting, clean_documents
-from data.documents.source import sources_of_run
+from data.documents.source import Corpus
 from data.load import open_all
 from data.prepare import plan_hold_out
 
 
 def main(run: str, out: str) -> None:
     args = SimpleNamespace(**json.loads(Path(run, "args.json").read_text())["settings"])
-    train, evals, _ = open_all(args, *sources_of_run(args))
-    _, corpora, parts = plan_hold_out(args, train, evals, args.block_size)
-    if not (corpora := corpora + parts):
+    train, evals, _ = open_all(args)
+    divided = [train[name] for name, data in evals.items() if data is None]
+    hold_out = plan_hold_out(args, divided, args.block_size)
+    corpora = [data for data in evals.values() if isinstance(data, Corpus)] + [*map(hold_out.select, divided)]
+    if not corpora:
         raise SystemExit(f"{run} is evaluated on rows that were made elsewhere, not on text")
     counts = Accounting()
     with open(out, "w", encoding="utf-8") as file:
