@@ -47,10 +47,11 @@ def as_stateful(name: str, obj):
         return SimpleNamespace(state_dict=lambda: {"state": obj.get_state()},
                                load_state_dict=lambda state: obj.set_state(state["state"]))  # fmt: skip
     if isinstance(obj, AcceleratedScheduler):
-        raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once for "
-                         "each process; leave it out there")
+        raise ValueError(f"checkpoints: {name} was given to accelerator.prepare, which steps it once per "
+                         "process: do not prepare it")
     if not hasattr(obj, "load_state_dict"):
-        raise ValueError(f"checkpoints: {name}, a {type(obj).__name__}, has no load_state_dict")
+        raise ValueError(f"checkpoints: {name}, a {type(obj).__name__}, has no load_state_dict: give it one, "
+                         "and state_dict")
     while isinstance(obj, AcceleratedOptimizer):
         obj = obj.optimizer
     return obj
