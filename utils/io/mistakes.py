@@ -87,7 +87,7 @@ def out_of_memory(error: RuntimeError) -> str | None:
         return None
     rows, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
     half = f"--per_device_train_batch_size {rows // 2} --gradient_accumulation_steps {2 * micro_batches}"
-    remedy = f"{half} takes the same rows per step" if rows > 1 else "try --gradient_checkpointing true"
+    remedy = f"{half} takes the same rows per step" if rows % 2 == 0 else "try --gradient_checkpointing true"
     batch = f"{rows} rows of {args.block_size} tokens"
     return f"out of memory with {batch}: {remedy}, also to resume; or choose a smaller model"
 
