@@ -51,10 +51,10 @@ def free_port() -> int:
 
 
 def start(
-    folder, what: str, flags: dict | list, log, processes: int = 1, rank: int = 0, port: int = 0,
+    folder, program: str, flags: dict | list, log, processes: int = 1, rank: int = 0, port: int = 0,
     *, env: dict | None = None, errors=None, cwd=None, picture: bool = False, stdin=os.devnull,
 ):  # fmt: skip
-    """Start process number `rank` of `processes`. what: a script of `folder`, or a module as for python -m.
+    """Start process `rank` of `processes`. program: a script of `folder`, or a module as for python -m.
     env: its complete environment instead of the usual one. errors: a file for stderr; default: the log.
     cwd: default `folder`. stdin: a file or a FIFO."""
     env = environment(processes) if env is None else env
@@ -66,7 +66,7 @@ def start(
     Path(log).touch()
     files = str(stdin), str(log), str(errors or log)
     places = str(folder), str(cwd or folder)
-    process = context.Process(target=_run, args=(places, what, words, files, env, picture))
+    process = context.Process(target=_run, args=(places, program, words, files, env, picture))
     early = {name: env[name] for name in READ_AT_IMPORT if env.get(name, "0") != "0"}
     server = _servers.setdefault(tuple(early.items()), forkserver.ForkServer())
     server.set_forkserver_preload(["tests.preloaded"])
@@ -79,10 +79,11 @@ def start(
     return process
 
 
-def start_all(folder, what: str, flags: dict | list, log, processes: int, **settings) -> list:
+def start_all(folder, program: str, flags: dict | list, log, processes: int, **settings) -> list:
     """Start all processes of one run."""
     port = free_port()
-    return [start(folder, what, flags, log, processes, rank, port, **settings) for rank in range(processes)]
+    ranks = range(processes)
+    return [start(folder, program, flags, log, processes, rank, port, **settings) for rank in ranks]
 
 
 def finish(processes: list, log, timeout: float = PATIENCE) -> None:
@@ -111,14 +112,14 @@ def wait_for(process, log: Path, text: str) -> None:
 
 
 def run(
-    what: str, flags: dict | list, processes: int = 1, folder=PROJECT, env: dict | None = None,
+    program: str, flags: dict | list, processes: int = 1, folder=PROJECT, env: dict | None = None,
     picture: bool = False,
 ) -> subprocess.CompletedProcess:  # fmt: skip
     """Run to the end. Returns what subprocess.run returns; the status is that of the first failed process."""
     with tempfile.TemporaryDirectory() as outputs:
         out, errors = Path(outputs, "out"), Path(outputs, "errors")
         settings = {"env": env, "errors": errors, "picture": picture}
-        started = start_all(folder, what, flags, out, processes, **settings)
+        started = start_all(folder, program, flags, out, processes, **settings)
         for process in started:
             process.join(PATIENCE)
         statuses = [process.exitcode for process in started]
@@ -127,7 +128,7 @@ def run(
         assert None not in statuses, f"it did not end in {PATIENCE} s: {errors.read_text()[-4000:]}"
         status = next((status for status in statuses if status), 0)
         output = re.sub(r"\[Gloo\] Rank.*\n", "", out.read_text())  # torch 2.9 prints who is connected
-        return subprocess.CompletedProcess([what, flags], status, output, errors.read_text())
+        return subprocess.CompletedProcess([program, flags], status, output, errors.read_text())
 
 
 def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.CompletedProcess:
@@ -138,8 +139,8 @@ def run_code(code: str, words=(), processes: int = 1, **settings) -> subprocess.
         return run(str(script), list(words), processes, **settings)
 
 
-def _run(places, what, words, files, env, picture):
-    """Run `what` in the forked process."""
+def _run(places, program, words, files, env, picture):
+    """Run `program` in the forked process."""
     os.dup2(os.open(files[0], os.O_RDONLY), 0)
     sys.stdin = open(0)
     for descriptor, file in enumerate(files[1:], 1):
@@ -156,10 +157,10 @@ def _run(places, what, words, files, env, picture):
     folder = places[0]
     os.chdir(places[1])
     sys.path[:] = [folder, *(path for path in sys.path if path not in ("", str(PROJECT), folder))]
-    sys.argv = [what, *words]
+    sys.argv = [program, *words]
     if "PYTHONUNBUFFERED" in env:
         sys.stdout.reconfigure(line_buffering=True)
-    if what.endswith(".py"):
-        runpy.run_path(what, run_name="__main__")
+    if program.endswith(".py"):
+        runpy.run_path(program, run_name="__main__")
     else:
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        runpy.run_module(program, run_name="__main__", alter_sys=True)

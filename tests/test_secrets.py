@@ -54,14 +54,14 @@ def server(tmp_path):
     http.shutdown()
 
 
-def run(server, hub, folder, what, words, status):
+def run(server, hub, folder, program, words, status):
     """Run a command that knows all secrets. Neither its output nor `folder` nor its home may contain one."""
     proxy = f"http://ada:{PROXY}@127.0.0.1:9"
     env = hub.env() | {
         "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "https_proxy": proxy, "http_proxy": proxy,
         "AWS_ACCESS_KEY_ID": S3_ID, "AWS_SECRET_ACCESS_KEY": S3_KEY,
     }  # fmt: skip
-    done = forked.run(what, words, env=env, picture=True)
+    done = forked.run(program, words, env=env, picture=True)
     output = done.stdout + done.stderr
     assert done.returncode == status, output
     for secret in (TOKEN, server.password, QUERY, S3_KEY, PROXY, OVERRIDE):
