@@ -48,13 +48,13 @@ def test_rows_hold_every_token_of_every_document_once(number, tmp_path, tokenize
     encoded = [plain.encode(text).ids + [plain.token_to_id("<|endoftext|>")] for text in documents]
     parts = {"train": rows, "eval": evals[""]}
     streams = {split: all_ids(part).ravel().tolist() for split, part in parts.items()}
-    left = {split: list(ids) for split, ids in streams.items()}
+    remaining = {split: list(ids) for split, ids in streams.items()}
     for ids in encoded:
-        for stream in left.values():
+        for stream in remaining.values():
             if stream and stream[: len(ids)] == ids[: len(stream)]:  # otherwise it was dropped
                 del stream[: len(ids)]
                 break
-    assert not left["train"] and not left["eval"]
+    assert not remaining["train"] and not remaining["eval"]
     assert 0 <= sum(map(len, encoded)) - sum(map(len, streams.values())) <= 2 * (T - 1)
     assert len(rows) == len(streams["train"]) // T > 0 and len(evals[""]) > 0
 
@@ -115,19 +115,19 @@ def test_a_mixture_has_exact_shares_and_leaks_no_evaluation_document(tmp_path, t
     assert list(evals) == ["small", "large"]
     trained, evaluated = ([tokenizer.decode(all_ids(part).ravel()) for part in parts.values()]
                           for parts in (rows.sources, evals))  # fmt: skip
-    held = {text for text in shared + large if any(text[:60] in part for part in evaluated)}
-    assert held & {*shared} and not any(text[:60] in part for text in held for part in trained)
+    held_out = {text for text in shared + large if any(text[:60] in part for part in evaluated)}
+    assert held_out & {*shared} and not any(text[:60] in part for text in held_out for part in trained)
 
-    def places(start):
+    def row_keys(start):
         names = "position", "row", "source"
-        return [place for batch in train_loader(rows, args, start, 4000)
-                for place in zip(*(batch[name].tolist() for name in names), strict=True)]  # fmt: skip
+        return [key for batch in train_loader(rows, args, start, 4000)
+                for key in zip(*(batch[name].tolist() for name in names), strict=True)]  # fmt: skip
 
-    keys = places(0)
+    keys = row_keys(0)
     for window in range(4):
         sources = [source for _, _, source in keys[1000 * window : 1000 * window + 1000]]
         assert sources.count(0) == 250 and sources.count(1) == 750
-    assert places(1500) == keys[1500:]
+    assert row_keys(1500) == keys[1500:]
     for source, source_rows in enumerate(rows.sources.values()):
         taken, n = [row for _, row, s in keys if s == source], len(source_rows)
         assert sorted(taken[:n]) == list(range(n))[: len(taken)] or len(taken) < n
@@ -191,14 +191,16 @@ def test_a_tokenizer_with_equal_ids_reuses_rows_and_keeps_its_template_and_paddi
 def test_the_fingerprint_changes_with_content_tokenizer_and_block_size(tmp_path, tokenizer):
     other = save_tokenizer(tmp_path / "other", seed=1)
     texts, fingerprints = make_texts(60), set()
-    for documents, tokenizer_name, T in ((texts, tokenizer, 16), (texts, tokenizer, 17), (texts, other, 16),
-                         (texts[::-1], tokenizer, 16), (texts[1:] + ["y " * 99], tokenizer, 16)):  # fmt: skip
+    for documents, tokenizer_name, T in (
+        (texts, tokenizer, 16), (texts, tokenizer, 17), (texts, other, 16), (texts[::-1], tokenizer, 16),
+        (texts[1:] + ["y " * 99], tokenizer, 16),
+    ):  # fmt: skip
         name = write_jsonl(tmp_path / "a.jsonl", documents)
         fingerprints.add(load(tmp_path, name, tokenizer_name=tokenizer_name, block_size=T)[1].fingerprint)
     assert len(fingerprints) == 5
 
 
-TWO = """
+LOAD_ROWS = """
 import sys, json, hashlib
 from accelerate import Accelerator
 from data.load import load_rows, train_loader, eval_loader
@@ -216,12 +218,12 @@ print(json.dumps([accelerator.process_index, train, evaluated, rows.fingerprint]
 def test_two_processes_share_the_rows_of_one_and_prepare_once(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", make_texts(60))
     words = [tmp_path, name, tokenizer]
-    done = forked.run_code(TWO, words, processes=2)
+    done = forked.run_code(LOAD_ROWS, words, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("data       train:") == 1
     two = sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
     single = json.loads(
-        [line for line in forked.run_code(TWO, words).stdout.splitlines() if line.startswith("[")][0]
+        [line for line in forked.run_code(LOAD_ROWS, words).stdout.splitlines() if line.startswith("[")][0]
     )
     for i in (1, 2):
         merged = [batch for pair in zip(two[0][i], two[1][i], strict=True) for batch in pair]
@@ -231,7 +233,7 @@ def test_two_processes_share_the_rows_of_one_and_prepare_once(tmp_path, tokenize
 
 
 def test_a_data_error_is_printed_once_and_ends_all_processes(tmp_path, tokenizer):
-    done = forked.run_code(TWO, [tmp_path, tmp_path / "gone.jsonl", tokenizer], processes=2)
+    done = forked.run_code(LOAD_ROWS, [tmp_path, tmp_path / "gone.jsonl", tokenizer], processes=2)
     assert done.returncode == 1 and done.stderr.count("ValueError: dataset_name") == 1
 
 
@@ -246,9 +248,9 @@ def test_a_run_says_that_it_waits_for_another_run_to_prepare_the_rows(tmp_path, 
     hold = "import filelock, sys, time\nwith filelock.FileLock(sys.argv[1]):\n    print('held', flush=True)\n"
     process, log = forked.start_code(hold + "    time.sleep(600)\n", [f"{folder}/.lock"], tmp_path)
     forked.wait_for(process, log, "held")
-    waiting, words = forked.start_code(TWO, [tmp_path, name, tokenizer], tmp_path)
-    forked.wait_for(waiting, words, "waiting for another run that is preparing")
+    waiting, waiting_log = forked.start_code(LOAD_ROWS, [tmp_path, name, tokenizer], tmp_path)
+    forked.wait_for(waiting, waiting_log, "waiting for another run that is preparing")
     shutil.copytree(tmp_path / "kept", folder, dirs_exist_ok=True)
     process.kill()
     waiting.join(60)
-    assert waiting.exitcode == 0 and "data       train:" not in words.read_text()
+    assert waiting.exitcode == 0 and "data       train:" not in waiting_log.read_text()

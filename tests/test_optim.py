@@ -162,8 +162,8 @@ def train(updates, kind, resume_at=None, bare=False):
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.grad = grad.clone()
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        judged = guard.check(norm)
-        assert judged.shape == () and (torch.equal(guard.norm, norm) or norm.isnan())
+        skipped = guard.check(norm)
+        assert skipped.shape == () and (torch.equal(guard.norm, norm) or norm.isnan())
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -228,14 +228,14 @@ def test_several_optimizers_are_refused_under_a_gradient_scaler():
 @pytest.mark.parametrize("resumed", [False, True])
 def test_twenty_skipped_updates_in_a_row_end_the_run(resumed):
     """The error names the steps, also after a resume between them."""
-    guard, more = (UpdateGuard(Accelerator(cpu=True), *OPTIMIZERS["fused"](nn.Linear(3, 5))) for _ in "ab")
+    guard, copy = (UpdateGuard(Accelerator(cpu=True), *OPTIMIZERS["fused"](nn.Linear(3, 5))) for _ in "ab")
     guard.check(torch.tensor(1.0))
     for step in range(20):
         if step == 7:
             state = guard.state_dict()
             assert state == guard.state_dict() == json.loads(json.dumps(state))  # without side effect
-            more.load_state_dict(state)
-            guard = more if resumed else guard
+            copy.load_state_dict(state)
+            guard = copy if resumed else guard
         if step == 19:
             assert guard.read() == [0] + [1] * 19
         guard.check(torch.tensor(math.inf))
