@@ -107,9 +107,9 @@ def count_waiting(builder) -> int:
     return sum(len(pair.a) + len(pair.b) for pair in builder.waiting)
 
 
-@pytest.mark.parametrize("tales", [0, 3])
-def test_a_last_long_document_is_paired_with_its_own_distant_chunks(tales):
-    documents = number_tokens([[10] * 2000] + [[10] * 20] * tales)
+@pytest.mark.parametrize("short_documents", [0, 3])
+def test_a_last_long_document_is_paired_with_its_own_distant_chunks(short_documents):
+    documents = number_tokens([[10] * 2000] + [[10] * 20] * short_documents)
     builder = PairBuilder(room=60, seed=0)
     rows = [*builder.build(documents), *builder.build_rest()]
     used = np.concatenate([side for a, b, _ in rows for side in (a, b)])
@@ -122,15 +122,15 @@ def test_a_last_long_document_is_paired_with_its_own_distant_chunks(tales):
 
 def surface_features(pairs, lengths, room):
     """Lengths, positions and cuts of the pairs: features float64 [n, features] and labels [n]."""
-    starts, ends, places, document_ends, n = set(), set(), [], set(), 0
+    starts, ends, positions, document_ends, n = set(), set(), [], set(), 0
     for document in lengths:
-        places += [i / sum(document) for i in range(sum(document))]
+        positions += [i / sum(document) for i in range(sum(document))]
         for length in document:
             starts.add(n)
             n += length
             ends.add(n - 1)
         document_ends.add(n - 1)
-    rows = [[a[0] in starts, places[a[0]], places[a[0]] == 0, len(a), len(b), room - len(a) - len(b),
+    rows = [[a[0] in starts, positions[a[0]], positions[a[0]] == 0, len(a), len(b), room - len(a) - len(b),
              len(a) + len(b) == room, b[0] in starts, b[-1] in ends, b[-1] in document_ends]
             for a, b, _ in pairs]  # fmt: skip
     return torch.tensor(rows, dtype=torch.float64), torch.tensor([label for *_, label in pairs]).double()
