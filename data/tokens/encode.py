@@ -57,12 +57,12 @@ class Encoder:
         if tokenizer.mask_token_id is None:
             text_ids, ids = (tokenizer("a", add_special_tokens=add)["input_ids"] for add in (False, True))
             starts = (i for i in range(len(ids)) if ids[i : i + len(text_ids)] == text_ids)
-            self.begin = ids[: next(starts, 0)]
+            self.begin = ids[: next(starts, 0)]  # what comes before the text
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self.backend.no_truncation()
         self.backend.no_padding()
         special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
-        self.backend = _without_special_pieces(self.backend, special)
+        self.backend = _rename_special_pieces(self.backend, special)
         self.backend.encode_special_tokens = True
 
     def __call__(self, documents: Iterable[tuple]) -> Iterator[tuple]:
@@ -70,7 +70,7 @@ class Encoder:
         the previous batch is converted to arrays."""
         tokens, running = array("I", self.begin), None
         with ThreadPoolExecutor(1) as pool:
-            for batch in itertools.chain(_batches(documents), [[]]):
+            for batch in itertools.chain(_make_batches(documents), [[]]):
                 texts = [text for text, *_ in batch]
                 encode = partial(self.backend.encode_batch_fast, texts, add_special_tokens=False)
                 previous, running = running, (batch, pool.submit(encode))
@@ -83,7 +83,7 @@ class Encoder:
                         tokens = array("I", self.begin)
 
 
-def _without_special_pieces(backend: Tokenizer, special: list[int]) -> Tokenizer:
+def _rename_special_pieces(backend: Tokenizer, special: list[int]) -> Tokenizer:
     """In a Unigram vocabulary special tokens are ordinary pieces and would match a literal "<s>" in a text.
     They are renamed to Unicode noncharacters, which no text contains."""
     content = json.loads(backend.to_str())
@@ -98,7 +98,7 @@ def _without_special_pieces(backend: Tokenizer, special: list[int]) -> Tokenizer
     return Tokenizer.from_str(json.dumps(content))
 
 
-def _batches(documents: Iterable[tuple]) -> Iterator[list[tuple]]:
+def _make_batches(documents: Iterable[tuple]) -> Iterator[list[tuple]]:
     """Yields batches of about BATCH_CHARS. A batch is a list of (piece of a document, is it the document's
     last piece, label of the document)."""
     batch, size, done = [], 0, 0
