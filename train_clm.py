@@ -8,7 +8,7 @@
 Run the same command again to continue where it stopped. The settings are the fields of TrainArgs below:
 edit a default, or pass a flag (`--help` lists them). Edit main as well: docs/editing.md shows how, and
 `python -m utils.check train_clm.py` tests the edited script. Every process runs every line of main, and many
-lines wait for all processes: do not skip one on some of them. Log, Hub and save_model write on process 0.
+lines wait for all processes: never skip a line on some of them. Log, Hub, save_model write on process 0.
 
 Shapes: B rows per micro-batch, T tokens per row (block_size), V vocabulary. A step is an optimizer step.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # ahead of any installed package named utils
 
-from utils.entry import entry_point  # isort: skip  # first: stop signals are handled from here on
+from utils.entry import entry_point  # isort: skip  # first: it handles stop signals during imports
 
 import torch
 from accelerate import Accelerator
@@ -50,11 +50,11 @@ class TrainArgs:
 
     # What to learn from
     dataset_name: list[str] = field(default_factory=list)  # files, folders, Hub ids or token shards
-    mixture: list[float] = field(default_factory=list)  # share of each data set in the tokens, if several
+    mixture: list[float] = field(default_factory=list)  # share of the tokens from each data set, if several
     dataset_config_name: str | None = None  # configuration of a Hub data set
     eval_dataset_name: list[str] = field(default_factory=list)  # none: a validation split, or held-out text
-    text_column: str | None = None  # of all data sets; none: content, or else text
-    keywords: list[str] = field(default_factory=list)  # train on documents with one of these; none: on all
+    text_column: str | None = None  # in all data sets; none: the column content, else text
+    keywords: list[str] = field(default_factory=list)  # train only on documents with any of these; none: off
     validation_fraction: float = 0.05  # of the documents, held out if the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
@@ -65,7 +65,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "qwen3"  # any causal model type of transformers, trained from scratch
-    config_overrides: str = (  # sizes by transformers' names; the flag changes only those it names
+    config_overrides: str = (  # fields of the model's config; the flag overrides only those it lists
         "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64,"
         "intermediate_size=344,tie_word_embeddings=true"
     )
@@ -80,10 +80,10 @@ class TrainArgs:
     muon_learning_rate: float = 5e-3  # peak, of Muon; 0: the same as learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
-    lr_scheduler_type: str = "linear"  # by transformers' names: cosine, constant_with_warmup, ...
-    lr_scheduler_kwargs: str | None = None  # options of the schedule: min_lr_rate=0.1 for cosine_with_min_lr
+    lr_scheduler_type: str = "linear"  # of transformers: cosine, constant_with_warmup, ...
+    lr_scheduler_kwargs: str | None = None  # its arguments: min_lr_rate=0.1 for cosine_with_min_lr
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
-    num_train_epochs: float = 1.0  # used if max_train_steps is 0; giving this flag sets it to 0
+    num_train_epochs: float = 1.0  # used if max_train_steps is 0; passing it sets max_train_steps to 0
     max_train_steps: int = 1800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
@@ -97,14 +97,14 @@ class TrainArgs:
     save_steps: int = 300  # steps; 0: once per epoch
     save_total_limit: int = 2  # keep this many of the newest checkpoints
     max_eval_samples: int = 512  # rows per evaluation, drawn by the seed; 0: all
-    prompts: list[str] = field(default_factory=lambda: ["rows"])  # rows: complete evaluation rows; none: off
+    prompts: list[str] = field(default_factory=lambda: ["rows"])  # texts to complete; rows: evaluation rows
 
     # The run
     output_dir: str = "runs/clm"  # one folder per run
     seed: int = 42  # of weights, order, dropout
     resume_from_checkpoint: str = "auto"  # auto: the newest valid one, if any; none: a new run; or a path
-    eval_only: bool = False  # evaluate model_name_or_path, or the run in output_dir, and end
-    show: int = 0  # print N rows as the model gets them, and end; 0: train
+    eval_only: bool = False  # evaluate model_name_or_path, or the run in output_dir, and exit
+    show: int = 0  # print N rows as the model gets them, and exit; 0: train
     report_to: list[str] = field(default_factory=list)  # tensorboard, wandb, trackio; none: off
     push_to_hub: bool = False  # upload each save in the background
     hub_model_id: str | None = None  # user/name; none: the name of output_dir
@@ -136,12 +136,12 @@ PRESETS = {
         config_overrides="n_embd=128,n_layer=4,n_head=4,resid_pdrop=0,embd_pdrop=0,attn_pdrop=0",
         output_dir="runs/gpt2",
     ),
-    "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 of 124 M for data science code
+    "codeparrot": dict(  # the Hugging Face course, chapter 7.6: GPT-2 (124 M) for data science code
         dataset_name="huggingface-course/codeparrot-ds-train",
         eval_dataset_name=["huggingface-course/codeparrot-ds-valid"], max_eval_samples=0,
         tokenizer_name="huggingface-course/code-search-net-tokenizer",
         model_type="gpt2",
-        config_overrides="max_position_embeddings=1024",  # as in GPT-2; rows of 128 train the first 128
+        config_overrides="max_position_embeddings=1024",  # as in GPT-2; rows of 128 use only the first 128
         keytokens=["plt", "pd", "sk", "fit", "predict"], lr_scheduler_type="linear",
         per_device_train_batch_size=32, gradient_accumulation_steps=8,
         optimizer_type="adamw", learning_rate=5e-4, adam_beta2=0.999,
@@ -149,7 +149,7 @@ PRESETS = {
         prompts=LAPTOP["prompts"],
         output_dir="runs/codeparrot",
     ),
-    "gpt2-124m": dict(  # llm.c's GPT-2 of 124 M, on web text, 0.5 M tokens per step on one device
+    "gpt2-124m": dict(  # llm.c's GPT-2 (124 M), on web text, 0.5 M tokens per step on one device
         dataset_name="HuggingFaceFW/fineweb-edu", dataset_config_name="sample-10BT", streaming=True,
         tokenizer_name="openai-community/gpt2", block_size=1024,
         model_type="gpt2",
@@ -161,9 +161,9 @@ PRESETS = {
     ),
 }
 
-# Settings that may differ when a run continues: they change what is logged and kept, not what is learned. The
-# rows per step (B x micro-batches x processes) must stay the same. max_train_steps may change, too, while the
-# learning rate does not depend on it.
+# Settings that may differ when a run continues: none of them changes what is learned. The rows per step
+# (B x micro-batches x processes) must stay the same. max_train_steps may change, too, if the learning rate
+# does not depend on it.
 MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_device_eval_batch_size
     gradient_accumulation_steps gradient_checkpointing logging_steps eval_at_start eval_steps save_steps
     save_total_limit max_eval_samples prompts output_dir resume_from_checkpoint eval_only show report_to
@@ -173,9 +173,9 @@ MAY_CHANGE = """preset cache_dir streaming per_device_train_batch_size per_devic
 @entry_point
 def main(args: TrainArgs | None = None) -> None:
     args = args or parse_args(TrainArgs, PRESETS)
-    check_settings(args, "causal")  # one error with all mistakes in settings and model, before any work
+    check_settings(args, "causal")  # one error that lists all mistakes in settings and model, before any work
     accelerator = Accelerator(
-        **launch_options(),  # precision and compiler, read from accelerate_configs/ also without a launcher
+        **launch_options(),  # precision and torch.compile, from accelerate_configs/ even without a launcher
         log_with=args.report_to,
         project_dir=args.output_dir,
         kwargs_handlers=[
@@ -199,16 +199,16 @@ def main(args: TrainArgs | None = None) -> None:
     to_device(model, accelerator)  # before the optimizer is built: XLA replaces the parameters
     optimizer = build_optimizer(model, args)  # Muon for hidden matrices, AdamW for the rest
     model, optimizer = accelerator.prepare(model, optimizer)
-    eval_batches = {name: accelerator.prepare(eval_loader(part, args)) for name, part in eval_rows.items()}
+    eval_loaders = {name: accelerator.prepare(eval_loader(part, args)) for name, part in eval_rows.items()}
 
-    # A batch is a dict: input_ids [B, T], and for each row [B] its position in the stream, epoch, row (its
-    # number, -1 for padding in the last batch of an evaluation) and source (the number of its data set).
+    # A batch is a dict: input_ids [B, T], and for each row [B] its position in the training order, epoch, row
+    # (its number, -1 for padding in the last batch of an evaluation) and source (the number of its data set).
     def evaluate() -> dict:
         """Returns {metric: value} for all evaluation sets. Each row counts once."""
-        set_seed(args.seed)
+        set_seed(args.seed)  # the same random numbers in every evaluation; each training step reseeds
         model.eval()
         record = {}
-        for name, loader in eval_batches.items():
+        for name, loader in eval_loaders.items():
             losses, row_numbers = [], []
             for batch in tqdm(loader, desc="evaluating", leave=False, disable=not sys.stderr.isatty()):
                 with torch.no_grad():
@@ -233,7 +233,7 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- Schedule, log, and where the run continues
     steps = Steps(args, accelerator, rows)  # how many steps there are, and which rows each one takes
-    schedule = build_schedule(optimizer, args, steps.last)  # not prepared: that would step it per process
+    schedule = build_schedule(optimizer, args, steps.last)  # unprepared, or it would step once per process
     guard = UpdateGuard(accelerator, optimizer)  # skips a step whose gradient is not finite
     log = Log(args, accelerator, steps, guard, "loss/train", "loss/train_plain")  # key-token loss, plain loss
     checkpoints = Checkpoints(
@@ -252,16 +252,16 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- The loop: evaluate and save when due, then one optimizer step. Step 0 saves, too: a run that cannot
     # save must fail now, not in an hour.
-    while not log.finished:  # True if an earlier start finished this run
+    while not log.finished:  # True if this run had finished before this start
         if log.evaluation_due(step):
             with log.timed("evaluation"):
                 record = evaluate()
                 samples = complete_prompts(accelerator, model, tokenizer, args.prompts, eval_rows)
                 log.evaluation(step, record, samples)
-        stopping = step >= steps.last or signals.agreed()  # the same on all processes
+        stopping = step >= steps.last or signals.stop_requested()  # the same on all processes
         if stopping or steps.due(step, args.save_steps):
             with log.timed("save"):
-                checkpoints.save(step, stopping)  # a failure is a warning, at step 0 and at the end an error
+                checkpoints.save(step, stopping)  # warns if it fails; at step 0 and at the end it raises
                 save_model(args, accelerator, model, tokenizer, log.facts)  # facts: for the model card
                 hub.push(step)
         if stopping:
@@ -278,8 +278,8 @@ def main(args: TrainArgs | None = None) -> None:
                 accelerator.backward(loss / len(micro_batches))
             losses += torch.stack([loss.detach(), row_losses.mean()]) / len(micro_batches)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
-        skipped = guard.check(grad_norm)  # 1.0 if it is not finite: then the optimizer changes nothing
-        learning_rate = schedule.get_last_lr()[0]  # of this step and of AdamW, the first group
+        skipped = guard.check(grad_norm)  # 1.0 if grad_norm is not finite: optimizer.step() then does nothing
+        learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
@@ -288,7 +288,7 @@ def main(args: TrainArgs | None = None) -> None:
         if steps.due(step, args.logging_steps):
             log.train(step, learning_rate)
 
-    pushed = hub.finish(step)  # waits for the last upload; False: it failed, a message says what to type
+    pushed = hub.finish(step)  # waits for the last upload; False: it failed, and the message has a fix
     log.finish(step)
     signals.exit_if_stopped(finished=step >= steps.last)  # status 143 after SIGTERM, 130 after Ctrl-C
     if not pushed:

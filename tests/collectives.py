@@ -121,7 +121,7 @@ def main():
     watch_loop(counted, Log, Steps)
     for owner, name, phase in [
         (Checkpoints, "load", "load"), (Log, "start", "start"), (Log, "finish", "end"),
-        (Means, "read", "log"), (StopSignals, "agreed", "stop"),
+        (Means, "read", "log"), (StopSignals, "stop_requested", "stop"),
     ]:  # fmt: skip
         watch(counted, owner, name, phase)
     with counted.phase("all"), counted:

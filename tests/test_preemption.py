@@ -31,7 +31,7 @@ def main():
     print("ready", flush=True)
     for step in range(20 * PATIENCE):
         time.sleep(0.05)
-        if number := stop.agreed():
+        if number := stop.stop_requested():
             assert received_signal() in (0, number)
             print(f"process {accelerator.process_index} stops at {step} by {number}", flush=True)
             time.sleep(float(sys.argv[2]))

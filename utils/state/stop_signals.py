@@ -132,7 +132,7 @@ class StopSignals:
             self.group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         _state.prints, _state.training = accelerator.is_main_process, True
 
-    def agreed(self) -> int:
+    def stop_requested(self) -> int:
         """The stop signal or 0, the same on all processes. They must make the same calls. Several processes
         get the state of the previous call: the all-reduce runs between two calls, so that none waits."""
         import torch
