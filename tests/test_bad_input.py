@@ -17,7 +17,7 @@ TEXT = "--dataset_name ../corpus.jsonl --keywords none"  # for rows of a script 
 # command and ACCELERATE_ variables | flags | parts of its message (!: the message does not have this part)
 TABLE = """
 # settings
-CLM | --learning_rate=--                                | --learning_rate=--: no value.
+CLM | --learning_rate=--                                | --learning_rate=--: the value is missing.
 CLM | --learning_rat 1                                  | --learning_rat: no such setting. Did you mean --learning_rate?
 CLM | --learning_rate fast                              | invalid float value: 'fast'
 CLM | --learning_rate 0 --weight_decay -1e-3 --max_train_steps -5 --adam_beta2 1 --seed 4294967296 --save_total_limit 0 --block_size 0 | learning_rate: must be greater than 0, is 0.0. && weight_decay: must be 0 (off) or greater && max_train_steps: must be 0 (off) or greater, is -5. && adam_beta2: must be less than 1 && seed: must be less than 4,294,967,296 && save_total_limit: must be greater than 0 && block_size: must be greater than 0 && !warmup
@@ -39,11 +39,11 @@ CLM | --prompts 'import os' ' '                         | prompts: holds a blank
 CLM | --dataset_name '' --model_type ' '                | dataset_name, model_type: holds a blank text
 CLM | --preset codeparot                                | --preset codeparot: unknown. Known presets: laptop, hour, gpt2, codeparrot
 CLM | --eval_only true                                  | eval_only: no model in output_dir
-CLM | --data_dir ../empty                               | --data_dir: no such setting; instead: --dataset_name takes files and folders
-MLM | --lr 1                                            | --lr: no such setting; instead: --learning_rate.
+CLM | --data_dir ../empty                               | --data_dir: no such setting; --dataset_name takes files and folders
+MLM | --lr 1                                            | --lr: no such setting; use --learning_rate.
 CLM | --fp16 true                                       | --mixed_precision, or accelerate_configs
-CLM | --report_to wandbb                                | report_to: 'wandbb' is no tracker that is installed here
-CLM | --report_to 'none, wandb'                         | report_to: 'none, wandb' is no tracker && separated by spaces
+CLM | --report_to wandbb                                | report_to: 'wandbb' is not an installed tracker
+CLM | --report_to 'none, wandb'                         | report_to: 'none, wandb' is not an installed tracker && separated by spaces
 CLM | --keywords a --keywords=b --seed 1                | --keywords: given twice; one flag takes all values
 CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
 # data
@@ -74,14 +74,14 @@ CLM | --tokenizer_name no/such-tokenizer                | no/such-tokenizer
 CLM | --tokenizer_name ../unnamed                       | this folder has no tokenizer
 CLM | --model_name_or_path ../unnamed                   | '../unnamed': its weights cannot be read
 CLM | --tokenizer_name ../words/tokenizer.json          | is a file: name the folder that it is in
-MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | needs its pad, mask, cls, sep token
+MLM | --tokenizer_name ../words --dataset_name ../corpus.jsonl --keywords none | has no pad, mask, cls, sep token
 # model
-CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers (near: gpt2
+CLM | --model_type gpt22                                | model_type, 'gpt22': unknown to transformers (similar: gpt2
 CLM | --optimizer_type sgd                             | 'sgd' is unknown, give adamw or muon
-CLM | --lr_scheduler_type constant --lr_scheduler_kwargs power=2 | lr_scheduler_kwargs: constant takes none
-CLM | --model_type gpt2 --config_overrides n_layr=3,foo | gpt2 has no n_layr (near: n_layer), foo; give name=value
+CLM | --lr_scheduler_type constant --lr_scheduler_kwargs power=2 | lr_scheduler_kwargs: the schedule constant has no options
+CLM | --model_type gpt2 --config_overrides n_layr=3,foo | gpt2 has no n_layr (similar: n_layer), foo; give name=value
 CLM | --model_name_or_path ../old --config_overrides n_layer=2 | cannot go with model_name_or_path; leave it out
-CLM | --model_type ctrl --config_overrides n_layer=2 --gradient_checkpointing true | gradient_checkpointing: transformers' ctrl cannot; leave it out
+CLM | --model_type ctrl --config_overrides n_layer=2 --gradient_checkpointing true | gradient_checkpointing: ctrl does not support it; leave it out
 CLM | --model_type gpt2 --config_overrides n_layer | Field 'n_layer' expected int
 CLM | --model_type gpt2 --config_overrides '{"n_positions": [2]}' | Field 'n_positions' expected int, got list
 MLM | --prompts 'no mask here' 'a [MASK]'                | prompts: 'no mask here' has no [MASK]

@@ -19,9 +19,8 @@ def block(model="m", parameters=1, start=0, rows=10**6, **changes):
     args = train_clm.TrainArgs(**changes)
     steps = Steps(args, accelerator, range(rows))
     facts = {"launch": launch_facts(accelerator, "sdpa"), "model_type": model, "parameters": parameters,
-             "size": "", "settings": vars(args), "script": train_clm.__file__}  # fmt: skip
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, 2))])
-    return "\n".join(start_lines(args, accelerator, steps, start, optimizer, facts)) + "\n"
+             "optimizer": ["AdamW"], "settings": vars(args), "script": train_clm.__file__}  # fmt: skip
+    return "\n".join(start_lines(args, accelerator, steps, start, "", facts)) + "\n"
 
 
 def test_start_up_lines():
@@ -30,9 +29,9 @@ def test_start_up_lines():
     assert "600 steps = 19.7 M tokens = 0.154 passes over 1,000,000 rows\n" in text
     assert "gpt2 on texts, 124.0 M parameters, attention: sdpa" in text  # a resumed run is not from scratch
     assert "gpt2 from scratch on texts" in block("gpt2", 124_000_000)
-    assert "target     1 process, cpu" in text and "float32" in text
-    assert "continues at step 100, in runs/clm; stop it any time; the same command resumes it" in text
-    assert "run        begins, in runs/clm" in block()
+    assert "device     1 process, cpu" in text and "float32" in text
+    assert "continues at step 100 in runs/clm; stop it any time: the same command resumes it" in text
+    assert "run        starts in runs/clm" in block()
     assert "19.7 M tokens = 15.4 passes over 10,000 rows" in block(rows=10_000)
     new = dict(resume_from_checkpoint="none", model_name_or_path="runs/other", dataset_name=[*"abcde"])
     other = block("gpt2", **new)

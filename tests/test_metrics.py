@@ -85,7 +85,7 @@ def test_metrics_after_resume_equal_an_uninterrupted_run(tmp_path, end):
     resumed = started(tmp_path / "killed", 5)
     assert resumed.seconds == 10 and resumed.run_id == killed.run_id
     numbers = {"loss/train": 1 / 5, "grad_norm": None, "seconds": 10.0}
-    assert newest(resumed.kept, "loss/train") == (numbers, 5)
+    assert newest(resumed.lines, "loss/train") == (numbers, 5)
     for step in range(6, 11):
         resumed.write(line | {"step": step, "loss/train": 1 / step, "seconds": 2.0 * step})
     assert strict_lines(tmp_path / "killed") == strict_lines(tmp_path / "whole")
@@ -99,10 +99,11 @@ def test_new_run_keeps_the_old_metrics_under_another_name(tmp_path, resume, caps
     first = started(tmp_path, 0)
     first.write({"step": 1})
     first.finish(1, "")
-    assert started(tmp_path, 1).finished == 1  # args.json says so until the run resumes
+    assert read_args(tmp_path)["finished"] == 1
+    assert started(tmp_path, 1).run_id == first.run_id  # the run resumes
     assert read_args(tmp_path)["finished"] is None
     new = started(tmp_path, 0, resume)
-    assert new.run_id != first.run_id and new.finished is None and strict_lines(tmp_path) == []
+    assert new.run_id != first.run_id and new.args_json["finished"] is None and strict_lines(tmp_path) == []
     assert (tmp_path / "replaced-metrics.jsonl").read_text() == '{"step": 1}\n'
     assert "begins anew" in capsys.readouterr().out
 
@@ -118,7 +119,7 @@ def test_args_json(tmp_path):
     for damaged in ("[1]", '{"run_id": 3}', "{", '{"run_id": "x", "settings": {}, "starts": [3]}'):
         (tmp_path / "args.json").write_text(damaged)
         assert read_args(tmp_path) == {}
-    assert started(tmp_path, 2).known["settings"] == {"seed": 1}  # the run resumes
+    assert started(tmp_path, 2).args_json["settings"] == {"seed": 1}  # the run resumes
 
 
 def test_full_disk_loses_metrics_lines_only(tmp_path):
@@ -161,11 +162,11 @@ def test_tokens_per_second_exclude_evaluation_and_saves(clock):
     unknown = Throughput(Constant(100, 1000), flops_per_token=6e6, peak=peak_flops("cpu"))
     clock[0] += 4.0  # ten steps
     assert unknown.measure(10)["mfu"] is None
-    with meter.apart("evaluation"):
+    with meter.excluding("evaluation"):
         clock[0] += 16.0
     assert meter.measure(10) == {"seconds": 70.0, "tokens_per_second": 2500.0, "mfu": 1.5}
     clock[0] += 2.0
-    with meter.apart("save"):  # the log has how long training waited for it
+    with meter.excluding("save"):  # the log has how long training waited for it
         clock[0] += 3.0
     record = meter.measure(20)
     assert record["tokens_per_second"] == 5000.0 and record["save_seconds"] == 3.0
@@ -182,10 +183,10 @@ def test_time_left(clock):
         if step % 5 == 0:
             meter.measure(step)
         if step % 20 == 0 or step == 95:
-            with meter.apart("evaluation"):
+            with meter.excluding("evaluation"):
                 clock[0] += 7
         if step % 50 == 0 or step == 95:
-            with meter.apart("save"):
+            with meter.excluding("save"):
                 clock[0] += 3
         if step % 5 == 0:
             left[step] = meter.eta, clock[0]
@@ -274,7 +275,7 @@ progress.update(40, {"loss/eval/a": 0.25, "loss/eval/b": None, "perplexity/a": 1
 progress.update(40, {"loss/eval": 0.5, "perplexity": 1.6487})
 progress.update(40, {"loss/eval": 0.5, "loss/eval_stderr": 0.01234, "perplexity": 1.6487})
 progress.write("a completion")
-progress.close()
+progress.bar.close()
 """
 
 

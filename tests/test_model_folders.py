@@ -76,7 +76,7 @@ def test_unneeded_weights_are_left_out_and_named(model_folder, tmp_path, capsys)
     folder = copy_with_weights(model_folder, tmp_path / "more", lambda w: w | unneeded)
     assert check_folder(folder) == []
     load_model(folder)
-    assert "1 are not needed and left out: cls.seq_relationship.bias" in capsys.readouterr().out
+    assert "1 are not part of the model and ignored: cls.seq_relationship.bias" in capsys.readouterr().out
 
 
 def test_a_script_evaluates_weights_or_refuses_those_that_do_not_fit(tmp_path):

@@ -58,7 +58,7 @@ def test_sizes_and_heads_that_do_not_fit_are_refused_with_their_reason(mapping, 
     ("mapping", "model_type", "reason"),
     [
         ("causal", "gemma3", "for more than text; its text part: gemma3_text"),
-        ("causal", "gemma4_assistant", "made of text_config"),
+        ("causal", "gemma4_assistant", "it has text_config, so"),
         ("causal", "t5", "no causal language model of this type"),
         ("masked", "bart", "an encoder-decoder"),
         ("causal", "cpmant", "a token sees the next one"),

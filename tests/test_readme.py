@@ -179,7 +179,7 @@ def project_with_runs(tmp_path_factory):
     shutil.copytree(PROJECT, copy, ignore=LEFT_OUT)
     write_corpus(copy / "corpus.jsonl")
     out = shell(copy, " ".join([first_line(), *map(shlex.quote, TINY_RUN)]))
-    assert re.search(r"^run +begins, in runs/clm; stop it any time; the same command resumes it$", out, re.M)
+    assert re.search(r"^run +starts in runs/clm; stop it any time: the same command resumes it$", out, re.M)
     rows = re.search(r"^steps +6 steps = 1,536 tokens = \S+ passes over ([\d,]+) rows$", out, re.M)[1]
     [manifest] = copy.glob("cache/rows-*/manifest.json")
     tokens = json.loads(manifest.read_text())["splits"]["train"]["tokens"]

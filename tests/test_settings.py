@@ -137,13 +137,13 @@ def test_settings_of_other_projects_name_our_setting():
                 parse_args(script.TrainArgs, script.PRESETS, argv=[f"--{name}", "3"])
             message = str(error.value).splitlines()
             assert message == [
-                f"--{name}: no such setting; instead: {replacement}.", "`--help` lists every setting."]
+                f"--{name}: no such setting; {replacement}.", "`--help` lists every setting."]
             for flag in re.findall(r"--(\w+)", replacement):
                 launcher = flag in ("mixed_precision", "dynamo_backend", "config_file")
                 assert launcher or hasattr(script.TrainArgs(), flag), flag
             for file in re.findall(r"accelerate_configs/\w+\.yaml", replacement):
                 assert (PROJECT / file).exists()
-    with pytest.raises(ValueError, match="--EPOCHS: no such setting; instead: --num_train_epochs"):
+    with pytest.raises(ValueError, match="--EPOCHS: no such setting; use --num_train_epochs"):
         parse_args(Args, PRESETS, argv=["--EPOCHS", "5"])
     with pytest.raises(ValueError, match="(?s)--warmup-steps=5: .*--lost=1: .*stray: "):
         parse_args(Args, PRESETS, argv=["--warmup-steps=5", "--lost=1", "stray"])

@@ -45,10 +45,10 @@ def test_rows_and_tokens_follow_a_growing_batch():
 
 
 def test_fewer_rows_than_one_step_takes_are_refused():
-    with pytest.raises(ValueError, match="rows of 10 tokens: it gives 20, and one step takes 24"):
+    with pytest.raises(ValueError, match="only 20 rows of 10 tokens, and one step takes 24"):
         Steps(args(), TWO, range(20))
     for rows in (20, 0):
-        with pytest.raises(ValueError, match=f"gives {rows}, and"):
+        with pytest.raises(ValueError, match=f"only {rows} rows of 10 tokens, and"):
             Steps(args(max_train_steps=5), TWO, range(rows))
-    with pytest.raises(ValueError, match="num_train_epochs: 0.001 of 10000 rows are 10, .* takes 24"):
+    with pytest.raises(ValueError, match="epochs: 0.001 epochs of 10000 rows are 10 rows, .* takes 24"):
         Steps(args(num_train_epochs=0.001), TWO, range(10_000))

@@ -1,9 +1,8 @@
-"""What this launch runs on: the type of its devices, their memory, this machine's processes; and what only
-PyTorch/XLA (TPU) needs.
+"""The devices of this launch, their memory, the processes on this machine; and what PyTorch/XLA (TPU) needs.
 
-XLA records operations instead of running them; `sync` compiles and runs what was recorded. A new sequence of
-operations or a new shape is a new graph and takes seconds to minutes to compile. So every step has the same
-shapes, and values are read only after a sync.
+XLA records operations instead of running them. `sync` compiles what was recorded to a graph, and runs it. A
+new sequence of operations or a new shape is a new graph, and takes seconds to minutes to compile. So every
+step has the same shapes, and values are read only after a sync.
 """
 
 import contextlib
@@ -11,23 +10,23 @@ import os
 from pathlib import Path
 
 import torch
-from accelerate.utils import is_torch_xla_available as is_xla  # torch_xla is installed; USE_TORCH_XLA=0: no
+from accelerate.utils import is_torch_xla_available as is_xla  # with torch_xla, unless USE_TORCH_XLA=0
 from accelerate.utils import parse_flag_from_env
 
-CONTAINER = Path("/sys/fs/cgroup")  # the control group that a container sees as its own
+CONTAINER = Path("/sys/fs/cgroup")  # a container sees its own control group here
 
 
 def device_type() -> str:
-    """The type of the devices that this launch will train on, before there is an Accelerator."""
+    """The type of device that this launch will train on. It needs no Accelerator."""
     if is_xla() or parse_flag_from_env("ACCELERATE_USE_CPU"):
         return "xla" if is_xla() else "cpu"
     return getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")
 
 
 def has_bf16(device: torch.device | None = None) -> bool:
-    """False for GPUs that would emulate it, slowly (NVIDIA's before Ampere)."""
-    ask = getattr(module_of(device), "is_bf16_supported", None)
-    return ask is None or ask(including_emulation=False)
+    """False for GPUs that would emulate bfloat16, slowly (NVIDIA's before Ampere)."""
+    supports_bf16 = getattr(module_of(device), "is_bf16_supported", None)
+    return supports_bf16 is None or supports_bf16(including_emulation=False)
 
 
 def local_processes() -> int:
@@ -35,7 +34,7 @@ def local_processes() -> int:
 
 
 def granted_cores() -> int:
-    """Cores that this process may use at a time: by its affinity, and by the quota of its container."""
+    """Cores that this process may use, by its affinity and by its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with contextlib.suppress(OSError, ValueError):  # no such file (cgroup v2), or the quota is "max"
         quota, period = map(int, (CONTAINER / "cpu.max").read_text().split())
@@ -44,13 +43,13 @@ def granted_cores() -> int:
 
 
 def module_of(device: torch.device | None):
-    """torch.cuda, torch.xpu, torch.mps, ...; None for XLA, which is not a part of torch. No device: that of
-    the machine's accelerator."""
+    """torch.cuda, torch.xpu, torch.mps, ... of a device, by default of this machine's accelerator. None for
+    XLA, which is not a part of torch."""
     return None if device and device.type == "xla" else torch.get_device_module(device)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes that tensors took on the device at their peak; None where torch counts none (CPU, MPS, XLA)."""
+    """Peak bytes of tensors on the device; None where torch does not count them (CPU, MPS, XLA)."""
     return getattr(module_of(device), "max_memory_allocated", lambda: None)()
 
 
@@ -64,8 +63,9 @@ def xla_precision() -> str:
 
 
 def forward_on_xla(model: torch.nn.Module) -> None:
-    """Makes `model`, which is on XLA, compute in `xla_precision`, with a graph for each micro-batch: one of
-    all of them would take longer to compile. Parameters and optimizer state stay float32."""
+    """Makes `model`, on XLA, compute in `xla_precision`. Parameters and optimizer state stay float32.
+
+    Each micro-batch is a graph, as one graph of all micro-batches would take longer to compile."""
     forward, weight = model.forward, next(p for p in model.parameters() if p.requires_grad)
     if xla_precision() == "bf16":
         forward = torch.autocast("xla", dtype=torch.bfloat16)(forward)
@@ -79,7 +79,7 @@ def forward_on_xla(model: torch.nn.Module) -> None:
 
 
 def sync() -> None:
-    """Run what was recorded. The data loader does this before each batch, so a step needs no other sync."""
+    """Runs the recorded operations. The data loader does this before each batch, so a step needs no sync."""
     if is_xla():
         import torch_xla
 
@@ -87,7 +87,7 @@ def sync() -> None:
 
 
 def compiled_graphs() -> int:
-    """Graphs that this process has compiled on XLA: constant once everything has happened once."""
+    """Graphs that this process has compiled on XLA: no new ones after the first step, evaluation and save."""
     import torch_xla.debug.metrics
 
     compilations = torch_xla.debug.metrics.metric_data("CompileTime")  # None before the first

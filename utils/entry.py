@@ -1,4 +1,4 @@
-"""How a script begins and ends: stop signals, one message for the user's mistakes, the exit status."""
+"""The start and end of a script: stop signals, one message for the user's mistakes, the exit status."""
 
 import functools
 import multiprocessing
@@ -16,15 +16,15 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def entry_point(main: Callable) -> Callable:
-    """Decorates main: stop signals end it in order, mistakes are one message, and its end cannot hang.
+    """Decorates main: handles stop signals, prints a user's mistakes as one message, and cannot hang at exit.
 
-    One of several processes exits by os._exit: when the interpreter destroys the
-    model, DDP's destructor holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13).
-    A multiprocessing child calls os._exit anyway, after it has told notebook_launcher."""
+    With several processes each exits by os._exit: when the interpreter destroys the model, DDP's destructor
+    holds the GIL and joins gloo's thread, which may wait for the GIL (torch 2.13). A multiprocessing child
+    returns instead: it calls os._exit by itself, after its report to notebook_launcher."""
 
     @user_mistakes()
-    def whole(*args, **settings):
-        from accelerate.utils import patch_environment  # not above: it imports torch, which takes seconds
+    def run_main(*args, **settings):
+        from accelerate.utils import patch_environment  # imports torch, which takes seconds
 
         from utils.launch import claim_threads, launcher_environment
 
@@ -39,12 +39,12 @@ def entry_point(main: Callable) -> Callable:
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         if not several or multiprocessing.parent_process() is not None:
             try:
-                return whole(*args, **settings)
+                return run_main(*args, **settings)
             finally:
                 restore_handlers()
         status = 1
         try:
-            whole(*args, **settings)
+            run_main(*args, **settings)
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -63,8 +63,8 @@ def _print_error(*error) -> None:
     print(without_secrets("".join(traceback.format_exception(*error))), end="", file=sys.stderr, flush=True)
 
 
-# A script imports this file first, as importing torch and transformers takes seconds. The TPU launcher
-# imports the script, and must pass a stop signal on.
+# A script imports this file first: stop signals and --help do not wait for the imports of torch and
+# transformers, which take seconds. The TPU launcher imports the script, and must pass a stop signal on.
 _main = Path(getattr(sys.modules["__main__"], "__file__", None) or "/").resolve()
 handle_stop_signals(importing=_main.parent != PROJECT)
 if _main.parent == PROJECT and {"-h", "--help"} & {*sys.argv[1:]}:

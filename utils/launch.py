@@ -1,8 +1,8 @@
-"""What a launcher decides, and who decides it where there is none.
+"""Precision, compiler and threads: set by `accelerate launch`, or read from the YAML file of this device.
 
-`python train_clm.py` runs what `accelerate launch` runs with the YAML file for this device: accelerate reads
-the file, so an edit of it counts in both ways. ACCELERATE_* variables win, as do arguments that you give to
-Accelerator(...) in a script.
+`python train_clm.py` runs as `accelerate launch` would with accelerate_configs/cpu.yaml, mps.yaml or
+single_gpu.yaml, and edits of that file have their effect in both. ACCELERATE_* variables, and arguments of
+Accelerator(...) in a script, win over the file.
 """
 
 import dataclasses
@@ -20,22 +20,23 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from utils.devices import device_type, granted_cores, has_bf16, is_xla, local_processes
 
 CONFIGS = Path(__file__).resolve().parent.parent / "accelerate_configs"
-STANDS_IN = "STANDS_IN_FOR_LAUNCHER"  # a variable: the YAML file that was read in the place of a launcher
+STANDS_IN = "STANDS_IN_FOR_LAUNCHER"  # variable with the YAML file that is read if there is no launcher
 VISIBILITY = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 PRECISIONS = {"no": "float32", "bf16": "bfloat16 autocast", "fp16": "float16 autocast with loss scaling"}
 
 
 def launcher_yaml() -> Path | None:
-    """The file that counts. None under any launcher, on XLA, and where variables decide all of it."""
-    decided = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
-    if decided or "WORLD_SIZE" in os.environ or is_xla():
+    """The YAML file of this device. None under a launcher, on XLA, and if the environment sets precision and
+    compiler."""
+    all_set = {"ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"} <= os.environ.keys()
+    if all_set or "WORLD_SIZE" in os.environ or is_xla():
         return None
     return CONFIGS / {"cpu": "cpu.yaml", "mps": "mps.yaml"}.get(device_type(), "single_gpu.yaml")
 
 
 def launcher_environment() -> dict[str, str]:
-    """The variables of precision, compiler and GPU that `accelerate launch` would set, but for those that are
-    set. {} where `launcher_yaml` is None. A GPU without bf16 gets fp16."""
+    """The variables for precision, compiler and GPU that `accelerate launch` would set and that are not yet
+    set; {} if there is no `launcher_yaml`. A GPU without bf16 gets fp16."""
     if "WORLD_SIZE" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES", "").startswith("-1"):
         return {"ACCELERATE_USE_CPU": "true"}  # multi_cpu.yaml hides the GPUs
     if not (path := launcher_yaml()):
@@ -46,26 +47,26 @@ def launcher_environment() -> dict[str, str]:
         if args.mixed_precision == "bf16" and not has_bf16():
             args.mixed_precision = "fp16"
         environment = prepare_simple_launcher_cmd_env(args)[1]
-    except Exception as error:  # of any kind, as people edit the file
-        raise ValueError(f"{path} cannot be used: {error}; without a launcher its settings count") from None
-    taken = ("ACCELERATE_MIXED", "ACCELERATE_DYNAMO", "CUDA_VISIBLE")
-    names = [name for name in environment if name.startswith(taken) and name not in os.environ]
+    except Exception as error:  # people edit the file: errors of any type
+        raise ValueError(f"{path}, which is read as there is no launcher, is not valid: {error}") from None
+    prefixes = ("ACCELERATE_MIXED", "ACCELERATE_DYNAMO", "CUDA_VISIBLE")
+    names = [name for name in environment if name.startswith(prefixes) and name not in os.environ]
     return {STANDS_IN: str(path), **{name: environment[name] for name in names}}
 
 
 def launch_options() -> dict:
-    """For Accelerator(...): batches are copied to the device during its work. On a TPU accelerate's bf16
-    turns weights and optimizer state into bfloat16, and its launcher does not pass the YAML's choice on: it
-    gets "no", and `forward_on_xla` uses autocast. Elsewhere accelerate reads the environment."""
+    """Options of Accelerator(...). Batches are copied to the device while it computes. accelerate reads the
+    precision from the environment, but on XLA it gets "no", and `forward_on_xla` uses autocast: accelerate's
+    bf16 would turn weights and optimizer state into bfloat16."""
     options = {"dataloader_config": DataLoaderConfiguration(non_blocking=not is_xla())}
     if is_xla() and not is_xla(check_is_tpu=True):
-        os.environ.setdefault("LOCAL_RANK", "0")  # else it is -1 on XLA's CPU: no process would print
+        os.environ.setdefault("LOCAL_RANK", "0")  # -1 on XLA's CPU device: no process would print
     return options | ({"mixed_precision": "no"} if is_xla() else {})
 
 
 def claim_threads() -> None:
-    """As many threads as the launcher would give: physical cores, or one for a GPU. More than this process
-    may use at a time would wait for each other, so the cores granted are a limit under a launcher, too."""
+    """Sets the number of threads as a launcher does: the physical cores, or one if a GPU computes. Never more
+    than the cores granted to this process, also under a launcher: more threads would wait for each other."""
     threads, path = torch.get_num_threads(), os.environ.get(STANDS_IN)
     if path and not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         threads = (psutil.cpu_count(logical=False) or threads) if path.endswith("cpu.yaml") else 1
@@ -75,7 +76,7 @@ def claim_threads() -> None:
 
 
 def launch_line(accelerator) -> str | None:
-    """What counts where there is no launcher; None under one."""
+    """The line about precision, compiler and threads if there is no launcher; None under a launcher."""
     if not (path := os.environ.get(STANDS_IN)):
         return None
     plugin, precision = accelerator.state.dynamo_plugin, accelerator.mixed_precision
@@ -87,19 +88,19 @@ def launch_line(accelerator) -> str | None:
     facts.append(counted(torch.get_num_threads(), "thread"))
     if path.endswith("cpu.yaml") and torch.get_num_threads() > 1 and psutil.cpu_percent(0.2) > 50:
         facts[-1] += " on busy cores: OMP_NUM_THREADS=1 may be faster"  # threads wait for each other
-    return f"launch     no launcher: as accelerate_configs/{Path(path).name} ({', '.join(facts)})"
+    source = f"settings of accelerate_configs/{Path(path).name}, as there is no launcher"
+    return f"launch     {source}: {', '.join(facts)}"
 
 
 def launch_problems() -> list[str]:
-    """What accelerate cannot start with, a line each: torch_tpu, precision, compiler, more processes than
-    devices."""
+    """A line for each reason why accelerate cannot start: torch_tpu, precision, compiler, processes."""
     problems, precision = [], os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
     compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND") or "no"
     processes, devices = local_processes(), torch.accelerator.device_count()
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not devices
     if importlib.util.find_spec("torch_tpu") and not parse_flag_from_env("ACCELERATE_USE_CPU"):
-        problems.append("torch_tpu: it is installed, and accelerate 1.15, which does not know it, would "
-                        "train on the CPU. For a TPU install accelerate_configs/tpu-requirements.txt in an "
+        problems.append("torch_tpu: it is installed, but accelerate 1.15 does not support it and would train "
+                        "on the CPU. For a TPU install accelerate_configs/tpu-requirements.txt in an "
                         "environment without torch_tpu; for the CPU launch with accelerate_configs/cpu.yaml.")
     if precision not in PRECISIONS:
         problems.append(f"mixed_precision: {precision!r} is unknown, give no, bf16 or fp16.")
@@ -109,16 +110,16 @@ def launch_problems() -> list[str]:
     if compiler.upper() not in DynamoBackend.__members__:
         problems.append(f"dynamo_backend: {compiler!r} is unknown, give no or inductor.")
     if processes > devices and not on_cpu:  # some would fail with "invalid device ordinal"
-        problems.append(f"num_processes: {processes} processes were started on this machine and it shows "
+        problems.append(f"num_processes: {processes} processes were started on this machine, which has "
                         f"{counted(devices, 'device')}{hiding()}; each process needs its own. Launch with "
                         f"--num_processes {devices}.")
     return problems
 
 
 def check_launch(accelerator) -> None:
-    """ValueError if several processes were started and each takes itself for the only one (a GPU
-    configuration without GPUs), if the environment makes accelerate divide each loss a second time, or if
-    this torch is too old for accelerate's compilation of blocks under FSDP."""
+    """ValueError if several processes were started but form no group (a GPU configuration without GPUs), if
+    the environment makes accelerate divide each loss a second time, or if this torch is too old for
+    accelerate's compilation of blocks under FSDP."""
     wait_on_cpus(accelerator)
     keep_losses_in_float32(accelerator)
     if line := launch_line(accelerator):
@@ -141,20 +142,20 @@ def check_launch(accelerator) -> None:
                   "or multi_cpu.yaml for several processes.")
     raise ValueError(
         f"num_processes: {started} processes were started, but each sees {accelerator.num_processes}: they "
-        f"form no group, would all train on the same data and overwrite each other's files. {remedy}"
+        f"form no group, and would train on the same data and overwrite each other's files. {remedy}"
     )
 
 
 def wait_on_cpus(accelerator) -> None:
-    """accelerate 1.15 passes GPU numbers to the barrier of processes that run on CPUs: it fails or hangs on a
-    machine with fewer GPUs than processes."""
+    """Replaces accelerate 1.15's barrier on CPUs: it passes GPU numbers, and so fails or hangs on a machine
+    with fewer GPUs than processes."""
     if accelerator.num_processes > 1 and accelerator.device.type == "cpu":
         accelerator.wait_for_everyone = dist.barrier
 
 
 def keep_losses_in_float32(accelerator) -> None:
-    """accelerate 1.15 lets FSDP2 round to bfloat16 what the model returns: an evaluation's 5.7065 becomes
-    5.7090, a training loss of 4.68 becomes 4.66."""
+    """Keeps FSDP2 from rounding the model's outputs to bfloat16, as accelerate 1.15 asks it to: an evaluation
+    loss of 5.7065 would become 5.7090, a training loss of 4.68 would become 4.66."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
     if getattr(policy, "output_dtype", None) is not None:

@@ -1,10 +1,10 @@
-"""Runs a script for utils/check.py and notes what the script itself does not write down.
+"""Runs a script for utils/check.py and notes facts that the script does not log.
 
     python utils/observed.py NOTES SIGNAL STEP SCRIPT flags
 
-SIGNAL is sent after STEP; 0: none. NOTES gets JSON lines:
+The run sends itself SIGNAL after STEP; 0: no signal. It appends JSON lines to the file NOTES:
     step, random, variables   after each step: whether it drew random numbers; local variables of main
-    step, unequal             at each save of several processes: which state is not the same on all of them
+    step, unequal             at each save by several processes: the state that differs between them
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 def main() -> None:
     notes, number, last, sys.argv = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
     sys.path[0] = str(Path(sys.argv[0]).parent)
-    from utils.display.log import Log  # the script's own
+    from utils.display.log import Log  # as the script imports it
     from utils.state.checkpoints import Checkpoints
     from utils.state.stateful import collect_state
     from utils.steps import Steps
@@ -53,8 +53,8 @@ def main() -> None:
         if self.accelerator.num_processes > 1:
             states = {name: collect_state(name, obj, self.model) for name, obj in self.objects.items()}
             texts = [f"{record} {text_of(tensors)}" for record, tensors in states.values()]
-            of_all = zip(states, *gather_object([texts]), strict=True)
-            unequal = [name for name, *texts in of_all if len({*texts}) > 1]
+            by_process = zip(states, *gather_object([texts]), strict=True)
+            unequal = [name for name, *texts in by_process if len({*texts}) > 1]
             note(self.accelerator, step=step, unequal=unequal)
 
     Steps.seed, Log.add, Checkpoints.save = seed_and_remember, step_and_stop, save_and_compare
@@ -62,8 +62,8 @@ def main() -> None:
 
 
 def text_of(value) -> str | None:
-    """A text that changes with the value; None if it is neither a number, text or tensor, nor a collection of
-    these, nor a module or a class of the script with a state_dict."""
+    """A text that changes with the value: of a number, text, tensor, module, collection, or an object with
+    a state_dict whose class the script defines. None for other values."""
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return str(value.item())

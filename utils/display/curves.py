@@ -1,4 +1,4 @@
-"""The curves of a run's metrics.jsonl: output_dir/curves.png, drawn anew at every evaluation."""
+"""Draws output_dir/curves.png from metrics.jsonl, at every evaluation."""
 
 import warnings
 from pathlib import Path
@@ -10,8 +10,8 @@ from utils.io.files import replacing
 
 
 def draw_curves(output_dir) -> None:
-    """Redraws output_dir/curves.png atomically: every loss, on a logarithmic scale, and below it the learning
-    rate. A failure is a warning: it ends no run."""
+    """Redraws output_dir/curves.png atomically: all losses on a logarithmic scale, below them the learning
+    rate. A failure is a warning: it does not end the run."""
     run = Path(output_dir)
     try:
         lines = [line for line in read_metrics(run) if "step" in line]
@@ -24,7 +24,7 @@ def draw_curves(output_dir) -> None:
         figure = Figure((9.0, 6.0), 110, layout="constrained")
         loss, rate = figure.subplots(2, sharex=True, height_ratios=[3, 1])
         for key in losses:
-            hidden = key == "loss/train" and "loss/train_plain" in losses  # the same without key tokens
+            hidden = key == "loss/train" and "loss/train_plain" in losses  # plain: unweighted
             if not hidden and "stderr" not in key:
                 _plot(loss, lines, key)
         _plot(rate, lines, "learning_rate")
@@ -44,7 +44,7 @@ def draw_curves(output_dir) -> None:
 
 
 def _plot(axis, lines: list[dict], key: str) -> None:
-    """A thin line for what is logged in training, points for evaluations. null is a gap."""
+    """Draws training metrics as a thin line, evaluations as points. null is a gap."""
     points = [(line["step"], line[key]) for line in lines if key in line]
     steps, values = np.array(points, float).reshape(-1, 2).T
     style = dict(lw=0.8) if "train" in key or key == "learning_rate" else dict(marker="o", ms=3.5)

@@ -1,4 +1,4 @@
-"""What a run says, a record at a time: lines and a bar on the terminal, metrics.jsonl, curves.png, trackers.
+"""The log of a run: lines and a progress bar on the terminal, metrics.jsonl, curves.png, trackers.
 
 All processes make the same calls; only the main process writes and prints.
 """
@@ -32,19 +32,19 @@ from utils.display.start import environment_of, launch_facts, start_lines
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.io.files import replacing
 from utils.io.text import visible, without_secrets
-from utils.learning.model import EXAMPLES, beside_default, pipeline_tag
+from utils.learning.model import EXAMPLES, compare_with_default, pipeline_tag
 from utils.learning.optim import Means, describe_groups
 from utils.learning.xla_attention import attention_name
 
-SHOWN = {  # name in the line -> metric, format
+SHOWN = {  # name in a printed line: metric, format
     "eval loss": ("loss/eval", ".4f"),
     "perplexity": ("perplexity", ",.2f"),
     "accuracy": ("accuracy", ".1%"),
     "tok/s": ("tokens_per_second", ",.0f"),
 }
 BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {elapsed}, left {remaining}, {rate_fmt}"
-UNSURE = 0.1  # standard error of an evaluation's loss, which is the relative one of the perplexity
-TRY = {  # the commands that try a saved model: their labels, options of pipeline()
+UNCERTAIN = 0.1  # standard error of the evaluation loss; about the relative standard error of the perplexity
+TRY = {  # commands that try a saved model: {pipeline: {label: options of the call}}
     "text-generation": {"generate": ", do_sample=False, repetition_penalty=1.2",
                         "sample": ", do_sample=True, temperature=0.8"},
     "fill-mask": {"fill": ""},
@@ -52,17 +52,17 @@ TRY = {  # the commands that try a saved model: their labels, options of pipelin
 
 
 class Log:
-    """All that a run says. losses: the names of those that `add` is given; guard: of the run's optimizers.
+    """The log of a run. guard: the UpdateGuard of its optimizers. losses: the names of the losses for `add`.
 
-    facts: what the model card says. evaluated: the last step whose evaluation is in metrics.jsonl, or None.
-    finished: an earlier start has done the last step and said so."""
+    facts: {name: value} for the model card. evaluated: the last step whose evaluation is in metrics.jsonl, or
+    None. finished: True if an earlier start completed this run."""
 
     def __init__(self, args, accelerator, steps, guard, *losses: str):
         self.args, self.accelerator, self.steps, self.guard = args, accelerator, steps, guard
         self.means, self.writes = Means(accelerator, *losses), accelerator.is_main_process
-        self.hub = self.metrics = self.throughput = self.progress = None  # made by `start`
+        self.hub = self.metrics = self.throughput = self.progress = None  # set by `start`
         self.facts, self.evaluated, self.finished = {}, None, False
-        self.skipped, self.advised = 0, False  # updates; whether few evaluated rows were told
+        self.skipped, self.advised = 0, False  # skipped updates; whether the advice on few rows was printed
 
     def state_dict(self) -> dict:
         return {"means": self.means.state_dict(), "guard": self.guard.state_dict()}
@@ -72,69 +72,60 @@ class Log:
         self.guard.load_state_dict(state["guard"])
 
     def start(self, step: int, model, optimizer, tokenizer, hub) -> None:
-        """The run from `step` on: drops records of later steps, and prints what will be done."""
+        """Starts the log at `step`: drops the records of later steps, and prints the settings of the run."""
         args, accelerator, self.hub = self.args, self.accelerator, hub
         lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
         launch = launch_facts(accelerator, attention_name(lm.config, args))
         self.metrics = Metrics(args, step, self.writes)
-        self.finished = self.metrics.finished == step == self.steps.last
-        results, self.evaluated = newest(self.metrics.kept, "loss/eval")
-        self.skipped = sum(line.get("event") == "skipped_update" for line in self.metrics.kept)
+        self.finished = self.metrics.args_json.get("finished") == step == self.steps.last
+        results, self.evaluated = newest(self.metrics.lines, "loss/eval")
+        self.skipped = sum(line.get("event") == "skipped_update" for line in self.metrics.lines)
         peak = (peak_flops(launch["device"]) or 0) * launch["processes"]
         flops = flops_per_token(lm, args.block_size, getattr(args, "mlm_probability", 1.0))
-        seconds = self.metrics.seconds
-        self.throughput = Throughput(self.steps, flops, peak or None, step=step, seconds=seconds)
+        self.throughput = Throughput(self.steps, flops, peak or None, step, self.metrics.seconds)
         self.progress = Progress(self.steps.last, step, self.writes)
+        settings = without_secrets(dataclasses.asdict(args))
+        script = Path(os.path.relpath(inspect.getsourcefile(type(args))))
         self.facts = dict(
             step=step, last=self.steps.last, results=results, launch=launch, parameters=lm.num_parameters(),
-            size=beside_default(args, lm, tokenizer),
-            repo_id=hub.repo_id, tried=self.metrics.known.get("tried", ""), sample="",
+            repo_id=hub.repo_id, tried=self.metrics.args_json.get("tried", ""), sample="",
             pipeline_tag=pipeline_tag(lm), model_type=lm.config.model_type, mask_token=tokenizer.mask_token,
-            settings=without_secrets(dataclasses.asdict(args)),
-            script=os.path.relpath(inspect.getsourcefile(type(args))),
-            optimizer=[line.removeprefix("optimizer  ") for line in describe_groups(optimizer)],
+            settings=settings, script=str(script), optimizer=describe_groups(optimizer),
+            command=without_secrets(shlex.join(["python", str(script), *sys.argv[1:]])),
         )  # fmt: skip
-        command = ["python", self.facts["script"], *sys.argv[1:]]
-        self.facts["command"] = without_secrets(shlex.join(command))
         self._count(step)
         if self.finished:
-            again = "A new run needs another --output_dir."
-            text = f"{args.output_dir}: this run is finished, {step} steps; nothing to do. {again}"
-            return accelerator.print(text)
-        self._begin(step, optimizer)
-
-    def _begin(self, step: int, optimizer) -> None:
-        settings, launch = self.facts["settings"], self.facts["launch"]
+            text = f"{args.output_dir}: this run is finished ({step} steps), nothing to do"
+            return accelerator.print(f"{text}. For a new run give another --output_dir.")
         if self.writes:
-            lines = start_lines(self.args, self.accelerator, self.steps, step, optimizer, self.facts)
+            size = compare_with_default(args, lm, tokenizer)
+            lines = start_lines(args, accelerator, self.steps, step, size, self.facts)
             self.progress.write("\n".join([*lines, *self.metrics.changes(launch)]))
             rows = getattr(self.steps.rows, "prepared", None)
             self.metrics.start(step, settings, rows, launch, environment_of())
-            script = Path(self.facts["script"])
-            with replacing(Path(self.args.output_dir, script.name)) as copy:
+            with replacing(Path(args.output_dir, script.name)) as copy:
                 shutil.copyfile(script, copy)
-        project, output_dir = Path(self.facts["script"]).stem, self.args.output_dir
-        start_trackers(self.accelerator, project, output_dir, self.metrics.run_id, settings, step)
+        start_trackers(accelerator, script.stem, args.output_dir, self.metrics.run_id, settings, step)
 
     def timed(self, name: str):
-        """What runs inside is left out of tokens/s: "evaluation" or "save"."""
-        return self.throughput.apart(name)
+        """A context whose time does not count for tokens/s. name: "evaluation" or "save"."""
+        return self.throughput.excluding(name)
 
     def add(self, step: int, losses, skipped) -> None:
-        """After each step. losses [names]: the step's, on this process; skipped, 0-d: as guard.check says."""
+        """Call it after each step. losses [names]: of this step and process. skipped: 0-d, of guard.check."""
         self.means.add(losses, skipped)
         self._count(step)
         self.progress.update(step)
 
     def train(self, step: int, learning_rate: float, **numbers) -> None:
-        """A record of the steps since the last one, with the norm of the newest gradient. numbers: other 0-d
-        tensors, of which the mean over processes is logged."""
+        """Logs a record of the steps since the last one, with the newest gradient norm. numbers: more 0-d
+        tensors, whose means over processes are logged."""
         steps, means = self.steps, self.means.read(grad_norm=self.guard.norm, **numbers)
         skipped = self.guard.read()
-        for done, skip in enumerate(skipped, step - len(skipped) + 1):
+        for update, skip in enumerate(skipped, step - len(skipped) + 1):
             if skip:
-                rows = [steps.rows_before(done - 1), steps.rows_before(done)]  # first, end
-                event = {"step": step, "event": "skipped_update", "update": done, "positions": rows}
+                rows = [steps.rows_before(update - 1), steps.rows_before(update)]  # first, end
+                event = {"step": step, "event": "skipped_update", "update": update, "positions": rows}
                 self.metrics.write(event)
                 self.skipped += 1
         record = {"step": step, "epoch": steps.epoch(step)}
@@ -147,50 +138,51 @@ class Log:
         self._record(record)
 
     def evaluation_due(self, step: int) -> bool:
-        """Every eval_steps, at the last step, and at step 0 with eval_at_start; once, also over resumes."""
+        """True every eval_steps, at the last step, and with eval_at_start at step 0; False if metrics.jsonl
+        already has this evaluation."""
         due = self.steps.due(step, self.args.eval_steps) and (step or self.args.eval_at_start)
         return bool(due) and self.evaluated != step
 
     def evaluation(self, step: int, record: dict, samples=()) -> None:
-        """A record of an evaluation, samples of what the model can do, and new curves."""
-        errors = finite(by_set(record, "loss/eval_stderr")).values()  # None: of a single row
+        """Logs a record of an evaluation, prints samples of the model's output, and redraws the curves."""
+        errors = finite(by_set(record, "loss/eval_stderr")).values()  # None for a single row
         error = max((math.inf if error is None else error for error in errors), default=0)
-        if error > UNSURE and not self.advised:
+        if error > UNCERTAIN and not self.advised:
             self.advised = True
             size = "unknown" if error == math.inf else f"{error:.0%}"
-            more = "a larger --validation_fraction or --eval_dataset_name gives more"
-            more += "; --max_eval_samples 0 takes all of them" * bool(self.args.max_eval_samples)
-            few = f"few rows are evaluated: the perplexity's error is {size}"
-            self.progress.write(f"advice     {few}; {more}")
+            few = f"the standard error of the perplexity is {size}, as few rows are evaluated"
+            remedy = "a larger --validation_fraction or --eval_dataset_name gives more rows"
+            remedy += ", --max_eval_samples 0 evaluates all" * bool(self.args.max_eval_samples)
+            self.progress.write(f"advice     {few}: {remedy}")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
         if samples:
             prompt = samples[0].splitlines()[0].removeprefix("> ").partition("  ->  ")[0]
             self.facts |= {"tried": prompt, "sample": visible(samples[0]) if step else ""}
-        for text in samples if step or self.args.model_name_or_path else ():  # else they are noise
+        for text in samples if step or self.args.model_name_or_path else ():  # random weights print noise
             self.progress.write(text)
-        if self.accelerator.is_main_process:
+        if self.writes:
             draw_curves(self.args.output_dir)
 
     def finish(self, step: int) -> None:
-        """Results and commands to try next; after a stop signal how to resume."""
-        self.progress.close()
+        """Prints the results and the commands to try next or, after a stop signal, how to resume."""
+        self.progress.bar.close()
         self.accelerator.end_training()
-        if step < self.steps.last:
-            where = f"at step {step} of {self.steps.last}"
-            lines = [f"Stopped {where} and saved; run the same command to resume."]
-            return self.accelerator.print(*lines, *self._published(), sep="\n")
-        if not self.finished:
+        stopped = step < self.steps.last
+        if not stopped and not self.finished:
             self.metrics.finish(step, self.facts["tried"])
-        if self.accelerator.is_main_process:
-            print(self._summary(step))
+        if self.writes:
+            line = f"Stopped at step {step} of {self.steps.last} and saved; run the same command to resume."
+            print(line if stopped else self._summary(step))
+            if self.hub.published:
+                print(f"Published: {self.hub.published}")
 
     def _count(self, step: int) -> None:
         counts = {"step": step, "tokens": self.steps.tokens_before(step)}
         self.facts |= counts | {"seconds": self.throughput.seconds}
 
     def _record(self, record: dict) -> None:
-        """Of training or evaluation, with its step; 0-d tensors become numbers."""
+        """Writes a record of training or evaluation to metrics.jsonl, the trackers and the terminal."""
         scalars = {key: value.item() for key, value in record.items() if getattr(value, "ndim", 1) == 0}
         record = record | scalars
         self.metrics.write(record)
@@ -205,11 +197,11 @@ class Log:
         results["curves"] = f"{folder}/curves.png"
         text = facts["tried"] or EXAMPLES[facts["pipeline_tag"]]
         text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
-        # As in JSON, with double quotes: the shell needs the single ones.
+        # JSON writes double quotes: the shell needs the single quotes.
         words = facts["pipeline_tag"], folder, text
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
         code = f"from transformers import pipeline; print(pipeline({tag}, {model})({text}"
-        quiet = "TRANSFORMERS_VERBOSITY=error"  # no advice to install kernels
+        quiet = "TRANSFORMERS_VERBOSITY=error"  # hides advice to install kernels
         commands = {label: f"{quiet} {shlex.join(['python', '-c', f'{code}{options}))'])}"
                     for label, options in TRY[facts["pipeline_tag"]].items()}
         evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
@@ -217,15 +209,11 @@ class Log:
         commands["publish"] = None if self.hub.published else self.hub.command()
         names = ", ".join(facts["settings"]["dataset_name"])
         lines = [f"{facts['model_type']} on {names}", *_table(results)]
-        lines += ["Next:", *_table(without_secrets(commands))]
-        return "\n".join([*lines, *self._published()])
-
-    def _published(self) -> list[str]:
-        return [f"Published: {self.hub.published}"] * bool(self.hub.published)
+        return "\n".join([*lines, "Next:", *_table(without_secrets(commands))])
 
 
 class Progress:
-    """On the main process: a line per log interval and evaluation; on a terminal a bar below them."""
+    """On the main process, prints a line per log interval and evaluation, and on a terminal a bar below."""
 
     def __init__(self, total_steps: int, step: int = 0, is_main_process: bool = True):
         self.total_steps, self.is_main_process = total_steps, is_main_process
@@ -234,7 +222,7 @@ class Progress:
         self.bar = tqdm(total=total_steps, initial=step, disable=hidden, **options)
 
     def update(self, step: int, record: dict | None = None, eta: float | None = None, hub: str = "") -> None:
-        """Move the bar; show a record of training or evaluation, seconds left, the status of pushes."""
+        """Moves the bar and prints a record, if any. eta: seconds left. hub: the status of pushes."""
         if not self.is_main_process:
             return
         self.bar.update(step - self.bar.n)
@@ -242,38 +230,35 @@ class Progress:
             return
         train = "loss/train_plain" if "loss/train_plain" in record else "loss/train"
         shown = {"loss": (train, ".4f"), **SHOWN}
-        texts = {name: format_metric(record, *how) for name, how in shown.items()}
-        if math.isfinite(record.get("loss/eval_stderr") or math.nan):  # with a single set of several rows
+        texts = {name: format_metric(record, *metric) for name, metric in shown.items()}
+        if math.isfinite(record.get("loss/eval_stderr") or math.nan):  # for a single set of several rows
             texts["eval loss"] += f" ± {record['loss/eval_stderr']:.4f}"
-        texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # these fit a narrow terminal
+        texts |= {"left": "" if eta is None else duration(eta), "hub": hub}  # fit a narrow terminal
         texts["skipped"] = str(record.get("skipped_updates") or "")
         texts["mfu"] = format_metric(record, "mfu", ".1%").strip("-")
         line = "  ".join(f"{name} {text}" for name, text in texts.items() if text)
         self.write(f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  {line}")
 
     def write(self, text: str) -> None:
-        """Print above the bar."""
+        """Prints above the bar."""
         if self.is_main_process:
             text = visible(text)
             tqdm.write(text, file=sys.stdout) if not self.bar.disable else print(text, flush=True)
 
-    def close(self) -> None:
-        self.bar.close()
-
 
 def on_terminal() -> bool:
-    """Whether stderr, where bars go, is a terminal that can move its cursor."""
+    """True if stderr, where bars are drawn, is a terminal that can move its cursor."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def print_evaluation(args, accelerator, record: dict) -> None:
-    """What --eval_only found: lines to read, then all of it as JSON."""
-    rows = ", ".join(args.eval_dataset_name or args.dataset_name)
-    title = without_secrets(f"{args.model_name_or_path} evaluated on {rows}")
+    """Prints the results of --eval_only as a table, then as a line of JSON."""
+    names = ", ".join(args.eval_dataset_name or args.dataset_name)
+    title = without_secrets(f"{args.model_name_or_path} evaluated on {names}")
     accelerator.print(title, *_table(record), json.dumps(finite(record)), sep="\n")
 
 
 def _table(values: dict) -> list[str]:
-    """A line for each value, without what is missing or not finite."""
-    known = {name: readable(value) for name, value in finite(values).items() if value is not None}
-    return [f"  {name:<16}  {text}" for name, text in known.items()]
+    """A line for each value that is finite, and not None."""
+    texts = {name: readable(value) for name, value in finite(values).items() if value is not None}
+    return [f"  {name:<16}  {text}" for name, text in texts.items()]

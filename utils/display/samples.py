@@ -1,4 +1,4 @@
-"""Text for people: the rows that the model is fed (--show), completed prompts, filled masks."""
+"""Text samples: rows as the model gets them (--show), completed prompts, filled masks."""
 
 import contextlib
 import copy
@@ -12,17 +12,18 @@ from transformers import FillMaskPipeline, GenerationConfig, TextGenerationPipel
 from utils.io.text import in_one_line, visible
 from utils.learning.losses import eval_mode, keytoken_row_weights
 
-# Always the most likely token. The scores of tokens that have occurred are divided by 1.2 (CTRL, arXiv
-# 1909.05858, section 4.1), or small or young models would repeat one phrase forever.
+# Greedy decoding. The scores of tokens that have occurred are divided by 1.2 (CTRL, arXiv 1909.05858, section
+# 4.1), as small models, and models early in training, would repeat one phrase forever.
 DECODING = {"do_sample": False, "repetition_penalty": 1.2}
-MASK = "[MASK]"  # in prompts, replaced by the tokenizer's own mask token
-MOST_TOKENS, MOST_LINES = 48, 12  # of a completion
+MASK = "[MASK]"  # in prompts; replaced by the tokenizer's mask token
+MAX_TOKENS, MAX_LINES = 48, 12  # of a completion
 
 
 def show_rows(args, accelerator, loader, tokenizer, keytokens=None) -> None:
-    """Prints the first args.show rows of a run as the first process's loop gets them. All processes call it.
+    """Prints the first args.show rows of a run as the first process gets them. All processes call it.
 
-    loader: of all positions from 0; keytokens [V]: 1 at key tokens, None if rows have no weights."""
+    loader: the training loader from position 0. keytokens [V]: 1 at key tokens; None if rows have no weights.
+    """
     shown = 0
     for batch in accelerator.prepare(loader):
         if keytokens is not None and keytokens.any():
@@ -39,22 +40,22 @@ def show_rows(args, accelerator, loader, tokenizer, keytokens=None) -> None:
 
 
 def _described(row: dict, tokenizer) -> str:
-    """The text of a row with all special tokens, and what is to be predicted."""
+    """The text of a row, with all special tokens, and the tokens to predict."""
     facts = {name: value for name, value in row.items() if not isinstance(value, list)}
     lines = ["", ", ".join(f"{name} {value:g}" for name, value in facts.items())]
-    padding = row.get("attention_mask", []).count(0)  # it comes last
+    padding = row.get("attention_mask", []).count(0)  # at the end of the row
     ids = row["input_ids"][: len(row["input_ids"]) - padding]
     lines.append(visible(tokenizer.decode(ids, clean_up_tokenization_spaces=False)))
     if "slots" in row:
         hidden = dict(zip(row["slots"], row["slot_labels"], strict=True))
-        places = sorted(place for place, label in hidden.items() if label != -100)
-        words = (f"{place} {tokenizer.decode([hidden[place]]).strip()!r}" for place in places)
+        positions = sorted(position for position, label in hidden.items() if label != -100)
+        words = (f"{position} {tokenizer.decode([hidden[position]]).strip()!r}" for position in positions)
         lines.append(f"to predict, by position: {', '.join(words)}")
     return "\n".join(lines)
 
 
 class FillMask(FillMaskPipeline):
-    """transformers' pipeline, also for BertForPreTraining, whose logits have another name."""
+    """transformers' fill-mask pipeline, which also takes BertForPreTraining: its logits have another name."""
 
     def _forward(self, model_inputs):
         out = super()._forward(model_inputs)
@@ -63,7 +64,7 @@ class FillMask(FillMaskPipeline):
 
 
 def row_beginnings(eval_rows: dict, tokenizer, masked: bool) -> list[str]:
-    """The first 16 tokens of three evaluation rows as text; masked: the ninth is hidden."""
+    """Prompts: the first 16 tokens of three evaluation rows as text; masked: with [MASK] as the ninth."""
     rows = next(iter(eval_rows.values()))
     numbers = np.unique([len(rows) * i // 3 for i in range(3)])
     ids = rows.columns(numbers, 0 * numbers)["input_ids"][:, :16]
@@ -75,54 +76,54 @@ def row_beginnings(eval_rows: dict, tokenizer, masked: bool) -> list[str]:
 
 @contextlib.contextmanager
 def _pipeline(kind, accelerator, model, tokenizer):
-    """A pipeline with the transformers model in eval mode, not compiled: each length would be a graph.
+    """A pipeline with the transformers model in eval mode, and not compiled: each length would be a graph.
 
-    Of its generation_config only the tokens that end a text count: other entries, such as stop_strings, need
-    more than a model and may be of a decoding that transformers no longer has."""
+    From its generation_config only the end-of-text tokens are used: others, such as stop_strings, need more
+    than a model, or belong to a decoding method that transformers no longer has."""
     lm = accelerator.unwrap_model(model, keep_torch_compile=False).lm
     eager, saved = torch.compiler.set_stance("force_eager"), getattr(lm, "generation_config", None)
     lm.generation_config = GenerationConfig(eos_token_id=getattr(saved, "eos_token_id", None))
     try:
         with eval_mode(lm), torch.no_grad(), eager, accelerator.autocast():
-            # A copy: a tokenizer remembers truncation, and would save it with the model.
+            # A copy of the tokenizer: it remembers truncation, and would save that with the model.
             yield kind(model=lm, tokenizer=copy.deepcopy(tokenizer), device=accelerator.device)
     finally:
         lm.generation_config = saved
 
 
 def _can_sample(accelerator) -> bool:
-    """Only the first process; not under FSDP, where no process has all weights, nor on XLA, where each length
-    of a text is a graph."""
+    """True on the main process, except under FSDP, where no process has all weights, and on XLA, where each
+    text length is a graph."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.XLA)
     return accelerator.is_main_process and not sharded
 
 
 def complete_prompts(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
-    """The last line of each prompt, behind "> ", and its completion. [] where `_can_sample` is false."""
+    """The last line of each prompt, after "> ", and its completion. [] if `_can_sample` is False."""
     if not prompts or not _can_sample(accelerator):
         return []
     prompts = row_beginnings(eval_rows, tokenizer, masked=False) if prompts == ["rows"] else prompts
-    options = DECODING | {"max_new_tokens": min(MOST_TOKENS, tokenizer.model_max_length * 3 // 4)}
+    options = DECODING | {"max_new_tokens": min(MAX_TOKENS, tokenizer.model_max_length * 3 // 4)}
     options |= dict(return_full_text=False, add_special_tokens=False, handle_long_generation="hole")
     with _pipeline(TextGenerationPipeline, accelerator, model, tokenizer) as complete:
         answers = complete(prompts, **options)
     texts = []
     for prompt, [answer] in zip(prompts, answers, strict=True):
-        text = re.sub(r"\n\s*\n", "\n\n", answer["generated_text"].rstrip())  # many blank lines at first
+        text = re.sub(r"\n\s*\n", "\n\n", answer["generated_text"].rstrip())  # drops blank lines
         *_, last_line = ["", *prompt.strip().splitlines()]
-        texts.append("\n".join([f"> {last_line}", *text.splitlines()[:MOST_LINES], ""]))
+        texts.append("\n".join([f"> {last_line}", *text.splitlines()[:MAX_LINES], ""]))
     return texts
 
 
 def fill_masks(accelerator, model, tokenizer, prompts: list[str], eval_rows: dict) -> list[str]:
-    """A line per mask: its most likely tokens and their probabilities. [] where `_can_sample` is false."""
+    """A line per mask: its most likely tokens and their probabilities. [] if `_can_sample` is False."""
     if not prompts or not _can_sample(accelerator):
         return []
     prompts = row_beginnings(eval_rows, tokenizer, masked=True) if prompts == ["rows"] else prompts
     with _pipeline(FillMask, accelerator, model, tokenizer) as fill:
         texts = [prompt.replace(MASK, tokenizer.mask_token) for prompt in prompts]
         answers = fill(texts, tokenizer_kwargs={"truncation": True})
-    answers = answers if len(texts) > 1 else [answers]  # the pipeline unpacks a list of a single text
+    answers = answers if len(texts) > 1 else [answers]  # the pipeline unpacks a list of one text
     lines = []
     for prompt, answer in zip(prompts, answers, strict=True):
         for guesses in answer if isinstance(answer[0], list) else [answer]:

@@ -1,5 +1,5 @@
-"""The same formulas in less time: products of matrices on some CPUs, and parts of transformers' models that
-are written out in many operations. Names of weights and what is saved stay the same."""
+"""Faster kernels for the same formulas: matrix products on some CPUs, and modules of transformers that take
+many operations. Names of weights and saved files stay the same."""
 
 import inspect
 import threading
@@ -13,15 +13,15 @@ from transformers import masking_utils
 
 from utils.devices import device_type
 
-# Per thread, as some TPUs run two processes as threads of one. ModelLoss sets it around each forward pass.
-in_forward = threading.local()  # .rows_in_order: this forward's rows have positions 0, 1, 2, ...
-_search = masking_utils.find_packed_sequence_indices  # transformers' own
+# .rows_in_order: True if the positions of all rows are 0, 1, 2, ... ModelLoss sets it in each forward pass.
+in_forward = threading.local()  # per thread: some TPUs run two processes as threads
+_find_packed_sequences = masking_utils.find_packed_sequence_indices  # of transformers
 
 
 def use_fast_products(block_size: int) -> None:
-    """Lets oneDNN compute the products of float32 matrices on AMD's CPUs with AVX-512, which MKL does not use
-    there: 0.4 x of its seconds. torch (2.13) gives them to oneDNN only if it may round factors to bfloat16;
-    that it does with AMX alone, and a trial shows it. These are settings of the whole process."""
+    """Makes oneDNN compute float32 matrix products on AMD CPUs with AVX-512, which MKL does not use there: in
+    0.4 x of MKL's time. torch (2.13) calls oneDNN only if it allows rounding to bfloat16. oneDNN rounds only
+    with AMX; a test product detects that. These settings affect all of the process."""
     cpu = Path("/proc/cpuinfo")
     amd = device_type() == "cpu" and cpu.exists() and "AuthenticAMD" in cpu.read_text()
     if not amd or torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -31,41 +31,42 @@ def use_fast_products(block_size: int) -> None:
     torch.set_float32_matmul_precision("medium")
     if not torch.allclose(torch.mm(*factors).double(), torch.mm(*factors.double()), rtol=1e-5):
         return torch.set_float32_matmul_precision(before)
-    # The fused attention's products are of small blocks, each a call: for rows of 128 tokens it takes 4 x the
-    # seconds of plain operations, for rows of 512 as many.
+    # Fused attention multiplies small blocks, each in a call. For rows of 128 tokens it takes 4 x the time of
+    # plain operations, for rows of 512 the same time.
     torch.backends.cuda.enable_flash_sdp(block_size > 256)
 
 
 def use_one_kernel_gelu(model) -> None:
-    """Replace GELUs of eight operations, which keep several copies of the widest activation for backward, by
+    """Replaces GELUs of eight operations, which keep several copies of the widest activation for backward, by
     torch's kernel of the same formula."""
-    written_out = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
+    class_names = "NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"
     for name, module in list(model.named_modules(remove_duplicate=False)):
-        if type(module).__name__ in written_out:
+        if type(module).__name__ in class_names:
             model.set_submodule(name, nn.GELU(approximate="tanh"))
 
 
 def skip_search_for_documents() -> None:
-    """transformers 5.24 looks for positions that start again within a row (packed documents). That waits for
-    the device in each forward, and with torch.compile it prevents the causal kernel. A batch without
-    position_ids has none: nothing is searched while `in_forward.rows_in_order` is set."""
+    """Stops transformers from searching rows for packed documents while `in_forward.rows_in_order` is True.
+
+    transformers 5.24 searches for positions that restart within a row. That waits for the device in each
+    forward pass, and with torch.compile it prevents the causal kernel."""
     masking_utils.find_packed_sequence_indices = _search_unless_in_order
 
 
 def _search_unless_in_order(position_ids):
-    return None if getattr(in_forward, "rows_in_order", False) else _search(position_ids)
+    return None if getattr(in_forward, "rows_in_order", False) else _find_packed_sequences(position_ids)
 
 
 @torch.no_grad()
 def use_few_kernel_norms(model) -> None:
-    """Replaces, on a CPU, the forward of what a trial shows to be weight * x / sqrt(mean(x ** 2) + eps), by
-    one that takes half of the time."""
+    """On a CPU, replaces the forward pass of RMSNorms by one that takes half of the time. A test shows which
+    modules compute weight * x / sqrt(mean(x ** 2) + eps)."""
     for module in model.modules() if device_type() == "cpu" else ():
         eps, weight = getattr(module, "variance_epsilon", None), getattr(module, "weight", None)
         if eps is None or weight is None or len(inspect.signature(module.forward).parameters) > 1:
             continue  # gated norms have two inputs
         before = weight.clone()
-        weight += torch.linspace(-0.5, 0.5, len(before))  # ones would hide what they are used for
+        weight += torch.linspace(-0.5, 0.5, len(before))  # weights of 1 would not show how they are used
         x = torch.linspace(-1, 2, 2 * len(before)).view(2, -1) * torch.tensor([[1.0], [1e-3]])
         if torch.allclose(module(x), _RMSNorm.apply(x, weight, eps), rtol=1e-6, atol=1e-6):
             module.forward = partial(_forward, module)

@@ -1,4 +1,4 @@
-"""A transformers model whose configuration agrees with the tokenizer and the block size by construction."""
+"""Builds the transformers model, with a configuration that fits the tokenizer and the block size."""
 
 import contextlib
 import functools
@@ -11,27 +11,27 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from utils.devices import forward_on_xla, is_xla
 from utils.io.files import is_missing_folder
-from utils.learning.configuration import CALL, MODEL_CLASSES, configure, one_line, setting
+from utils.learning.configuration import MODEL_CLASSES, configure, one_line, setting
 from utils.learning.fused_head import CompilerSoftmax
 from utils.learning.kernels import use_fast_products, use_few_kernel_norms, use_one_kernel_gelu
 from utils.learning.xla_attention import use_xla_attention
 
-EXAMPLES = {"text-generation": "The", "fill-mask": "It is [MASK]."}  # prompts by pipeline
+EXAMPLES = {"text-generation": "The", "fill-mask": "It is [MASK]."}  # {pipeline: example prompt}
 
 
 def check_model(args, kind) -> list[str]:
-    """What is wrong with model_type, config_overrides, model_name_or_path and gradient_checkpointing, a line
-    each, before any weights are made. kind: "causal", "masked" or "pretraining"."""
-    tokenizer = None  # if one will be trained
+    """A line per problem with model_type, config_overrides, model_name_or_path and gradient_checkpointing,
+    without memory for weights. kind: "causal", "masked" or "pretraining"."""
+    tokenizer = None  # if the run will train its tokenizer
     name = args.tokenizer_name or args.model_name_or_path
     if name and not is_missing_folder(name):
-        with contextlib.suppress(Exception):  # of a damaged file any; load_rows tells it
+        with contextlib.suppress(Exception):  # a damaged file; load_rows reports it
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     config, model, problems = configure(args, kind, tokenizer)
     if problems:
         return problems
     if args.gradient_checkpointing and not model.supports_gradient_checkpointing:
-        problems.append(f"gradient_checkpointing: transformers' {config.model_type} cannot; leave it out")
+        problems.append(f"gradient_checkpointing: {config.model_type} does not support it; leave it out")
     if args.model_name_or_path and not problems:
         try:
             load_weights(kind, args.model_name_or_path, config, device_map="meta")
@@ -41,9 +41,9 @@ def check_model(args, kind) -> list[str]:
 
 
 def build_model(args, kind, tokenizer):
-    """A model in float32: random weights of args.model_type with config_overrides, or the weights of
-    model_name_or_path. Vocabulary size, special ids and positions come from tokenizer and block_size where
-    they are not overridden. Parameters that no gradient reaches are frozen. ValueError with all problems."""
+    """A model in float32 with random weights (args.model_type, config_overrides) or those of
+    model_name_or_path. Vocabulary size, special token ids and positions come from tokenizer and block_size
+    unless overridden. Parameters that no gradient reaches are frozen. ValueError with all problems."""
     config, _, problems = configure(args, kind, tokenizer)
     if problems:
         raise ValueError("\n".join(problems))
@@ -51,13 +51,13 @@ def build_model(args, kind, tokenizer):
         model, extra = load_weights(kind, args.model_name_or_path, config)
         model.train()  # with dropout
         if extra and os.environ.get("RANK", "0") == "0":
-            print(f"weights    {len(extra)} are not needed and left out: {', '.join(extra[:3])}")
+            print(f"weights    {len(extra)} are not part of the model and ignored: {', '.join(extra[:3])}")
     else:
         model = MODEL_CLASSES[kind].from_config(config, dtype=torch.float32, trust_remote_code=False)
     if kind == "causal":
-        # pipeline() would ask for 256 new tokens, more than there are positions.
+        # pipeline() would generate 256 new tokens by default, more than the model has positions.
         model.generation_config.max_length = model.generation_config.max_length or args.block_size
-        # transformers reads what it refuses to save: a temperature without do_sample, pad_token_id=-1.
+        # transformers loads settings that it refuses to save: temperature without do_sample, pad_token_id=-1.
         for fix in {}, {"do_sample": True}:
             model.generation_config.update(**fix)
             with contextlib.suppress(ValueError):
@@ -71,7 +71,7 @@ def build_model(args, kind, tokenizer):
     use_one_kernel_gelu(model)
     use_few_kernel_norms(model)
     if args.gradient_checkpointing:
-        if is_xla():  # torch's own fails: it looks for torch.xla (2.9)
+        if is_xla():  # torch's checkpoint fails: it looks for torch.xla (2.9)
             from torch_xla.utils.checkpoint import checkpoint
 
             model._set_gradient_checkpointing(True, functools.partial(checkpoint, use_reentrant=True))
@@ -81,19 +81,19 @@ def build_model(args, kind, tokenizer):
 
 
 def to_device(model, accelerator) -> None:
-    """Moves a loss module to the device, before its optimizer is built; gets it ready for what `prepare`
-    compiles where accelerate_configs/*.yaml says so; and on XLA makes it compute in bfloat16."""
+    """Moves a loss module to the device, before its optimizer is built. Chooses the softmax and limits for
+    torch.compile if `prepare` will compile. On XLA the module then computes in bfloat16."""
     model.to(accelerator.device)
-    # Moving to XLA makes new parameters, and ties come apart. recompute_mapping=False: weights that were
-    # loaded as different ones stay different, whatever the configuration says.
+    # Moving to XLA makes new parameters, which are no longer tied. recompute_mapping=False: weights that were
+    # loaded as different tensors stay different, even if the configuration ties them.
     model.lm.tie_weights(recompute_mapping=False)
     device, compiled = accelerator.device.type, accelerator.state.dynamo_plugin.backend != DynamoBackend.NO
     if device == "xla" or compiled and device != "cpu":
         model.chunk_softmax = CompilerSoftmax()
     if compiled:
-        import torch._dynamo  # not at the top: it takes a second
+        import torch._dynamo  # takes a second
 
-        # Per function: blocks of all kinds share one, and evaluation has graphs of its own.
+        # The limit is per function. All types of blocks share one, and evaluation needs graphs of its own.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     if device == "xla":
         use_xla_attention()
@@ -101,56 +101,56 @@ def to_device(model, accelerator) -> None:
 
 
 def load_weights(kind, name_or_path, config, **options):
-    """(the model with these weights, in float32; names of weights that it does not need). ValueError where
-    they cannot be read, or some are missing, of another shape or not finite."""
-    blamed = f"model_name_or_path, {name_or_path!r}"
+    """(the model with these weights in float32, names of weights that are not part of it). ValueError if they
+    cannot be read, or if some are missing, have another shape, or are not finite."""
+    setting_text = f"model_name_or_path, {name_or_path!r}"
     options |= {"config": config, "dtype": torch.float32, "trust_remote_code": False}
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # told here
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # the message below names them
     try:
         model, info = MODEL_CLASSES[kind].from_pretrained(name_or_path, **options)
-    except Exception as error:  # of a damaged file any
-        raise ValueError(f"{blamed}: its weights cannot be read ({one_line(error)})") from None
+    except Exception as error:  # a damaged file: errors of any type
+        raise ValueError(f"{setting_text}: its weights cannot be read ({one_line(error)})") from None
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
-    wrong += [f"{name} is {[*there]}, not {[*here]}" for name, there, here in sorted(info["mismatched_keys"])]
+    wrong += [f"{name} is {[*saved]}, not {[*size]}" for name, saved, size in sorted(info["mismatched_keys"])]
     wrong += [f"{name} is not finite" for name, weight in model.named_parameters()
               if not wrong and not weight.is_meta and not weight.isfinite().all()]  # fmt: skip
     if wrong:
         first = ", ".join(wrong[:3]) + ", ..." * (len(wrong) > 3)
-        raise ValueError(f"{blamed}: {len(wrong)} of its weights do not fit the model: {first}; choose a "
-                         "folder that save_pretrained wrote")
+        raise ValueError(f"{setting_text}: {len(wrong)} of its weights do not fit the model: {first}; choose "
+                         "a folder that save_pretrained wrote")
     return model, sorted(info["unexpected_keys"])
 
 
 def try_model(model, kind, block_size) -> None:
-    """Runs the model forward and backward on a few tokens, and on a full row if that leaves parameters
-    without a gradient; those that still have none, such as an unused pooler, are frozen: DDP would wait for
-    them.
+    """Runs the model forward and backward on eight tokens and, if parameters get no gradient, on a full row.
+    Parameters that still get none, such as an unused pooler, are frozen: DDP would wait for their gradients.
 
-    ValueError if transformers cannot run it on token ids alone, or if a causal model sees the next token."""
+    ValueError if the model does not run on token ids alone, or if a causal model sees the next token."""
     reached, size = set(), model.config.vocab_size
+    options = {"use_cache": False} if kind == "causal" else {}
 
     def forward(ids):
-        with torch.random.fork_rng(devices=[]):  # Reformer draws its hashes
+        with torch.random.fork_rng(devices=[]):  # Reformer draws random hashes
             torch.manual_seed(0)
-            return model(input_ids=ids, **CALL[kind])
+            return model(input_ids=ids, **options)
 
     def note(parameter):
         reached.add(parameter)
-        parameter.grad = None  # at once: not a second copy of the weights in memory
+        parameter.grad = None  # at once, so that the gradients are never all in memory
 
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     hooks = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]
     model.eval()
     try:
         for length in (min(8, block_size), block_size):
-            ids = (size // 2 + torch.arange(length)[None]) % size  # hardly special ones
+            ids = (size // 2 + torch.arange(length)[None]) % size  # unlikely to be special tokens
             out = forward(ids)
             sum(x.float().sum() for x in out.values() if getattr(x, "requires_grad", False)).backward()
             if reached == trained:
                 break
         with torch.no_grad():
             if kind == "causal" and _sees_next(forward, ids, out["logits"]):
-                raise ValueError("a token sees the next one, so there would be nothing to predict")
+                raise ValueError("a token sees the next one, which it should predict")
     except Exception as error:
         heads, key_heads = (setting(model.config, f"num_{name}_heads") for name in ("attention", "key_value"))
         hint = f"; num_key_value_heads is {key_heads}" if key_heads and heads % key_heads else ""
@@ -167,14 +167,14 @@ def try_model(model, kind, block_size) -> None:
 
 
 def _sees_next(forward, ids, logits) -> bool:
-    """Whether another last token changes the logits of those before it."""
+    """True if a change of the last token changes the logits at earlier positions."""
     changed = forward(torch.cat([ids[:, :-1], ids[:, :1]], 1))["logits"]
     return bool((changed - logits)[:, :-1].abs().max() > 1e-4 * logits.abs().max())
 
 
-def beside_default(args, lm, tokenizer) -> str:
-    """", 1.6 x the default's": the parameters of lm beside those of the script's default model with this
-    tokenizer; "" for the default itself."""
+def compare_with_default(args, lm, tokenizer) -> str:
+    """Such as ", 1.6 x the default's": the parameters of lm relative to the script's default model with the
+    same tokenizer. "" for the default model."""
     default = type(args)()
     if (args.model_type, args.config_overrides) == (default.model_type, default.config_overrides):
         return ""

@@ -1,4 +1,4 @@
-"""Optimizer, schedule, the guard that skips updates that are not finite, and mean losses for the log."""
+"""The optimizer, its learning-rate schedule, the guard against infinite gradients, mean losses to log."""
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -8,26 +8,25 @@ from utils.devices import sync
 from utils.flags import named_values
 from utils.learning.muon import MuonAdamW, hidden_matrices
 
-GIVE_UP = 20  # updates in a row that are not finite
+GIVE_UP = 20  # skipped updates in a row
 
 
 def parameter_groups(model, weight_decay):
-    """Two groups for an optimizer: matrices and embeddings, which decay, then biases and norms. Norms are
-    recognized by their class (GPT-2's are named ln_1). Every trainable parameter once, also if tied."""
-    decayed, plain = [], []
+    """Two parameter groups: matrices and embeddings with weight decay, biases and norms without. Norms are
+    recognized by their class (GPT-2's are named ln_1). Each trainable parameter occurs once, also if tied."""
+    decayed, not_decayed = [], []
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         norm_or_bias = name.endswith("bias") or "Norm" in type(module).__name__
         if parameter.requires_grad:
-            (plain if parameter.ndim < 2 or norm_or_bias else decayed).append(parameter)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+            (not_decayed if parameter.ndim < 2 or norm_or_bias else decayed).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
 
 
 def build_optimizer(model, args):
-    """AdamW over `parameter_groups`, fused on CPU and CUDA (ROCm too): one pass over the weights per step.
+    """AdamW over `parameter_groups`, fused on CPU and CUDA (also ROCm): one pass over the weights per step.
 
-    optimizer_type "muon": Muon for the hidden layers' matrices, at muon_learning_rate or, if that is 0, at
-    learning_rate."""
+    optimizer_type "muon": Muon for the hidden layers' matrices, with muon_learning_rate; 0: learning_rate."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda")
     groups, muon = parameter_groups(model, args.weight_decay), args.optimizer_type == "muon"
     if muon:
@@ -42,21 +41,22 @@ def build_optimizer(model, args):
 
 
 def describe_groups(optimizer):
-    """A line per group: its algorithm, peak learning rate, weight decay, tensors, parameters."""
-    bare, lines = getattr(optimizer, "optimizer", optimizer), []  # without accelerate's wrapper
-    kind = type(bare).__name__
-    for group in bare.param_groups:
-        name = "Muon" if kind == "MuonAdamW" and "momentum" in group else kind.removeprefix("Muon")
+    """A text per parameter group: algorithm, peak learning rate, weight decay, tensors, parameters."""
+    unwrapped, lines = getattr(optimizer, "optimizer", optimizer), []  # without accelerate's wrapper
+    class_name = type(unwrapped).__name__
+    for group in unwrapped.param_groups:
+        is_muon = class_name == "MuonAdamW" and "momentum" in group
+        name = "Muon" if is_muon else class_name.removeprefix("Muon")
         tensors, parameters = len(group["params"]), sum(p.numel() for p in group["params"])
         size = f"{tensors} tensor{'s' * (tensors != 1)}, {parameters:,} parameters"
-        rate = float(group.get("initial_lr", group["lr"]))  # the first is what a schedule multiplies
+        rate = float(group.get("initial_lr", group["lr"]))  # initial_lr: set by a schedule
         decay = group.get("weight_decay", 0)
-        lines.append(f"optimizer  {name}, learning rate {rate:g}, weight decay {decay:g}: {size}")
+        lines.append(f"{name}, learning rate {rate:g}, weight decay {decay:g}: {size}")
     return lines
 
 
 def further_rates(args) -> str:
-    """The flags for training weights further that are trained already: a twentieth of their rates."""
+    """Flags with a twentieth of the learning rates, to continue from trained weights."""
     names = ["learning_rate"] + ["muon_learning_rate"] * (getattr(args, "optimizer_type", "") == "muon")
     rates = {name: getattr(args, name, 0) / 20 for name in names}
     return " ".join(f"--{name} {rate:g}" for name, rate in rates.items() if rate)
@@ -64,30 +64,30 @@ def further_rates(args) -> str:
 
 def build_schedule(optimizer, args, last):
     """transformers' schedule lr_scheduler_type over `last` optimizer steps, with lr_scheduler_kwargs.
-    num_warmup_steps, and num_decay_steps among the kwargs, are steps, or below 1 a share of all steps.
+    num_warmup_steps, and num_decay_steps among the kwargs, are steps or, if below 1, a share of all steps.
 
-    optimizer: prepared or not. Step it once per update, and leave it out of accelerator.prepare, which would
-    step it once per process. ValueError for a warm-up or options that do not fit."""
+    optimizer: prepared or not. Step the schedule once per update. Do not prepare it: accelerate would step it
+    once per process. ValueError for a warmup or options that do not fit."""
     name, options = args.lr_scheduler_type, named_values(args.lr_scheduler_kwargs or "")
     counts = args.num_warmup_steps, options.get("num_decay_steps", 0)
     warmup, decay = (int(count * (last if count < 1 else 1)) for count in counts)
     if not 0 <= warmup <= last - decay:
         raise ValueError(f"num_warmup_steps: {warmup} must be 0 to {last - decay}, as the run has {last} "
                          "steps; below 1 it is a share of them")
-    if options and name.startswith("constant"):  # transformers would ignore them
-        raise ValueError(f"lr_scheduler_kwargs: {name} takes none")
+    if options and name.startswith("constant"):  # transformers would ignore options
+        raise ValueError(f"lr_scheduler_kwargs: the schedule {name} has no options, leave them out")
     options |= {"num_decay_steps": decay} if decay else {}
-    total = max(last, warmup + 1)  # polynomial divides by the steps after the warm-up
+    total = max(last, warmup + 1)  # polynomial divides by the steps after the warmup
     return get_scheduler(name, getattr(optimizer, "optimizer", optimizer), warmup, total, options)
 
 
 class UpdateGuard:
-    """Skips updates of all optimizers if the gradient norm is not finite.
+    """Skips the update of all optimizers if the gradient norm is not finite, on all processes alike.
 
-    All processes decide alike. Fused AdamW changes nothing if its `found_inf` is 1 (made for GradScaler), so
-    the host need not wait. On XLA any optimizer steps with gradients of 0, and then weights and state are set
-    back; its count of updates goes on. Elsewhere the host reads the norm and drops the gradients. With fp16
-    GradScaler sets `found_inf` and skips what is not finite by itself."""
+    Fused AdamW and MuonAdamW change nothing if their `found_inf` is 1 (made for GradScaler), so that the host
+    need not wait for the norm. On XLA any optimizer steps with gradients of 0, and then weights and state are
+    restored, but not its count of updates. Elsewhere the host reads the norm and drops the gradients. With
+    fp16 GradScaler itself sets `found_inf` and skips the update."""
 
     def __init__(self, accelerator, *optimizers):
         if accelerator.scaler is not None and len(optimizers) > 1:
@@ -95,30 +95,30 @@ class UpdateGuard:
                              "gradients of a second one twice by its scale; use bf16 or no.")
         self.optimizers = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in optimizers]
         self.scaler = accelerator.scaler
-        # Fused SGD has `found_inf` too, but a skipped first update leaves its momentum unset.
-        obey = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
-        self.obeyed = self.scaler is None and all(obey)
-        self.sets_back = self.scaler is None and accelerator.device.type == "xla"
-        for optimizer in self.optimizers if self.sets_back else ():
+        # Fused SGD has `found_inf`, too, but a skipped first update would leave its momentum unset.
+        fused_adam = [isinstance(o, torch.optim.Adam) and bool(o.defaults["fused"]) for o in self.optimizers]
+        self.uses_found_inf = self.scaler is None and all(fused_adam)
+        self.restores = self.scaler is None and accelerator.device.type == "xla"
+        for optimizer in self.optimizers if self.restores else ():
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         self.norm = torch.zeros((), device=accelerator.device)  # of the newest gradient
-        self.updates, self.consecutive = 0, 0  # in all, and skipped in a row, at the last read
-        self._before, self._depth = [], 0  # on XLA, during a step: (tensor, its value before); steps in steps
-        self._pending, self._unread = [], []  # since then: flags on the device or host; those of a checkpoint
+        self.updates, self.consecutive = 0, 0  # at the last read: all updates; skipped updates in a row
+        self._before, self._depth = [], 0  # during a step on XLA: (tensor, value to restore); nested steps
+        # Flags since the last read, 1 for a skipped update: still on the device; restored from a checkpoint.
+        self._pending, self._unread = [], []
 
     def check(self, grad_norm):
-        """Call it once per update, after clipping and before the optimizer's step. grad_norm: 0-d, before
-        clipping.
+        """Call it once per update, between clipping and the optimizer's step. grad_norm: 0-d, not clipped.
 
-        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. `.norm` holds the norm."""
+        Returns 1.0 (0-d, on the device) if the update is skipped, else 0.0. `.norm` is the norm."""
         norm = getattr(grad_norm, "full_tensor", lambda: grad_norm)()  # FSDP2's norm is a DTensor
         norm = self.norm = norm.detach().float()
         flag = pending = (~torch.isfinite(norm)).float()
-        if self.obeyed:
+        if self.uses_found_inf:
             for optimizer in self.optimizers:
                 optimizer.found_inf = flag
-        elif self.scaler is None and not self.sets_back:
+        elif self.scaler is None and not self.restores:
             pending = flag.cpu()
             if pending:
                 for optimizer in self.optimizers:
@@ -137,7 +137,7 @@ class UpdateGuard:
         self._before = [(x, x.clone()) for x in weights + state if getattr(x, "device", None) == skip.device]
         for weight in weights:
             if weight.grad is not None:
-                weight.grad.masked_fill_(skip, 0)  # state that is made in this step must not be nan
+                weight.grad.masked_fill_(skip, 0)  # so that state that this step creates is not NaN
 
     @torch.no_grad()
     def _after_step(self, *_):
@@ -145,24 +145,24 @@ class UpdateGuard:
         if not self._depth:
             for x, before in self._before:
                 x.copy_(torch.where(self._pending[-1] > 0, before, x))
-            self._before = []  # before a sync, which would write it to memory
+            self._before = []  # freed before a sync, which would write the copies to memory
 
     def read(self):
-        """For each update since the last read 1 if it was skipped, else 0. RuntimeError after GIVE_UP skipped
-        ones in a row. Here the host waits for the device."""
+        """For each update since the last read 1 if it was skipped, else 0. The host waits for the device.
+        RuntimeError after GIVE_UP skipped updates in a row."""
         state = self.state_dict()
         self.load_state_dict(state | {"unread": []})
         if self.consecutive >= GIVE_UP:
             where = f"of steps {self.updates - self.consecutive + 1} to {self.updates}"
-            raise RuntimeError(f"{self.consecutive} updates in a row, {where}, were skipped, as their "
-                               "gradients are not finite. Lower learning_rate, or look at their rows.")
+            raise RuntimeError(f"{self.consecutive} updates in a row, {where}, were skipped, as gradients "
+                               "were not finite. Lower learning_rate, or check the rows of these steps.")
         return state["unread"]
 
     def state_dict(self):
-        """Numbers. Nothing changes, but the host waits for the device."""
-        if self.sets_back:
+        """The state as plain numbers. The host waits for the device."""
+        if self.restores:
             sync()
-            self._pending = [flag.cpu() for flag in self._pending]  # stacked, each number of them is a graph
+            self._pending = [flag.cpu() for flag in self._pending]  # a stack would be a graph for each length
         new = [int(flag) for flag in torch.stack(self._pending).tolist()] if self._pending else []
         consecutive = self.consecutive
         for flag in new:
@@ -175,23 +175,24 @@ class UpdateGuard:
 
 
 class Means:
-    """Means of losses over the steps since the last log line. They stay on the device until `read`."""
+    """Mean losses over the steps since the last log line. The sums stay on the device until `read`."""
 
     def __init__(self, accelerator, *names):
         self.accelerator, self.names = accelerator, names
         self._sums = torch.zeros(len(names) + 1).to(accelerator.device)  # losses, steps
 
     def add(self, losses, skipped):
-        """Call it once per step. losses [names]: the step's, of this process; they count unless skipped (0-d)
+        """Call it once per step. losses [names]: of this step and process. They do not count if skipped (0-d)
         is 1. ValueError for another number of losses."""
-        if losses.shape != (len(self.names),):  # a single one would be broadcast to all names
-            raise ValueError(f"means: losses of shape {[*losses.shape]} for {', '.join(self.names)}")
+        if losses.shape != (len(self.names),):  # a single loss would be broadcast to all names
+            raise ValueError(f"means: losses of shape {[*losses.shape]}, expected one for each of "
+                             f"{', '.join(self.names)}")
         step = torch.cat([losses.detach().float(), torch.ones_like(skipped)[None]])
         self._sums += torch.where(skipped > 0, 0, step)
 
     def read(self, **others):
-        """{name: mean over steps and processes, None if no step counted}, and the means of `others`
-        (0-d) over processes. Then starts anew. All processes call it; here the host waits for the device."""
+        """{name: mean over steps and processes, or None without a step}, and the means of `others` (0-d) over
+        processes. Resets the sums. All processes call it, and the host waits for the device."""
         sums = {name: (sum(values), len(values)) for name, values in self.state_dict(**others).items()}
         self._sums = torch.zeros_like(self._sums)
         steps, _ = sums.pop("steps")
@@ -199,20 +200,20 @@ class Means:
         return losses | {name: sums[name][0] / sums[name][1] for name in others}
 
     def state_dict(self, **others):
-        """{name, or "steps": a sum of each process}: the same on all processes, which all call it. Nothing
-        changes."""
-        values = self._sums  # as it is, where it can be: each operation is a graph on XLA
+        """{name, or "steps": list of each process's sum}, the same on all processes, which all call it."""
+        values = self._sums  # without an operation if possible, as each would be a graph on XLA
         if others:
-            sync()  # the whole step, or XLA would compile, and compute twice, what these need of it
+            sync()  # or XLA would compile the part of the step that `others` need, and compute it twice
             values = torch.cat([values, *(other[None] for other in others.values())])
-        if self.accelerator.num_processes > 1:  # with one process it would be another graph on XLA
+        if self.accelerator.num_processes > 1:  # with one process gather would be another graph on XLA
             values = self.accelerator.gather(values)
         columns = values.cpu().view(-1, len(self._sums) + len(others)).T.tolist()
         return dict(zip([*self.names, "steps", *others], columns, strict=True))
 
     def load_state_dict(self, sums):
-        """sums: of any number of processes; each takes its share. ValueError for other losses."""
+        """sums: from any number of processes, which are divided among today's. ValueError for other names."""
         if [*sums] != [*self.names, "steps"]:
-            raise ValueError(f"means: of {', '.join(sums)} there, of {', '.join(self.names)}, steps now")
-        own = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
-        self._sums = torch.tensor([sum(column[own]) for column in sums.values()]).to(self._sums)
+            raise ValueError(f"means: the checkpoint has {', '.join(sums)}; this run needs "
+                             f"{', '.join([*self.names, 'steps'])}")
+        share = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        self._sums = torch.tensor([sum(column[share]) for column in sums.values()]).to(self._sums)

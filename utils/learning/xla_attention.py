@@ -1,4 +1,4 @@
-"""Attention on XLA: on a TPU torch_xla's flash attention (a Pallas kernel), where it can, else torch's.
+"""Attention on XLA: on a TPU torch_xla's flash attention (a Pallas kernel) if possible, else torch's.
 
 B rows, H heads, T tokens, D head size.
 """
@@ -15,7 +15,7 @@ DROPOUTS = "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"  # 
 
 
 def use_xla_attention() -> None:
-    """In bfloat16, in the place of torch's attention."""
+    """Replaces torch's attention in bfloat16 runs."""
     if xla_precision() == "bf16":
         AttentionInterface.register("sdpa", xla_attention)
 
@@ -25,20 +25,20 @@ def has_kernel() -> bool:
 
 
 def kernel_takes(tokens: int, head_size: int) -> bool:
-    """Whether the blocks of the kernel's forward and backward pass divide T, and its vectors D."""
+    """True if the kernel's blocks divide T, in the forward and backward pass, and its vectors divide D."""
     divided = tokens in (128, 256, 512) or tokens % 1024 == 0
     return has_kernel() and divided and (head_size <= 128 or head_size % 128 == 0)
 
 
 def xla_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None,
                   position_bias=None, **more):  # fmt: skip
-    """query [B, H, T, D], key and value the same, or with fewer heads -> ([B, T, H, D], None)."""
-    # torch_xla 2.9: autocast casts the inputs of torch's attention on CUDA and CPU, but not on XLA. Behind
-    # norms of queries and keys in float32 (Qwen3, OLMo 2, Gemma 3) they differ in type.
+    """query [B, H, T, D], key and value the same or with fewer heads -> ([B, T, H, D], None)."""
+    # torch_xla 2.9: autocast casts the inputs of torch's attention on CUDA and CPU, but not on XLA. After
+    # float32 norms of queries and keys (Qwen3, OLMo 2, Gemma 3) their types differ from the values'.
     query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
     tokens, head_size = query.shape[2:]
-    whole = attention_mask is None and position_bias is None and key.shape[2] == tokens
-    if dropout or not whole or value.shape[3] != head_size or not kernel_takes(tokens, head_size):
+    full_rows = attention_mask is None and position_bias is None and key.shape[2] == tokens
+    if dropout or not full_rows or value.shape[3] != head_size or not kernel_takes(tokens, head_size):
         options = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **more)
     groups = query.shape[1] // key.shape[1]
@@ -56,7 +56,7 @@ def flash_kernel():
 
 
 def attention_name(config, args) -> str:
-    """The attention of the model's rows, for the start's lines."""
+    """The name of the attention kernel, for the start-up lines."""
     name, heads = config._attn_implementation, getattr(config, "num_attention_heads", None)
     if name != "sdpa" or xla_precision() != "bf16" or not heads or getattr(args, "next_sentence", False):
         return name
