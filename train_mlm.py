@@ -181,7 +181,7 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- Model and optimizer
     set_seed(args.seed)
-    model = MaskedLMLoss(build_model(args, kind, tokenizer))  # returns {loss_sums, right, rows}
+    model = MaskedLMLoss(build_model(args, kind, tokenizer))  # returns {loss_sums, correct, rows}
     to_device(model, accelerator)  # before the optimizer is built: XLA replaces the parameters
     optimizer = build_optimizer(model, args)  # Muon for hidden matrices, AdamW for the rest
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -265,7 +265,7 @@ def main(args: TrainArgs | None = None) -> None:
                 parts = output["loss_sums"] / counts  # [1 or 2]: masked LM, next sentence
                 accelerator.backward(parts.sum())
             losses += parts.detach()
-            accuracy += output["right"] / counts[0]
+            accuracy += output["correct"] / counts[0]
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         skipped = guard.check(grad_norm)  # 1.0 if grad_norm is not finite: optimizer.step() then does nothing
         learning_rate = schedule.get_last_lr()[0]  # of this step, of the first group (AdamW's)

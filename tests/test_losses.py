@@ -443,6 +443,7 @@ def make_full_labels(batch):
 
 @pytest.mark.parametrize(("name", "token_loss"), [
     *((name, None) for name in MASKED), ("roberta", smoothed), ("distilbert", smoothed),
+    ("bert-nsp", smoothed),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*computed from all the logits")
 def test_masked_loss_and_gradients_equal_transformers_full_head(name, token_loss):
@@ -454,8 +455,8 @@ def test_masked_loss_and_gradients_equal_transformers_full_head(name, token_loss
     nsp, full = batch.get("next_sentence_label"), make_full_labels(batch)
     counts = torch.stack([(full != -100).sum(), *([] if nsp is None else [torch.tensor(len(nsp))])])
     result = model(batch)
-    assert result.keys() == {"loss_sums", "right"}
-    loss, right = (result["loss_sums"] / counts).sum(), result["right"]
+    assert result.keys() == {"loss_sums", "correct"}
+    loss, right = (result["loss_sums"] / counts).sum(), result["correct"]
     loss.backward()
     grads = copy_gradients(lm)
     lm.zero_grad()
@@ -465,6 +466,7 @@ def test_masked_loss_and_gradients_equal_transformers_full_head(name, token_loss
     if token_loss:
         expected_loss = F.cross_entropy(logits[predicted], full[predicted], label_smoothing=0.1)
         expected_loss = expected_loss + 1e-2 * logits[predicted].logsumexp(1).square().mean()
+        expected_loss += 0 if nsp is None else F.cross_entropy(out.seq_relationship_logits, nsp)
     expected_loss.backward()
     assert model.splits_head == (name != "distilbert")
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)

@@ -18,6 +18,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, DynamoBac
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from utils.devices import device_type, granted_cores, has_bf16, is_xla, local_processes
+from utils.state.stop_signals import keep_alive
 
 CONFIGS = Path(__file__).resolve().parent.parent / "accelerate_configs"
 STANDS_IN = "STANDS_IN_FOR_LAUNCHER"  # variable with the YAML file that is read if there is no launcher
@@ -120,6 +121,7 @@ def check_launch(accelerator) -> None:
     """ValueError if several processes were started but form no group (a GPU configuration without GPUs), if
     the environment makes accelerate divide each loss a second time, or if this torch is too old for
     accelerate's compilation of blocks under FSDP."""
+    keep_alive(accelerator)
     wait_on_cpus(accelerator)
     keep_losses_in_float32(accelerator)
     if line := launch_line(accelerator):

@@ -194,7 +194,7 @@ class MaskedLMLoss(ModelLoss):
 
         Returns a dict. "loss_sums" [1], or [2] with next_sentence_label: the losses of masked tokens (in
         training by token_loss, if any) and of next sentences, each summed over predictions, with gradient.
-        "right", a scalar: the number of masked tokens predicted correctly. In eval mode also "rows", float32
+        "correct", a scalar: how many masked tokens were predicted correctly. In eval mode also "rows", float32
         [B, 3 or 6]: for each row its summed cross-entropy, its number of predictions and how many were
         correct, for masked tokens and then for the next sentence."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)
@@ -205,11 +205,12 @@ class MaskedLMLoss(ModelLoss):
         sums, columns = [loss_sum], [losses, labels != IGNORED, correct]
         if keep:
             targets = batch["next_sentence_label"]
-            scores = self.lm.cls.seq_relationship(out.pooler_output) if self.splits_head else out[1]
+            pooled = getattr(out, "pooler_output", None)  # of the base model; else out is the full model's
+            scores = out[1] if pooled is None else self.lm.cls.seq_relationship(pooled)
             nsp_losses = F.cross_entropy(scores.float(), targets, reduction="none")
             sums.append(nsp_losses.sum())
             columns += [nsp_losses, targets != IGNORED, scores.argmax(1) == targets]
-        result = {"loss_sums": torch.stack(sums), "right": correct.sum()}
+        result = {"loss_sums": torch.stack(sums), "correct": correct.sum()}
         if self.training:
             return result
         rows = [column.detach().view(len(slots), -1).sum(1, dtype=torch.float32) for column in columns]

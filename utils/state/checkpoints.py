@@ -31,7 +31,6 @@ from utils.io.files import flush, seal, write_file
 from utils.io.mistakes import RunFailed, on_main_process
 from utils.io.text import without_secrets
 from utils.state import resume, stateful
-from utils.state.stop_signals import keep_alive
 from utils.state.tensors import describe_tensors, part_to_write, read_tensors, safetensors_chunks
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,6 @@ class Checkpoints:
         self.objects = {name: stateful.as_stateful(name, obj) for name, obj in objects.items()}
         self.model, self.folder = objects["model"], Path(args.output_dir, "checkpoints")
         self._exported = False  # whether the model and the tokenizer in output_dir are those of this run
-        keep_alive(accelerator)
         sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
         self._writers = accelerator.num_processes if sharded else 1
         on_main_process(accelerator, self._open)
