@@ -242,7 +242,7 @@ def test_resume_with_another_number_of_steps_is_refused(tmp_path):
         SmallRun(tmp_path, max_train_steps=20)
     first, problem, remedy = str(refused.value).splitlines()
     assert problem == "max_train_steps: 10 in the run, 20 now, and the learning rate of step 2 depends on it"
-    assert remedy.startswith(f"To train all steps anew: --output_dir {tmp_path}-2;")
+    assert remedy.startswith(f"To train all steps again: --output_dir {tmp_path}-2;")
     assert remedy.endswith(f"--model_name_or_path {tmp_path} --learning_rate 0.0005")
     SmallRun(tmp_path / "start").save()
     assert SmallRun(tmp_path / "start", max_train_steps=20).step == 0  # allowed: no step is done

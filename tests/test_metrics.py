@@ -105,7 +105,7 @@ def test_new_run_keeps_the_old_metrics_under_another_name(tmp_path, resume, caps
     new = started(tmp_path, 0, resume)
     assert new.run_id != first.run_id and new.args_json["finished"] is None and strict_lines(tmp_path) == []
     assert (tmp_path / "replaced-metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert "begins anew" in capsys.readouterr().out
+    assert "starts again" in capsys.readouterr().out
 
 
 def test_args_json(tmp_path):

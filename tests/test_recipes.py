@@ -90,7 +90,7 @@ def run(step: str, folder: Path, env: dict):
     return subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True)
 
 
-LAUNCHES = pytest.mark.slow  # five launches, which import torch anew
+LAUNCHES = pytest.mark.slow  # five launches, each of which imports torch
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, pytest.param(3, marks=LAUNCHES)])

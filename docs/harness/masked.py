@@ -29,11 +29,11 @@ class MaskedScores(LM):
     @torch.inference_mode()
     def score(self, before: str, answer: str) -> tuple[float, bool]:
         """Log-probability of the answer, and whether each of its tokens is the likeliest."""
-        found = self.tokenizer(before + answer, truncation=True, return_offsets_mapping=True,
+        encoded = self.tokenizer(before + answer, truncation=True, return_offsets_mapping=True,
                                return_special_tokens_mask=True, return_tensors="pt")
-        ends, special = found["offset_mapping"][0, :, 1], found["special_tokens_mask"][0].bool()
+        ends, special = encoded["offset_mapping"][0, :, 1], encoded["special_tokens_mask"][0].bool()
         (places,) = torch.where((ends > len(before)) & ~special)
-        ids = found["input_ids"].to(self.model.device)  # [1, T]
+        ids = encoded["input_ids"].to(self.model.device)  # [1, T]
         hidden = ids.repeat(len(places), 1)
         hidden[torch.arange(len(places)), places] = self.tokenizer.mask_token_id
         total, likeliest = 0.0, True

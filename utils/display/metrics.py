@@ -39,7 +39,7 @@ class Metrics:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self.lines and self.path.exists() and self.path.stat().st_size:
             set_aside(self.path)
-            print(f"run        begins anew: the previous metrics were moved to replaced-{self.path.name}")
+            print(f"run        starts again: the previous metrics were moved to replaced-{self.path.name}")
         elif self.args_json and not self.path.exists():
             print(f"warning    {self.path} is missing: the lines up to step {step} are lost")
         lines = [json.dumps(finite(line), allow_nan=False) + "\n" for line in self.lines]

@@ -194,7 +194,7 @@ class MaskedLMLoss(ModelLoss):
 
         Returns a dict. "loss_sums" [1], or [2] with next_sentence_label: the losses of masked tokens (in
         training by token_loss, if any) and of next sentences, each summed over predictions, with gradient.
-        "correct", a scalar: how many masked tokens were predicted correctly. In eval mode also "rows", float32
+        "correct", a scalar: the masked tokens predicted correctly. In eval mode also "rows", float32
         [B, 3 or 6]: for each row its summed cross-entropy, its number of predictions and how many were
         correct, for masked tokens and then for the next sentence."""
         slots, labels = batch["slots"], batch["slot_labels"].reshape(-1)

@@ -155,7 +155,7 @@ class Checkpoints:
 
     def load(self) -> int:
         """Restores all objects from the checkpoint that resume_from_checkpoint selects. Returns its step, or
-        0 if the run begins anew.
+        0 in a new run.
 
         ValueError on all processes if no checkpoint is valid, or if its settings, rows or tensors differ from
         those of this run."""
@@ -188,7 +188,7 @@ class Checkpoints:
         """The objects that the checkpoint has. Warns of the others."""
         if self.accelerator.is_main_process:
             for name in sorted(self.objects.keys() - saved.keys()):
-                logger.warning("%s is not in %s, so it starts anew", name, folder)
+                logger.warning("%s is not in %s, so it starts from its initial state", name, folder)
             for name in sorted(saved.keys() - self.objects.keys()):
                 logger.warning("%s is in %s, but was not passed to Checkpoints", name, folder)
         return {name: obj for name, obj in self.objects.items() if name in saved}

@@ -41,7 +41,7 @@ def read_state(folder: Path) -> dict:
 
 
 def choose_checkpoint(folder: Path, args) -> str | None:
-    """The verified checkpoint that resume_from_checkpoint selects, or None if the run begins anew. Renames
+    """The verified checkpoint that resume_from_checkpoint selects, or None for a new run. Renames
     damaged and replaced checkpoints. ValueError if none is valid, or if an older one of the run is chosen."""
     newest_first, source = list_checkpoints(folder)[::-1], args.resume_from_checkpoint
     if source == "none":
@@ -71,7 +71,7 @@ def choose_checkpoint(folder: Path, args) -> str | None:
     if damaged:
         names = ", ".join(path.name for path in newest_first[::-1]) or "none"
         raise ValueError(f"resume_from_checkpoint {source}: no checkpoint is valid ({problem}). In {folder}: "
-                         f"{names}. Repair one, or begin anew with --resume_from_checkpoint none")
+                         f"{names}. Repair one, or start a new run with --resume_from_checkpoint none")
     return None
 
 
@@ -131,7 +131,7 @@ def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change
         reason = f"{step} are done" if too_short else f"the learning rate of step {step} depends on it"
         lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and {reason}")
         folder = shlex.quote(str(args.output_dir))
-        remedy = [f"To train all steps anew: --output_dir {folder}-2; to begin with the weights of this run, "
+        remedy = [f"To train all steps again: --output_dir {folder}-2; to begin with this run's weights, "
                   f"also --model_name_or_path {folder} {further_rates(args)}"]  # fmt: skip
     if not lines and state["fingerprint"] != rows_fingerprint:
         lines.append("dataset_name: the rows have other content or another order than in the run, or the "
