@@ -55,7 +55,7 @@ CLM | --dataset_name ../empty                           | no such file, folder
 CLM | --dataset_name ../image.png                       | holds no file of the types
 CLM | --dataset_name ../folder.py                       | holds no file of the types && by a glob, such as
 CLM | --dataset_name ../empty.jsonl                     | holds no readable documents
-CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; give --text_column one that holds text
+CLM | --dataset_name ../corpus.jsonl --text_column body | no column 'body'; choose --text_column from
 CLM | --keywords nosuchword --tokenizer_name ../words --cache_dir ../home/cache | keywords
 CLM | --dataset_name ../a.jsonl --tokenizer_name ../words --cache_dir ../home/cache | less than a row
 CLM | --dataset_name ../corpus.jsonl --eval_dataset_name ../no.jsonl | '../no.jsonl': no such file
@@ -111,7 +111,7 @@ PREPARE | --output_dir shards --tokenizer_name ../words --block_size 1 | unrecog
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb nan --validation_fraction nan | shard_mb: must be 1e-06 or greater, and less than 2**63, is nan && validation_fraction: must be in [0, 1)
 PREPARE | --output_dir shards --tokenizer_name ../words --shard_mb inf --validation_fraction 2 | shard_mb: must be && is inf. && validation_fraction: must be
 PREPARE | --output_dir LONG --dataset_name ../corpus.jsonl --tokenizer_name ../words | File name too long
-PREPARE | --output_dir shards --tokenizer_name ../words --streaming true | --streaming: leave it out: a data set of the Hub is always read while it downloads
+PREPARE | --output_dir shards --tokenizer_name ../words --streaming true | --streaming: leave it out: datasets of the Hub are always streamed here
 PREPARE | --output_dir shards --tokenizer_name x --dataset_nam x | unrecognized arguments: --dataset_nam
 PREPARE | --tokenizer_name ../words                      | the following arguments are required: --output_dir
 PREPARE | --output_dir .. --dataset_name ../corpus.jsonl --tokenizer_name ../words | is not empty and holds no shards

@@ -248,7 +248,7 @@ def folder_of(path, *names) -> str:
 
 def test_the_text_column_is_the_named_one_or_content_or_text(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [b'{"title": "x", "body": "y", "file": "z"}'])
-    with pytest.raises(ValueError, match="neither a column content nor text.*title, body"):
+    with pytest.raises(ValueError, match="no column content or text.*title, body"):
         load(path)
     with pytest.raises(ValueError, match="no column 'words'.*title, body"):
         load(path, text_column="words")
@@ -317,7 +317,7 @@ CASES = {
     "hidden": ({"a.txt": b"one", ".env.txt": b"x", ".git/b.txt": b"x", "__MACOSX/d.txt": b"x",
                 "._c.txt": b"x",
                 ".ipynb_checkpoints/a-checkpoint.txt": b"x"}, ["one"], 0),
-    "semicolons": ({"a.csv": b"id;text\n1;one\n"}, "give --text_column one that holds text: id;text", 0),
+    "semicolons": ({"a.csv": b"id;text\n1;one\n"}, "choose --text_column from: id;text", 0),
     "a .zip": ({"a.jsonl.zip": b"PK"}, "holds no file of the types", 0),
     "empty lines": ({"a.jsonl": b"\n" + LINES + b"\n\n"}, ["one", "two"], 0),
     "empty files": ({"a.jsonl": LINES, "b.jsonl": b"", "c.txt": b"", "d.csv": b"",

@@ -1,7 +1,7 @@
-"""Mixes several data sets: the data set and row of a position are a function of (shares, seed, position).
+"""Mixes several datasets: (shares, seed, position in the stream) decide a row and its dataset.
 
-A data set gets exactly its share of each 1,000 positions, in an order that the seed draws. Its k-th row in
-the mixture is the row that it would give at position k without the others.
+A dataset gets exactly its share of each 1,000 positions, in an order that the seed draws. The k-th row taken
+from a dataset is the row that it gives at position k when it is used alone.
 """
 
 import bisect
@@ -13,18 +13,18 @@ from torch.utils.data import Dataset
 from data.batches.order import drawn_order, endless_order
 from data.batches.rows import PackedRows, RowKey, batch_of
 
-WINDOW = 1000  # positions; shares are thousandths
+WINDOW = 1000  # positions; shares are multiples of 1 / WINDOW
 
 
 class Mixed(Dataset):
     """One endless stream of the rows of several data sets. sources: {name: rows}, all of one class. shares:
-    thousandths that sum to 1; a data set with share 0 is only evaluated."""
+    multiples of 0.001 that sum to 1; a dataset with share 0 is only evaluated."""
 
-    bytes_per_token = float("nan")
+    bytes_per_token = float("nan")  # datasets differ
 
     def __init__(self, shares: Sequence[float], seed: int, sources: dict[str, PackedRows]):
         self.seed, self.sources = seed, sources
-        self.counts = np.array([round(share * WINDOW) for share in shares])  # of each data set in a window
+        self.counts = np.array([round(share * WINDOW) for share in shares])  # positions of each dataset in a window
 
     def window(self, number: int) -> np.ndarray:
         """The data set of each position of a window, int64 [WINDOW]."""
@@ -49,7 +49,7 @@ class Mixed(Dataset):
                    for i, size in sizes.items())
 
     def keys(self, first: int, last: int, seed: int) -> Iterator[RowKey]:
-        """The keys of the positions first to last - 1; source: the number of the data set."""
+        """Yields the RowKey of each position in [first, last). seed: of the order of rows in a dataset."""
         starts = zip(self.sources.values(), self.before(first).tolist(), strict=True)
         orders, position = [endless_order(len(rows), start, seed) for rows, start in starts], first
         while position < last:
@@ -64,7 +64,7 @@ class Mixed(Dataset):
         return {name: count / max(len(rows), 1) for (name, rows), count in counts}
 
     def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of these rows of the first data set."""
+        """The columns of rows `row` in epochs `epoch` of the first dataset, not of the mixture."""
         return next(iter(self.sources.values())).columns(row, epoch)
 
     def __getitems__(self, keys: list[RowKey]) -> dict:

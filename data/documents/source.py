@@ -4,8 +4,8 @@
     for document in corpus.documents():
         document[corpus.text_column]                  # str; any other type is counted as unreadable
 
-installed.py, files.py and library.py read them. A name may end in ":" and a split, written as in the datasets
-library: "texts/:test", "user/name:train[:1%]".
+Readers are installed.py, files.py and library.py (the datasets library). A name may end in ":" and a split,
+written as in that library: "texts/:test", "user/name:train[:1%]".
 """
 
 import argparse
@@ -30,7 +30,7 @@ Unit = Callable[[], Iterable[dict]]  # reads the rows of a part of the source, u
 
 @dataclass
 class Source:
-    """What to read. A split at the end of the name is moved to `split`, unless that is set."""
+    """What to read. A split at the end of the name is cut off, and replaces `split` if that is "train"."""
 
     dataset_name: str  # installed-python, installed-docs, a file, folder, glob or URL, a Hub id
     dataset_config_name: str | None = None
@@ -83,23 +83,23 @@ def read_units(units: list[Unit]) -> Iterator[dict]:
 
 
 def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
-    """Opens a source and reads its first rows. ValueError: it cannot be read, with the remedy.
+    """Opens a source and reads its first rows. ValueError, with the remedy, if it cannot be read.
 
-    evaluate: without a split in the name, use the first of EVALUATED that the source has."""
+    evaluate: if the split is train, use the first of EVALUATED that the source has."""
     splits, local = splits_of(source), is_local(source)
     if evaluate and source.split == "train":
         source = replace(source, split=next((split for split in EVALUATED if split in splits), "train"))
     name, split = source.name, source.split
     parts = re.sub(r"\[.*?\]", "", split).split("+")
     if missing := {*parts} - {*splits}:
-        raise ValueError(f"dataset_name {name!r} has no split {min(missing)!r}, but "
+        raise ValueError(f"dataset_name {name!r} has no split {min(missing)!r}, only "
                          f"{', '.join(splits)}; name one of them: {name}:{[*splits][0]}")
     if [split] != parts and local:
-        raise ValueError(f"dataset_name {name!r}: only data sets of the Hub have parts of splits such as "
-                         f"{split!r}; name one split, or fewer files")
+        raise ValueError(f"dataset_name {name!r}: only datasets of the Hub have parts and sums of splits "
+                         f"such as {split!r}; name one split, or fewer files")
     if source.dataset_config_name and local:
         raise ValueError(f"dataset_config_name: {source.dataset_config_name} is for a data set of the Hub, "
-                         f"not for {name}; leave it out (with a preset give `none`) and name files")
+                         f"not for {name}; leave it out (with a preset give `none`)")
     fingerprint, units = _find_reader(source).open_units(source)
     column, wikitext = _choose_text_column(source, units)
     if wikitext:
@@ -123,14 +123,14 @@ def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     if setting != "file":  # files.py adds this column to rows without text
         has_text.pop("file", None)
     if not has_text:
-        raise ValueError(f"dataset_name {name!r} holds no readable documents: it has no row, or none valid")
+        raise ValueError(f"dataset_name {name!r} holds no readable documents: it has no rows, or no valid ones")
     present = [column for column in candidates if column in has_text]
     if not present and "input_ids" in has_text:
         raise ValueError(f"dataset_name {name} holds token ids: run `python -m data.convert {name} tokens/ "
                          "--tokenizer_name ...` once, and name tokens/ here.")
     if not present:
-        lacks = f"no column {setting!r}" if setting else "neither a column content nor text"
-        raise ValueError(f"{name} has {lacks}; give --text_column one that holds text: {', '.join(has_text)}")
+        lacks = f"no column {setting!r}" if setting else "no column content or text"
+        raise ValueError(f"{name} has {lacks}; choose --text_column from: {', '.join(has_text)}")
     column = next((column for column in present if has_text[column]), present[0])
     if len(present) > 1:
         other = present[1 - present.index(column)]
@@ -139,7 +139,7 @@ def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
 
 
 def read_articles(read_lines: Unit) -> Iterator[dict]:
-    """Joins rows, each a line of WikiText, to articles, which begin with a title after a blank line. A row
+    """Joins rows, each a line of WikiText, into articles, which begin with a title after a blank line. A row
     without text becomes a document of its own, which is counted as unreadable."""
     article, blank = [], True
     for line in (row.get("text") for row in read_lines()):
@@ -167,7 +167,7 @@ def is_local(source: Source) -> bool:
 
 def set_configuration(config: str, sources: list[Source]) -> None:
     """Gives the configuration to the only data set of the Hub, or to those of several that have it. If none
-    can take it, all sources get it, so that opening them says what is wrong."""
+    has it, all of them get it, or all sources if none is of the Hub, so that opening them fails."""
     chosen = remote = [source for source in sources if not is_local(source)]
     if len({source.dataset_name for source in remote}) > 1:
         from data.documents import library
@@ -205,7 +205,7 @@ def _find_reader(source: Source):
 def add_source_flags(add: Callable) -> None:
     """Adds the flags that source_of reads. add: add_argument of the parser."""
     add("--dataset_name", default="installed-python",
-        help="Hub id (read while it downloads), files, folder, installed-python, ...")
+        help="Hub id (streamed), files, folder, installed-python, ...")
     add("--streaming", nargs="?", const="true", type=_always_streams, help=argparse.SUPPRESS)
     add("--dataset_config_name")
     add("--split", default="train", help="default: train")
@@ -214,7 +214,7 @@ def add_source_flags(add: Callable) -> None:
 
 
 def _always_streams(value: str):
-    raise argparse.ArgumentTypeError("leave it out: a data set of the Hub is always read while it downloads")
+    raise argparse.ArgumentTypeError("leave it out: datasets of the Hub are always streamed here")
 
 
 def source_of(args) -> Source:
@@ -224,6 +224,6 @@ def source_of(args) -> Source:
 
 
 def check_numbers(args, **least: float) -> list[str]:
-    """A line for each of these arguments that is not a number from its `least` value to 2**63."""
+    """An error message for each argument that is below its `least` value, 2**63 or more, or no number."""
     return [f"{name}: must be {low:g} or greater, and less than 2**63, is {value}."
             for name, low in least.items() if not low <= (value := getattr(args, name)) < 2**63]

@@ -3,11 +3,11 @@
 A chunk is a number of consecutive documents of a source. Its tokens depend on these documents, the settings,
 and all documents before it, as duplicates of those are left out. Each chunk becomes one file:
 
-    train-00000-00007.npy           chunk 7 of unit 0 (a file of the source, or several) of the split train
+    train-00000-00007.npy           chunk 7 of unit 0 (a file of the source, or several) of the train split
     progress/train-00000-00007.npz  its counts, hashes and validation tokens; deleted at the end
 
-At the end the validation tokens become validation-00000.npy, ..., and manifest.json is written. After a kill
-the preparation resumes at its chunk: earlier documents are read again, but not tokenized again. The files of
+At the end the validation tokens become validation-00000.npy, ..., and manifest.json is written. If it is
+killed, the next start goes on at the unfinished chunk: earlier documents are read, but not tokenized again. The files of
 a finished preparation are verified by their checksums; if one is damaged, all are prepared again.
 """
 
@@ -37,10 +37,10 @@ from utils.io.urls import Folder, explained
 
 WRITTEN = rf"{shards.PROGRESS}|tokenizer|{shards.MANIFEST}|{shards.NAME}"  # what a preparation writes
 IGNORED = r"\.lock|README\.md|\.gitattributes"  # may be in the output folder beforehand
-TEXT_PER_BYTE = 2.2  # about so many bytes of text give a byte of tokens: how much text is one chunk
+TEXT_PER_BYTE = 2.2  # roughly, per byte of token ids; decides how much text makes a chunk
 NO_LIMIT = float("inf")
 SAMPLE = 100, 2000  # documents, and characters of each, on which the tokenizer is tried
-LOSSY, USELESS = 0.01, 0.5  # share of lost characters from which on a user is warned; from which on refused
+LOSSY, USELESS = 0.01, 0.5  # shares of lost characters: above them, warn; refuse the tokenizer
 
 
 def _file_name(key: ChunkKey, ending: str) -> str:
@@ -53,14 +53,14 @@ class Recipe:
 
     corpora: dict[str, Corpus]  # by split, in the order of shards.SPLITS
     maker: TokenMaker
-    hold_out: HoldOut | None = None  # which documents of the split train become the split validation
-    excluded: Iterable[Corpus] = ()  # their documents are left out of the split train
-    max_tokens: int = 0  # stop soon after so many tokens (of a single corpus); 0: no limit
+    hold_out: HoldOut | None = None  # which documents of the train split become the validation split
+    excluded: Iterable[Corpus] = ()  # their documents are left out of the train split
+    max_tokens: int = 0  # stop soon after this many tokens; only for a single corpus; 0: no limit
     shard_mb: float = shards.SHARD_MB
 
     @property
     def settings(self) -> dict:
-        """What the manifest says of it, and what the key in the cache is a hash of."""
+        """The settings as in the manifest; the cache key is their hash."""
         *_, corpus = self.corpora.values()
         settings = {
             "dataset_name": corpus.name, "dataset_config_name": corpus.source.dataset_config_name,
@@ -75,8 +75,8 @@ class Recipe:
 
 
 def make_shards(folder: Folder, recipe: Recipe) -> dict:
-    """Prepares the shards, or verifies finished ones, and returns their manifest. One process works, others
-    wait. ValueError if the folder holds anything else, or the tokenizer loses most of the text."""
+    """Prepares missing shards and returns their manifest. In a local folder finished shards are verified, and
+    one process works while others wait; not at a URL. ValueError if the folder holds anything else, or the tokenizer loses most of the text."""
     settings = json.loads(json.dumps(recipe.settings))
     _read_folder(folder, settings)  # raises before anything is written
     with locked(Path(folder.root, ".lock"), folder.url) if folder.local else contextlib.nullcontext():
@@ -127,7 +127,7 @@ class _Preparation:
         self.seen, self.excluded = set(), set()  # hashes of documents: read before; not to be trained on
 
     def run(self) -> dict:
-        """Makes the shards that are missing. Returns the manifest."""
+        """Makes the missing shards. Returns the manifest."""
         with explained(self.folder.url, "written"):
             self.folder.write(shards.BEGUN, json.dumps(self.recipe.settings, indent=1).encode())
         # A kill can leave .npz.tmp files, which do not count.
@@ -136,10 +136,10 @@ class _Preparation:
         lossy = self._check_tokenizer()
         for split, corpus in self.recipe.corpora.items():
             if split == "train":
-                self.excluded, self.seen = self.seen, set()  # the splits test and validation came before
+                self.excluded, self.seen = self.seen, set()  # test and validation split came before
                 for other in self.recipe.excluded:
                     documents = clean_documents(other, Accounting())
-                    self.excluded.update(number for _, number, _ in documents)
+                    self.excluded.update(document_hash for _, document_hash, _ in documents)
             for unit in range(len(corpus.units)):
                 self._make_unit(split, unit)
         return self._finish(lossy)
@@ -152,33 +152,33 @@ class _Preparation:
         if lost > USELESS:
             raise ValueError(f"tokenizer_name {self.maker.tokenizer.name_or_path!r} does not know the text "
                              f"of {corpus.name}: {lost:.1%} of its characters are lost. Name another "
-                             "tokenizer, or none to train one.")
+                             "tokenizer, or leave tokenizer_name out to train one.")
         if lost > LOSSY:
             print(f"data       the tokenizer loses {lost:.1%} of the characters of {corpus.name}: bits per "
                   "byte are not computed", flush=True)
         return lost > LOSSY
 
     def _read_progress(self, key: ChunkKey) -> tuple[dict, dict] | None:
-        """(record, arrays) of a finished chunk. None if its file is missing, or incomplete as a crash of the
-        machine can leave it, or of an older version."""
+        """(record, arrays) of a finished chunk. None if its file is missing, of an older version, or
+        cut short by a crash."""
         file = f"{shards.PROGRESS}/{_file_name(key, 'npz')}"
         with contextlib.suppress(FileNotFoundError, BadZipFile, ValueError, EOFError, KeyError):
             with np.load(io.BytesIO(self.folder.read(file))) as arrays:
                 return json.loads(str(arrays["record"])), dict(arrays)
 
     def _make_unit(self, split: str, unit: int) -> None:
-        """Makes the chunks of a unit that are missing, in order."""
-        corpus, number, skipped, last = self.recipe.corpora[split], 0, 0, False
+        """Makes the missing chunks of a unit, in order."""
+        corpus, chunk, to_skip, last = self.recipe.corpora[split], 0, 0, False
         rows = show_progress(corpus.documents(unit), f"preparing {corpus.name}, {split}")
         while not last and self.tokens_left > 0:
-            key, number = (split, unit, number), number + 1
+            key, chunk = (split, unit, chunk), chunk + 1
             if progress := self._read_progress(key):
                 record, arrays = progress
-                skipped += record["accounts"][split]["read"]
+                to_skip += record["accounts"][split]["read"]
                 self.seen.update(arrays["hashes"].tolist())
             else:
-                record = self._make_chunk(key, itertools.islice(rows, skipped, None))
-                skipped = 0
+                record = self._make_chunk(key, itertools.islice(rows, to_skip, None))
+                to_skip = 0
             last, account = record["last"], record["accounts"][split]
             self.tokens_left -= account["tokens"]
             self.records += [record] if account["read"] else []
@@ -204,8 +204,8 @@ class _Preparation:
 
         def to_tokenize() -> Iterator[tuple[str, str]]:
             """Yields (text, split) of each document."""
-            for text, number, size in drop_seen(in_chunk(), account, self.seen, self.excluded):
-                if held_out := hold_out and hold_out(text, number):
+            for text, document_hash, size in drop_seen(in_chunk(), account, self.seen, self.excluded):
+                if held_out := hold_out and hold_out(text, document_hash):
                     account.hold_out(counts.setdefault("validation", Accounting()), size)
                 yield text, "validation" if held_out else split
                 if len(token_ids[split]) >= self.tokens_left:
@@ -225,7 +225,7 @@ class _Preparation:
         return record
 
     def _finish(self, lossy: bool) -> dict:
-        """Writes the split validation, if documents were held out, then the tokenizer and the manifest."""
+        """Writes the validation split, if documents were held out, then the tokenizer and the manifest."""
         entries, accounts = defaultdict(list), defaultdict(Accounting)
         for record in self.records:
             for split, account in record["accounts"].items():
@@ -246,7 +246,7 @@ class _Preparation:
             account = accounts[split]
             print(f"data       {split}: {account.line()}", flush=True)
             if account.unreadable_names:
-                print(f"data       not text: {', '.join(account.unreadable_names)}", flush=True)
+                print(f"data       skipped, as it is not text: {', '.join(account.unreadable_names)}", flush=True)
             if account.evaluated > account.used:
                 print(f"data       {account.evaluated:,} of {account.read:,} documents are also in the "
                       "evaluation data: they are left out of the training data", flush=True)

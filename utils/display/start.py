@@ -16,19 +16,19 @@ from utils.learning.optim import further_rates
 
 
 def quiet_libraries(level: int = logging.ERROR) -> None:
-    """Hides the libraries' progress bars and their messages below `level`, unless TRANSFORMERS_VERBOSITY or
-    the like is set. Warnings from the script, utils/ and data/ are shown."""
+    """Hides the libraries' progress bars, and their messages below `level` unless TRANSFORMERS_VERBOSITY or
+    the like is set. UserWarnings from the script, utils/ and data/ are shown."""
     import huggingface_hub.utils
     import transformers
 
-    # datasets, which is imported only if needed (60 MB, half a second), reads these variables.
+    # datasets, which is imported only if needed (85 MB, half a second), reads these variables.
     os.environ.setdefault("DATASETS_VERBOSITY", logging.getLevelName(level).lower())
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     for name in ("transformers", "huggingface_hub", "accelerate", "torch", "fsspec", "httpx"):
         if f"{name.upper()}_VERBOSITY" not in os.environ:
             logging.getLogger(name).setLevel(level)
     if os.environ.get("RANK", "0") == "0":
-        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)  # says that it waits
+        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)  # shows waits before retries
         for name in ("transformers.models", "transformers.integrations"):  # say that a kernel is missing
             logging.getLogger(name).setLevel(min(level, logging.WARNING))
     warnings.filterwarnings("ignore")
@@ -39,7 +39,7 @@ def quiet_libraries(level: int = logging.ERROR) -> None:
 
 
 def launch_facts(accelerator, attention: str) -> dict:
-    """Device, processes, precision, attention and compiler. attention: its name."""
+    """Device, processes, precision, attention and compiler. attention: the name of its kernel."""
     precision = xla_precision() if is_xla() else accelerator.mixed_precision
     return {
         "device": device_name(accelerator.device),
@@ -59,7 +59,7 @@ def environment_of() -> dict:
 
 def start_lines(args, accelerator, steps, step: int, size: str, facts: dict) -> list[str]:
     """The lines printed before the first step; advice and warnings come last. step: where the run continues.
-    size: of compare_with_default. facts: of Log."""
+    size: the text of compare_with_default. facts: those that Log keeps."""
     processes, launch = accelerator.num_processes, facts["launch"]
     micro, rows, tokens = steps.micro_batches(0), steps.rows_before(1), steps.tokens_before(1)
     total, passes = steps.tokens_before(steps.last), steps.epoch(steps.last)

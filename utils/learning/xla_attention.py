@@ -1,6 +1,6 @@
-"""Attention on XLA: on a TPU torch_xla's flash attention (a Pallas kernel) if possible, else torch's.
+"""Attention on XLA: torch_xla's flash attention (Pallas) on a TPU where possible, else torch's SDPA.
 
-B rows, H heads, T tokens, D head size.
+Shapes: B rows, H heads, T tokens, D head size.
 """
 
 import importlib.util
@@ -11,11 +11,11 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from utils.devices import is_tpu, xla_precision
 
-DROPOUTS = "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"  # transformers' names
+DROPOUTS = "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"  # fields of transformers' configurations
 
 
 def use_xla_attention() -> None:
-    """Replaces torch's attention in bfloat16 runs."""
+    """In bfloat16 runs, registers xla_attention as "sdpa" for all models."""
     if xla_precision() == "bf16":
         AttentionInterface.register("sdpa", xla_attention)
 
@@ -25,7 +25,7 @@ def has_kernel() -> bool:
 
 
 def kernel_takes(tokens: int, head_size: int) -> bool:
-    """True if the kernel's blocks divide T, in the forward and backward pass, and its vectors divide D."""
+    """True if there is a kernel and it takes T (128, 256, 512 or n x 1,024) and D (<= 128 or n x 128)."""
     divided = tokens in (128, 256, 512) or tokens % 1024 == 0
     return has_kernel() and divided and (head_size <= 128 or head_size % 128 == 0)
 
@@ -33,12 +33,12 @@ def kernel_takes(tokens: int, head_size: int) -> bool:
 def xla_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None,
                   position_bias=None, **more):  # fmt: skip
     """query [B, H, T, D], key and value the same or with fewer heads -> ([B, T, H, D], None)."""
-    # torch_xla 2.9: autocast casts the inputs of torch's attention on CUDA and CPU, but not on XLA. After
-    # float32 norms of queries and keys (Qwen3, OLMo 2, Gemma 3) their types differ from the values'.
+    # torch_xla 2.9: autocast casts the inputs of torch's attention on CUDA and CPU, but not on XLA. With
+    # float32 QK-norm (Qwen3, OLMo 2, Gemma 3) query and key have another dtype than value.
     query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
     tokens, head_size = query.shape[2:]
-    full_rows = attention_mask is None and position_bias is None and key.shape[2] == tokens
-    if dropout or not full_rows or value.shape[3] != head_size or not kernel_takes(tokens, head_size):
+    unmasked = attention_mask is None and position_bias is None and key.shape[2] == tokens
+    if dropout or not unmasked or value.shape[3] != head_size or not kernel_takes(tokens, head_size):
         options = dict(dropout=dropout, scaling=scaling, is_causal=is_causal, position_bias=position_bias)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options, **more)
     groups = query.shape[1] // key.shape[1]
