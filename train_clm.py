@@ -50,17 +50,17 @@ class TrainArgs:
 
     # What to learn from
     dataset_name: list[str] = field(default_factory=list)  # files, folders, Hub ids or token shards
-    mixture: list[float] = field(default_factory=list)  # share of the tokens from each data set, if several
-    dataset_config_name: str | None = None  # configuration of a Hub data set
+    mixture: list[float] = field(default_factory=list)  # share of the tokens from each dataset, if several
+    dataset_config_name: str | None = None  # configuration of a Hub dataset
     eval_dataset_name: list[str] = field(default_factory=list)  # none: a validation split, or held-out text
-    text_column: str | None = None  # in all data sets; none: the column content, else text
+    text_column: str | None = None  # in all datasets; none: the column content, else text
     keywords: list[str] = field(default_factory=list)  # train only on documents with any of these; none: off
     validation_fraction: float = 0.05  # of the documents, held out if the source has no validation split
     tokenizer_name: str | None = None  # a Hub id or folder; none: train a byte-level BPE on the corpus
     vocab_size: int = 4096  # of the trained tokenizer
     block_size: int = 128  # T, tokens per row
     max_train_samples: int = 0  # use only the first N rows; 0: all
-    streaming: bool = False  # read a Hub data set over the network, without downloading it first
+    streaming: bool = False  # read a Hub dataset over the network, without downloading it first
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
 
     # Model
@@ -202,7 +202,7 @@ def main(args: TrainArgs | None = None) -> None:
     eval_loaders = {name: accelerator.prepare(eval_loader(part, args)) for name, part in eval_rows.items()}
 
     # A batch is a dict: input_ids [B, T], and for each row [B] its position in the training order, epoch, row
-    # (its number, -1 for padding in the last batch of an evaluation) and source (the number of its data set).
+    # (its number, -1 for padding in the last batch of an evaluation) and source (the number of its dataset).
     def evaluate() -> dict:
         """Returns {metric: value} for all evaluation sets. Each row counts once."""
         set_seed(args.seed)  # the same random numbers in every evaluation; each training step reseeds

@@ -4,7 +4,7 @@
 
 SOURCE is a file, folder, glob or URL of .tfrecord files (transformers' Keras example for TPUs), .bin files
 (nanoGPT, llm.c, modded-nanogpt) or .ds files (datatrove); a save_to_disk folder, parquet or json file with
-sentence pairs; or a Hub data set that holds any of these. The words train, val and test in the names of files
+sentence pairs; or a Hub dataset that holds any of these. The words train, val and test in the names of files
 or folders are splits. Without a validation split, --validation_fraction 0.05 holds out the last rows. The
 tokenizer must be the one that made the ids; all are checked. Then train on them: --dataset_name tokens/.
 """
@@ -92,7 +92,7 @@ def convert(args: argparse.Namespace) -> dict:
 
 
 def open_token_files(name: str, dtype: str | None, tokenizer) -> Imported:
-    """The token ids of a source. A source without token files is read as a data set of sentence pairs."""
+    """The token ids of a source. A source without token files is read as a dataset of sentence pairs."""
     url, context = name, nullcontext()
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name):
         url, context = f"hf://datasets/{name}", explained(f"{name} (no file here, and on the Hub)", "read")

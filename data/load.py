@@ -6,7 +6,7 @@
 
 B rows per micro-batch, T tokens per row (block_size). A batch is a dict of the rows' columns, such as
 input_ids int64 [B, T], and for each row [B] its position in the stream, epoch, row number and source (the
-number of its data set).
+number of its dataset).
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def load_rows(args, algorithm: str = "bpe", n_special: int = 0) -> tuple:
 
 def _rows_of_run(args, shape: dict) -> dict | None:
     """Where the rows of the run in output_dir are, from its args.json; None if there is no such run, its rows
-    are damaged or the settings ask for others. With them a run continues even if its data set is gone."""
+    are damaged or the settings ask for others. With them a run continues even if its dataset is gone."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         prepared = json.loads(Path(args.output_dir, "args.json").read_text())["rows"]
         same_shape = prepared["shape"] == json.loads(json.dumps(shape))
@@ -121,14 +121,14 @@ def _make_loader(rows, batch_size: int, order, collate) -> DataLoader:
     return DataLoader(rows, batch_size, sampler=order, collate_fn=collate, pin_memory=pin_memory)
 
 
-# ---- The data sets of a run, opened and checked before any work
+# ---- The datasets of a run, opened and checked before any work
 
 
 def open_all(args, n_special: int = 0) -> tuple[dict, dict, object]:
     """Returns ({name: training set}, {name: evaluation set}, tokenizer), the tokenizer None if one must be
     trained.
 
-    A data set is a Corpus (text) or Shards (tokens). An evaluation set that is None will be held out of the
+    A dataset is a Corpus (text) or Shards (tokens). An evaluation set that is None will be held out of the
     training set of the same name. ValueError with a line for each problem."""
     problems = _check_settings(args)
 
@@ -192,7 +192,7 @@ def _check_settings(args) -> list[str]:
     if not n_sets and not (args.eval_only and args.eval_dataset_name):
         problems.append("dataset_name: none is given; give installed-python, a Hub id, a file or a folder.")
     if len(shares) != n_sets and (shares or n_sets > 1):
-        problems.append(f"mixture: {len(shares)} shares for {n_sets} data sets; give a share of each, such "
+        problems.append(f"mixture: {len(shares)} shares for {n_sets} datasets; give a share of each, such "
                         "as --mixture 0.6 0.4. If you named files by a glob, quote it: 'texts/*.txt'.")
     elif wrong := [x for x in shares if not 0 <= x <= 1 or abs(x * WINDOW - round(x * WINDOW)) > 1e-3]:
         problems += [f"mixture: {x} is not a share; give thousandths, such as 0.125, or 0." for x in wrong]
@@ -216,7 +216,7 @@ def _choose_tokenizer(args, data_sets: list):
 
 
 def _find_misfits(args, train: list, evals: list, tokenizer, n_special: int) -> list[str]:
-    """Says, a line each, why data sets do not fit the settings, the tokenizer or each other."""
+    """Says, a line each, why datasets do not fit the settings, the tokenizer or each other."""
     problems, pairs = [], getattr(args, "next_sentence", False)
     shards, eval_shards = ([data for data in group if isinstance(data, Shards)] for group in (train, evals))
     if train and len(shards) == len(train):
@@ -226,8 +226,8 @@ def _find_misfits(args, train: list, evals: list, tokenizer, n_special: int) -> 
     lines = (data.find_misfits(tokenizer, args.block_size, pairs) for data in shards + eval_shards)
     problems += dict.fromkeys(itertools.chain.from_iterable(lines))
     if n_special and len({bool(getattr(data, "row_tokens", None)) for data in train + evals}) > 1:
-        problems.append("dataset_name: the rows of some data sets already hold special tokens, those of "
-                        "others do not: train and evaluate on data sets of one kind.")
+        problems.append("dataset_name: the rows of some datasets already hold special tokens, those of "
+                        "others do not: train and evaluate on datasets of one kind.")
     # Documents of an evaluation set are left out of training text, but cannot be left out of token shards.
     for data, other in itertools.product(shards, eval_shards):
         splits = data.split in data.splits and other.split in other.splits

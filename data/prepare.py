@@ -5,7 +5,7 @@
 The output may be a folder or any fsspec URL. All cores are used. Memory grows by about 80 bytes per document,
 for the hashes that find exact duplicates. If it is killed, run the same command again: it resumes, and the
 files get the same bytes. It repairs a finished folder with damaged files by preparing all of it again.
-`prepare_all` does the same for the data sets of a run, in its cache_dir.
+`prepare_all` does the same for the datasets of a run, in its cache_dir.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CHARS_PER_TOKEN = 8  # generous: hold out at least this much text per token of o
 
 
 def prepare_all(args, train: dict, evals: dict, tokenizer, n_special: int = 0) -> tuple[dict, dict]:
-    """Makes token shards on this machine of the data sets that open_all returned. Returns ({name: training
+    """Makes token shards on this machine of the datasets that open_all returned. Returns ({name: training
     shards}, {name: evaluation shards}). With eval_only the training shards may be evaluation shards."""
     size, pairs = args.block_size - n_special, getattr(args, "next_sentence", False)
     divided = [name for name, data in evals.items() if data is None]  # into train and validation
@@ -75,7 +75,7 @@ def plan_hold_out(args, corpora: list[Corpus], size: int) -> HoldOut:
 
 def as_shards(data: Corpus | Shards, split: str, hold_out: HoldOut | None = None, excluded=(),
               max_rows: int = 0, *, maker: TokenMaker, size: int, cache_dir) -> Shards:
-    """Returns a data set as token shards on this machine. Text is prepared in the cache, by one process.
+    """Returns a dataset as token shards on this machine. Text is prepared in the cache, by one process.
 
     split: what the documents are for. hold_out: the rule for documents that become the validation split.
     excluded: corpora whose documents are not trained on. max_rows: prepare little more than the first so many

@@ -1,4 +1,4 @@
-"""Small copies of the presets' data sets and tokenizers, with the layout that they have on the Hub.
+"""Small copies of the presets' datasets and tokenizers, with the layout that they have on the Hub.
 
     publish(hub)        # on a HubServer: then each preset finds its data
 
@@ -34,7 +34,7 @@ TOKENIZERS = {  # name: model_type of its config.json, algorithm, special tokens
 
 
 def publish(hub) -> None:
-    """Publish the data sets and tokenizers of all presets, and the data set that the course filters."""
+    """Publish the datasets and tokenizers of all presets, and the dataset that the course filters."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
     sources = [file.read_text(encoding="utf-8")[:6000] for file in files]
     english = [text for file in files if len(text := _docstrings(file.read_text(encoding="utf-8"))) > 500]
@@ -84,7 +84,7 @@ def publish(hub) -> None:
 
 
 def put_data(hub, name: str, configs: dict, rows: dict) -> None:
-    """Publish a data set. configs: {name: {split: path or glob}}; rows: {path: rows of a parquet file}."""
+    """Publish a dataset. configs: {name: {split: path or glob}}; rows: {path: rows of a parquet file}."""
     card = [{"config_name": config, "data_files": [{"split": s, "path": path} for s, path in splits.items()]}
             for config, splits in configs.items()]  # fmt: skip
     files = {"README.md": f"---\n{yaml.safe_dump({'configs': card})}---\n".encode()}

@@ -4,7 +4,7 @@
         subprocess.run(command, env=hub.env(home))
         hub.commits("ada/model")                            # the commits, oldest first
 
-It serves models and data sets; tests/xet_store.py answers Xet uploads, the default of installed clients. A
+It serves models and datasets; tests/xet_store.py answers Xet uploads, the default of installed clients. A
 `Fault` makes requests fail, hang or lose their connection. The server checks what the real Hub checks:
 tokens, write permission, and that each LFS object of a commit has arrived completely with the right hash.
 """

@@ -48,7 +48,7 @@ CLM | --keywords a --keywords=b --seed 1                | --keywords: given twic
 CLM | --push_to_hub maybe                               | Truthy value expected: got maybe
 # data
 CLM | --dataset_name none                               | dataset_name: none is given
-CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is for a data set of the Hub
+CLM | --dataset_name ../corpus.jsonl --dataset_config_name en | dataset_config_name: en is for a dataset of the Hub
 CLM | --dataset_name ../no.jsonl                        | dataset_name '../no.jsonl': no such file
 CLM | --dataset_name texts/                             | dataset_name 'texts/': no such file, folder
 CLM | --dataset_name ../empty                           | no such file, folder
@@ -63,7 +63,7 @@ CLM | --dataset_name no/such-data-set                   | dataset_name 'no/such-
 CLM | --dataset_name nosuch://bucket/x                  | nosuch://bucket/x cannot be opened
 CLM | --dataset_name s3://KEY:SECRET/x@bucket/it         | s3://***@bucket/it cannot be opened: credentials cannot be part
 MLM | --validation_fraction 0 --mlm_probability 0       | validation_fraction: must be greater than 0 && mlm_probability: must be greater than 0
-CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 data sets
+CLM | --dataset_name ../corpus.jsonl ../corpus.jsonl     | mixture: 0 shares for 2 datasets
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.0005 0.9995 | mixture: 0.0005 is not a share && '../no.jsonl': no such file
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --text_column a b | b: no such setting
 CLM | --dataset_name ../a.jsonl ../no.jsonl --mixture 0.5 0.5 --max_train_samples 3 --tokenizer_name no/where | max_train_samples: does not work with && tokenizer_name 'no/where'

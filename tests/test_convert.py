@@ -176,7 +176,7 @@ def test_datatrove_documents_end_with_eos(tmp_path, tokenizer):
      and p / "a.tfrecord", "truncated"),
     (lambda p: datatrove(p / "a.ds", [ids(10)], count=11), "its metadata says 11"),
     (lambda p: p / "gone.bin", "no such file"),
-    (lambda p: p / "gone", "no token files; as a data set of sentence pairs it cannot be read"),
+    (lambda p: p / "gone", "no token files; as a dataset of sentence pairs it cannot be read"),
 ])  # fmt: skip
 def test_each_broken_file_is_one_line(write, message, tmp_path, tokenizer, capsys):
     error = fail_to_convert(write(tmp_path), tmp_path / "out", tokenizer, capsys)

@@ -334,7 +334,7 @@ CASES = {
        for ending in (".gz", ".bz2", ".xz", ".zst") for compressed in [PACKED[ending](LINES + noise(9999))]
        for damage, data in (("cut", compressed[:5000]), ("no", b"not compressed at all"),
                             ("flipped", compressed[:4000] + b"damage" + compressed[4006:]))},
-    "a clone of a data set": ({"README.md": b"# A data set\n", "load.py": b"import datasets\n",
+    "a clone of a dataset": ({"README.md": b"# A dataset\n", "load.py": b"import datasets\n",
                                "data.jsonl": LINES}, ["one", "two"], 0),
     "other columns": ({"a.jsonl": b'{"content": "one"}', "b.jsonl": b'{"text": "two", "id": 1}'},
                       "document 2 has no column 'content', but text, id: name files that", 0),

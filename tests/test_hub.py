@@ -498,7 +498,7 @@ def test_shards_are_written_to_the_hub_and_read_back(hub, corpus, tmp_path):
 
 
 def test_convert_reads_from_the_hub(hub, tmp_path):
-    """tests/test_presets.py reads data sets of text from the Hub."""
+    """tests/test_presets.py reads datasets of text from the Hub."""
     tokenizer = save_tokenizer(tmp_path / "words")
     hub.put("ada/tokens", {"train.bin": bytes([0, 0, 1, 0] * 400), "val.bin": bytes(100)}, "datasets")
     folder = PROJECT / "tests/tfrecords"

@@ -107,7 +107,7 @@ def test_evaluation_documents_are_never_trained_on(tmp_path, tokenizer, capsys):
 
 def test_a_mixture_has_exact_shares_and_leaks_no_evaluation_document(tmp_path, tokenizer):
     small, large = make_texts(8, seed=1), make_texts(300, seed=2)
-    shared = small + large[:3]  # the large data set holds all documents of the small one
+    shared = small + large[:3]  # the large dataset holds all documents of the small one
     names = [write_jsonl(tmp_path / f"{name}.jsonl", documents)
              for name, documents in (("small", shared), ("large", large + small))]  # fmt: skip
     args = settings(tmp_path, *names, tokenizer_name=tokenizer, mixture=[0.25, 0.75], block_size=16)

@@ -42,7 +42,7 @@ def test_prompt_is_quoted_in_the_code(tmp_path):
 
 
 def test_metadata_of_the_card(tmp_path):
-    """As huggingface_hub reads it; data set and base model are on the Hub."""
+    """As huggingface_hub reads it; dataset and base model are on the Hub."""
     write(tmp_path, model_name_or_path="openai-community/gpt2")
     data = ModelCard.load(tmp_path / "README.md").data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")

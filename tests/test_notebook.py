@@ -17,7 +17,7 @@ AFTER = 'print("and the notebook goes on")'
 
 
 def cell(tmp_path, **changes):
-    """The lines of docs/recipes.md with a small data set, batch and other folders."""
+    """The lines of docs/recipes.md with a small dataset, batch and other folders."""
     left_out = "keywords", "config_overrides", "prompts"
     settings = {name: value for name, value in TINY.items() if name not in left_out}
     settings |= {"dataset_name": str(write_corpus(tmp_path / "corpus.jsonl")), "model_type": "llama",

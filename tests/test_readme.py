@@ -18,7 +18,7 @@ import train_mlm
 from tests import forked
 from tests.runs import PROJECT, TINY, arguments, environment, write_corpus
 from utils.flags import parse_args
-from utils.learning.optim import further_rates
+from utils.learning.optim import finetuning_rates
 
 PAGES = {page: page.read_text() for page in [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]}
 README, ALL = PAGES[PROJECT / "README.md"], "\n".join(PAGES.values())
@@ -46,7 +46,7 @@ def test_readme_is_short_and_links_every_page():
 
 
 def test_advised_rates_equal_those_of_the_script():
-    advised = f"--model_name_or_path runs/clm {further_rates(train_clm.TrainArgs())} --output_dir"
+    advised = f"--model_name_or_path runs/clm {finetuning_rates(train_clm.TrainArgs())} --output_dir"
     for page in "README.md", "docs/resuming.md":
         assert advised in " ".join((PROJECT / page).read_text().split())
 
@@ -140,7 +140,7 @@ NOT_HERE = {
     PIPELINE: "a model that fills in; tests/test_edits.py",
     "python train_clm.py --model_name_or_path gpt2": "needs the network; test_presets.py, as the next",
     "accelerate launch --config_file accelerate_configs/multi_cpu.yaml train_clm.py --model_": "the same",
-    "python train_clm.py --dataset_name code.jsonl": "three data sets; tests/test_load.py",
+    "python train_clm.py --dataset_name code.jsonl": "three datasets; tests/test_load.py",
     "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
     "hf sync": "needs an account", "hf repos create": "needs an account",

@@ -59,7 +59,7 @@ class Steps:
         return self.rows_before(step) / len(self.rows)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """{data set: passes over its rows before `step`} for a mixture; {} for a single data set."""
+        """{dataset: passes over its rows before `step`} for a mixture; {} for a single dataset."""
         return self.rows.epochs(self.rows_before(step)) if hasattr(self.rows, "epochs") else {}
 
     def due(self, step: int, every: int) -> bool:

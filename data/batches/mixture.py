@@ -17,21 +17,21 @@ WINDOW = 1000  # positions; shares are multiples of 1 / WINDOW
 
 
 class Mixed(Dataset):
-    """One endless stream of the rows of several data sets. sources: {name: rows}, all of one class. shares:
+    """One endless stream of the rows of several datasets. sources: {name: rows}, all of one class. shares:
     multiples of 0.001 that sum to 1; a dataset with share 0 is only evaluated."""
 
     bytes_per_token = float("nan")  # datasets differ
 
     def __init__(self, shares: Sequence[float], seed: int, sources: dict[str, PackedRows]):
         self.seed, self.sources = seed, sources
-        self.counts = np.array([round(share * WINDOW) for share in shares])  # positions of each dataset in a window
+        self.counts = np.array([round(share * WINDOW) for share in shares])  # of each dataset in a window
 
     def window(self, number: int) -> np.ndarray:
-        """The data set of each position of a window, int64 [WINDOW]."""
+        """The dataset of each position of a window, int64 [WINDOW]."""
         return np.repeat(np.arange(len(self.counts)), self.counts)[drawn_order(WINDOW, self.seed, number)]
 
     def before(self, position: int) -> np.ndarray:
-        """The number of rows of each data set before a position, int64 [data sets]."""
+        """The number of rows of each dataset before a position, int64 [datasets]."""
         number, inside = divmod(position, WINDOW)
         return number * self.counts + np.bincount(self.window(number)[:inside], minlength=len(self.counts))
 
@@ -41,7 +41,7 @@ class Mixed(Dataset):
         return " ".join(f"{count}x{rows.fingerprint}" for rows, count in parts)
 
     def __len__(self) -> int:
-        """The number of positions before one of the data sets repeats."""
+        """The number of positions before one of the datasets repeats."""
         sizes = {i: len(rows) for i, rows in enumerate(self.sources.values()) if self.counts[i]}
         if len(sizes) == 1:
             return min(sizes.values())
@@ -59,7 +59,7 @@ class Mixed(Dataset):
                 position += 1
 
     def epochs(self, position: int) -> dict[str, float]:
-        """{data set: passes over it before a position}."""
+        """{dataset: passes over it before a position}."""
         counts = zip(self.sources.items(), self.before(position).tolist(), strict=True)
         return {name: count / max(len(rows), 1) for (name, rows), count in counts}
 

@@ -64,7 +64,7 @@ class PackedRows(Dataset):
             yield position, *next(rows), 0
 
     def epochs(self, position: int) -> dict[str, float]:
-        """{data set: passes over it before a position} of a mixture; {} of a single data set."""
+        """{dataset: passes over it before a position} of a mixture; {} of a single dataset."""
         return {}
 
     def __getitems__(self, keys: list[RowKey]) -> dict:

@@ -130,7 +130,7 @@ def clean_documents(corpus: Corpus, counts: Accounting) -> Iterator[tuple[str, i
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Chooses the validation documents of all data sets of a run: those with hash_fraction below `fraction`,
+    """Chooses the validation documents of all datasets of a run: those with hash_fraction below `fraction`,
     and those whose hash is in `hashes`. The choice depends on content alone, not on seed or order."""
 
     fraction: float

@@ -1,4 +1,4 @@
-"""Reads text with the datasets library: Hub data sets, streamed or not, and save_to_disk folders."""
+"""Reads text with the datasets library: Hub datasets, streamed or not, and save_to_disk folders."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ def configurations(source) -> list[str]:
 
 def open_units(source) -> tuple[str, list[partial]]:
     """(fingerprint, units) of a split. Slices and sums of splits are downloaded, also with streaming. The
-    fingerprint of a streamed data set is that of its list of files."""
+    fingerprint of a streamed dataset is that of its list of files."""
     name, config, split = source.dataset_name, source.dataset_config_name, source.split
     streaming = source.streaming and not {*split} & {*"[+"}
     with _hub_errors(source):

@@ -79,13 +79,13 @@ def split_files(name: str, endings=SUFFIXES, report: bool = False) -> dict[str, 
     """{split: sorted URLs} of the files with these endings. report: print the splits and what is not read."""
     files, base, paths = list_files(name)
     if not paths:
-        raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub data set, or an empty one; "
+        raise ValueError(f"dataset_name {name!r}: no such file, folder or Hub dataset, or an empty one; "
                          "check its spelling")
     relative = {path: path.removeprefix(base).lstrip("/") for path in paths}
     visible = sorted(path for path in paths if not re.search(r"(^|/)(\.|__[^/]*/)", relative[path]))
     known = [path for path in visible if suffix(path) in endings]
     known = [path for path in known if os.path.basename(path) not in METADATA] or known
-    # README files do not count: the clone of a data set has one, too.
+    # README files do not count: the clone of a dataset has one, too.
     code = [path for path in visible if suffix(path) in CODE and "README" not in path]
     as_text = endings == SUFFIXES and len(code) > len(known)
     if as_text:  # .json files and tables next to source code are no data

@@ -1,4 +1,4 @@
-"""Opens a source of text: installed Python packages, files, a Hub data set or a save_to_disk folder.
+"""Opens a source of text: installed Python packages, files, a Hub dataset or a save_to_disk folder.
 
     corpus = open_corpus(Source("installed-python"))  # or "user/name", "texts/*.jsonl", "s3://bucket/texts"
     for document in corpus.documents():
@@ -37,7 +37,7 @@ class Source:
     split: str = "train"
     text_column: str | None = None  # None: content or text
     keywords: tuple[str, ...] = ()  # use only documents that contain one of these; (): all
-    streaming: bool = False  # read a Hub data set over the network, without downloading it first
+    streaming: bool = False  # read a Hub dataset over the network, without downloading it first
     divide: bool = True  # divide a single text file into documents, so that some can be held out
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ def open_corpus(source: Source, evaluate: bool = False) -> Corpus:
         raise ValueError(f"dataset_name {name!r}: only datasets of the Hub have parts and sums of splits "
                          f"such as {split!r}; name one split, or fewer files")
     if source.dataset_config_name and local:
-        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is for a data set of the Hub, "
+        raise ValueError(f"dataset_config_name: {source.dataset_config_name} is for a dataset of the Hub, "
                          f"not for {name}; leave it out (with a preset give `none`)")
     fingerprint, units = _find_reader(source).open_units(source)
     column, wikitext = _choose_text_column(source, units)
@@ -123,7 +123,7 @@ def _choose_text_column(source: Source, units: list[Unit]) -> tuple[str, bool]:
     if setting != "file":  # files.py adds this column to rows without text
         has_text.pop("file", None)
     if not has_text:
-        raise ValueError(f"dataset_name {name!r} holds no readable documents: it has no rows, or no valid ones")
+        raise ValueError(f"dataset_name {name!r} holds no readable documents: it has no valid rows")
     present = [column for column in candidates if column in has_text]
     if not present and "input_ids" in has_text:
         raise ValueError(f"dataset_name {name} holds token ids: run `python -m data.convert {name} tokens/ "
@@ -161,12 +161,12 @@ def splits_of(source: Source) -> Collection[str]:
 
 
 def is_local(source: Source) -> bool:
-    """False for a data set of the Hub: only these have configurations."""
+    """False for a dataset of the Hub: only these have configurations."""
     return _find_reader(source) in (files, installed) or is_saved(source.dataset_name)
 
 
 def set_configuration(config: str, sources: list[Source]) -> None:
-    """Gives the configuration to the only data set of the Hub, or to those of several that have it. If none
+    """Gives the configuration to the only dataset of the Hub, or to those of several that have it. If none
     has it, all of them get it, or all sources if none is of the Hub, so that opening them fails."""
     chosen = remote = [source for source in sources if not is_local(source)]
     if len({source.dataset_name for source in remote}) > 1:
@@ -218,7 +218,7 @@ def _always_streams(value: str):
 
 
 def source_of(args) -> Source:
-    """The source that these flags name. A data set of the Hub is streamed."""
+    """The source that these flags name. A dataset of the Hub is streamed."""
     return Source(args.dataset_name, args.dataset_config_name, args.split, args.text_column,
                   tuple(args.keywords), streaming=True)
 

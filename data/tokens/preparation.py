@@ -6,9 +6,9 @@ and all documents before it, as duplicates of those are left out. Each chunk bec
     train-00000-00007.npy           chunk 7 of unit 0 (a file of the source, or several) of the train split
     progress/train-00000-00007.npz  its counts, hashes and validation tokens; deleted at the end
 
-At the end the validation tokens become validation-00000.npy, ..., and manifest.json is written. If it is
-killed, the next start goes on at the unfinished chunk: earlier documents are read, but not tokenized again. The files of
-a finished preparation are verified by their checksums; if one is damaged, all are prepared again.
+At the end the validation tokens become validation-00000.npy, ..., and manifest.json is written. After a kill
+the next start goes on at the unfinished chunk: earlier documents are read, but not tokenized again. Finished
+preparations are verified by their checksums; if a file is damaged, all are prepared again.
 """
 
 import contextlib
@@ -75,8 +75,9 @@ class Recipe:
 
 
 def make_shards(folder: Folder, recipe: Recipe) -> dict:
-    """Prepares missing shards and returns their manifest. In a local folder finished shards are verified, and
-    one process works while others wait; not at a URL. ValueError if the folder holds anything else, or the tokenizer loses most of the text."""
+    """Prepares missing shards and returns their manifest. In a local folder (not at a URL) finished shards
+    are verified, and one process works while others wait. ValueError if the folder holds anything else, or the
+    tokenizer loses most of the text."""
     settings = json.loads(json.dumps(recipe.settings))
     _read_folder(folder, settings)  # raises before anything is written
     with locked(Path(folder.root, ".lock"), folder.url) if folder.local else contextlib.nullcontext():
@@ -246,7 +247,7 @@ class _Preparation:
             account = accounts[split]
             print(f"data       {split}: {account.line()}", flush=True)
             if account.unreadable_names:
-                print(f"data       skipped, as it is not text: {', '.join(account.unreadable_names)}", flush=True)
+                print(f"data       skipped, not text: {', '.join(account.unreadable_names)}", flush=True)
             if account.evaluated > account.used:
                 print(f"data       {account.evaluated:,} of {account.read:,} documents are also in the "
                       "evaluation data: they are left out of the training data", flush=True)

@@ -12,7 +12,7 @@ import torch
 from utils.devices import has_bf16, is_xla, local_processes, xla_precision
 from utils.display.throughput import device_name
 from utils.launch import PRECISIONS, counted
-from utils.learning.optim import further_rates
+from utils.learning.optim import finetuning_rates
 
 
 def quiet_libraries(level: int = logging.ERROR) -> None:
@@ -28,7 +28,7 @@ def quiet_libraries(level: int = logging.ERROR) -> None:
         if f"{name.upper()}_VERBOSITY" not in os.environ:
             logging.getLogger(name).setLevel(level)
     if os.environ.get("RANK", "0") == "0":
-        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)  # shows waits before retries
+        logging.getLogger("huggingface_hub.utils._http").setLevel(logging.WARNING)  # shows retries
         for name in ("transformers.models", "transformers.integrations"):  # say that a kernel is missing
             logging.getLogger(name).setLevel(min(level, logging.WARNING))
     warnings.filterwarnings("ignore")
@@ -96,7 +96,7 @@ def start_lines(args, accelerator, steps, step: int, size: str, facts: dict) -> 
     default_rate = getattr(type(args)(), "learning_rate", math.inf)
     if weights and not step and getattr(args, "learning_rate", 0) >= default_rate:
         lines.append("advice     these learning rates are for random weights and ruin trained weights: try a "
-                     f"twentieth, {further_rates(args)}")
+                     f"twentieth, {finetuning_rates(args)}")
     local, devices = local_processes(), torch.accelerator.device_count()
     if accelerator.device.type != "cpu" and local < devices:
         lines.append(f"warning    num_processes: {local} of {devices} devices are used.")

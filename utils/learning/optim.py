@@ -55,7 +55,7 @@ def describe_groups(optimizer):
     return lines
 
 
-def further_rates(args) -> str:
+def finetuning_rates(args) -> str:
     """Flags with a twentieth of the learning rates, to continue from trained weights."""
     names = ["learning_rate"] + ["muon_learning_rate"] * (getattr(args, "optimizer_type", "") == "muon")
     rates = {name: getattr(args, name, 0) / 20 for name in names}

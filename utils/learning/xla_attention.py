@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from utils.devices import is_tpu, xla_precision
 
-DROPOUTS = "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"  # fields of transformers' configurations
+DROPOUTS = "attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"  # fields of configurations
 
 
 def use_xla_attention() -> None:

@@ -26,7 +26,7 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
     folder, settings, results = Path(args.output_dir), facts["settings"], facts["results"]
     repo_id = facts.get("repo_id") or args.push_to_hub and args.hub_model_id
     names, base = as_list(settings["dataset_name"]), settings.get("model_name_or_path")
-    # The Hub refuses metadata in which a data set or the base model is a folder.
+    # The Hub refuses metadata in which a dataset or the base model is a folder.
     on_hub = [name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not os.path.exists(name)]
     base_on_hub = base if base and not os.path.exists(base) else None
     data = ModelCardData(license="unknown", library_name="transformers", pipeline_tag=facts["pipeline_tag"],

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from utils.flags import LENGTH, as_list
 from utils.io.files import set_aside, verify_checksums
 from utils.io.text import without_secrets
-from utils.learning.optim import further_rates
+from utils.learning.optim import finetuning_rates
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change
         lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and {reason}")
         folder = shlex.quote(str(args.output_dir))
         remedy = [f"To train all steps again: --output_dir {folder}-2; to begin with this run's weights, "
-                  f"also --model_name_or_path {folder} {further_rates(args)}"]  # fmt: skip
+                  f"also --model_name_or_path {folder} {finetuning_rates(args)}"]  # fmt: skip
     if not lines and state["fingerprint"] != rows_fingerprint:
         lines.append("dataset_name: the rows have other content or another order than in the run, or the "
                      "tokenizer has changed: restore them")

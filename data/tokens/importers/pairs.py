@@ -1,4 +1,4 @@
-"""Sentence pairs of a data set with token ids: a save_to_disk folder, parquet or json files, or a Hub id.
+"""Sentence pairs of a dataset with token ids: a save_to_disk folder, parquet or json files, or a Hub id.
 
 Columns: input_ids, token_type_ids, a label (the first of LABELS that exists), and optionally attention_mask.
 Padding may be on either side. token_type_ids must be those of `[CLS] A [SEP] B [SEP]`: zeros, then ones.
@@ -20,7 +20,7 @@ def open_pairs(name: str, pad_id: int) -> Imported:
     """T, the length of all rows, is that of the longest of the first 1,000 pairs of each split."""
     import datasets  # not at the top: 85 MB and half a second
 
-    with explained(f"{name}: no token files; as a data set of sentence pairs it", "read"):
+    with explained(f"{name}: no token files; as a dataset of sentence pairs it", "read"):
         if is_saved(name):
             data_set = datasets.load_from_disk(name)
         elif suffix(name) in (".parquet", ".jsonl", ".json"):
