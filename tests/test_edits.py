@@ -4,8 +4,10 @@ import gzip
 import itertools
 import json
 import math
+import os
 import re
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -434,3 +436,26 @@ def test_edit_is_short_explained_and_reversible(diff, tmp_path):
     changed = [line for line in hunks.splitlines() if re.match(r"[+-](?!\+\+ |-- )", line)]
     assert 0 < len(changed) <= LONGER.get(diff.stem, 18)
     assert text.strip().endswith(".") and diff.stem in [*EDITS, "own-corpus", "time-budget"]
+
+
+def test_at_most_20_pairs_of_edits_conflict(tmp_path):
+    """In either order, merged by git as README says."""
+    copy_project(tmp_path)
+    env = os.environ | {"GIT_CONFIG_COUNT": "0", "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+
+    def git(*words):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a", *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).returncode == 0
+
+    assert git("init") and git("add", ".") and git("commit", "-m", "the scripts as they are")
+    conflicts = []
+    for pair in itertools.combinations(DIFFS, 2):
+        for first, second in (pair, pair[::-1]):
+            assert git("apply", "--3way", first)
+            merged = git("apply", "--3way", second)
+            assert git("reset", "--hard")
+            if merged:
+                break
+        else:
+            conflicts.append(" ".join(diff.stem for diff in pair))
+    assert len(conflicts) <= 20, conflicts

@@ -51,6 +51,9 @@ class Check:
         self.script, self.folder, self.limit = Path(script).resolve(), Path(folder), limit
         self.first, self.failed = self.folder / "first", []  # first: the undisturbed run, the reference
         self.clocks = set()  # metrics that differ between two undisturbed runs, such as a time
+        self.unseeded = False  # their losses differ, too
+        if not self.script.is_file():
+            raise ValueError(f"{script}: no such script. Name one, such as train_clm.py.")
         spec = importlib.util.spec_from_file_location(f"checked_{self.script.stem}", self.script)
         self.module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self.module)
@@ -113,6 +116,9 @@ class Check:
             runs = {name: pool.submit(run) for name, (run, _) in checks.items() if run}
             for name, (_, comparison) in checks.items():
                 problem = runs[name].result() if name in runs else ""
+                if self.unseeded and name in ("two processes", "other steps", "--eval_only"):
+                    print(f"{name:<18} not compared, as two undisturbed runs differ already", flush=True)
+                    continue
                 self._report(name, *((problem,) if problem else comparison()))
         return self.failed
 
@@ -152,11 +158,12 @@ class Check:
         before, _ = compare.differences(compare.records(self.first, step - 1), compare.records(run, step - 1))
         self.clocks |= before.keys()
         if losses := [text for metric, text in before.items() if metric.startswith("loss")]:
+            self.unseeded = True
             return f"before the stop {losses[0]}", "", "random numbers from an unseeded generator"
         unequal, summary = self._differences(name)
         notes = (self.folder / f"{file}.jsonl" for file in ("first", f"{name}-stopped", name))
-        problems = [summary * bool(unequal), compare.checkpoint_difference(self.first, run),
-                    compare.variables_difference(*notes)]  # fmt: skip
+        problems = [compare.variables_difference(*notes), summary * bool(unequal),
+                    compare.checkpoint_difference(self.first, run)]  # fmt: skip
         if any(problems):
             return where + "; ".join(filter(None, problems)), "", RESUMING
         ignored = f"; not compared, as different before the stop, too: {', '.join(before)}" * bool(before)

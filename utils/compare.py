@@ -86,8 +86,9 @@ def variables_difference(undisturbed: Path, stopped: Path, resumed: Path) -> str
         unequal = [name for name in new.keys() & old.keys() & changing - clocks if new[name] != old[name]]
         if unequal:
             name, *others = sorted(unequal, key=lambda name: (len(new[name]), name))  # numbers before tensors
-            also = f"; so are {', '.join(others)}" * bool(others)
-            return f"{name} of main at step {step} is {new[name]:.40} instead of {old[name]:.40}{also}"
+            also = f" (different, too: {', '.join(others)})" * bool(others)
+            value = f"{new[name]:.40} instead of {old[name]:.40}"
+            return f"the variable {name} of main at step {step} is {value}{also}"
     return ""
 
 

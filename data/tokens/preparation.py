@@ -76,8 +76,8 @@ class Recipe:
 
 def make_shards(folder: Folder, recipe: Recipe) -> dict:
     """Prepares missing shards and returns their manifest. In a local folder (not at a URL) finished shards
-    are verified, and one process works while others wait. ValueError if the folder holds anything else, or the
-    tokenizer loses most of the text."""
+    are verified, and one process works while others wait. ValueError if the folder holds anything else, or
+    the tokenizer loses most of the text."""
     settings = json.loads(json.dumps(recipe.settings))
     _read_folder(folder, settings)  # raises before anything is written
     with locked(Path(folder.root, ".lock"), folder.url) if folder.local else contextlib.nullcontext():
