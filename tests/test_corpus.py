@@ -529,7 +529,7 @@ def test_keywords_keep_documents_that_contain_any_of_them(tmp_path):
     selected = [text for text, _, _ in show_progress(filtered, "filtering")]
     expected = [text for text in documents if "pandas" in text or "seaborn" in text]
     assert selected == expected and counts.filtered == 500 - len(expected)
-    assert f"{counts.filtered:,} filtered" in counts.line()
+    assert f"{counts.filtered:,} without a keyword" in counts.line()
 
 
 def test_reading_text_imports_neither_datasets_nor_pyarrow(tmp_path):

@@ -141,7 +141,7 @@ NOT_HERE = {
     "python train_clm.py --model_name_or_path gpt2": "needs the network; test_presets.py, as the next",
     "accelerate launch --config_file accelerate_configs/multi_cpu.yaml train_clm.py --model_": "the same",
     "python train_clm.py --dataset_name code.jsonl": "three datasets; tests/test_load.py",
-    "git apply docs/edits/z-loss.diff": "tests/test_edits.py applies and runs every one",
+    "git apply ": "tests/test_edits.py applies and runs every one, and merges pairs by --3way",
     "hf auth login": "needs an account; tests/test_hub.py gives a token by HF_TOKEN",
     "hf sync": "needs an account", "hf repos create": "needs an account",
     "hf download": "needs the network",

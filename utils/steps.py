@@ -25,9 +25,9 @@ class Steps:
         first, self.last = self.rows_before(1), args.max_train_steps
         if len(rows) < first:
             fits = max(1, len(rows) * args.per_device_train_batch_size // first)
-            raise ValueError(f"dataset_name: has only {len(rows)} rows of {args.block_size} tokens, and one "
-                             f"step takes {first}. Take more text, or lower block_size or "
-                             f"per_device_train_batch_size, which may be {fits}.")
+            raise ValueError(f"dataset_name: the text has {len(rows)} rows of {args.block_size} tokens, one "
+                             f"step takes {first}. Take more text, lower block_size, or give "
+                             f"--per_device_train_batch_size {fits}.")
         if not self.last:
             total_rows = int(len(rows) * args.num_train_epochs)
             while self.rows_before(self.last + 1) <= total_rows:

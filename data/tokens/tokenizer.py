@@ -109,8 +109,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
     special["model_input_names"] = _choose_input_names(special, model_type)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     if len(tokenizer) != vocab_size:
-        print(f"warning: vocab_size is {vocab_size:,}, but {algorithm} on this text gives {len(tokenizer):,} "
-              "tokens: models are built for these", file=sys.stderr, flush=True)
+        print(f"data       this text gives {len(tokenizer):,} tokens instead of the {vocab_size:,} of "
+              "vocab_size: the model is built for these", file=sys.stderr, flush=True)
     return tokenizer
 
 
@@ -234,7 +234,7 @@ def find_or_train_tokenizer(corpora: list, shares: list[float], *, vocab_size: i
             for corpus, share in used:
                 texts += sample_corpus(corpus, int(TRAINING_BYTES * share), int(read_bytes * share))[0]
             started, size = time.monotonic(), sum(map(len, texts)) / 1e6
-            print(f"data       training a {algorithm} tokenizer on {size:,.1f} M characters", flush=True)
+            print(f"data       training a {algorithm} tokenizer on {size:,.2g} M characters", flush=True)
             tokenizer = train_tokenizer(texts, algorithm, vocab_size, model_type)
             seconds = time.monotonic() - started
             print(f"data       tokenizer: {len(tokenizer):,} tokens, trained in {seconds:.0f} s", flush=True)

@@ -152,7 +152,7 @@ class Log:
             size = "unknown" if error == math.inf else f"{error:.0%}"
             few = f"the standard error of the perplexity is {size}, as few rows are evaluated"
             remedy = "a larger --validation_fraction or --eval_dataset_name gives more rows"
-            remedy += ", --max_eval_samples 0 evaluates all" * bool(self.args.max_eval_samples)
+            remedy += "; --max_eval_samples 0 evaluates all rows" * bool(self.args.max_eval_samples)
             self.progress.write(f"advice     {few}: {remedy}")
         self.evaluated, self.facts["results"] = step, record
         self._record({"step": step, "tokens": self.steps.tokens_before(step)} | record)
@@ -191,18 +191,20 @@ class Log:
 
     def _summary(self, step: int) -> str:
         facts, folder = self.facts, self.args.output_dir
-        results = {"steps": step, "tokens": facts["tokens"], "time": duration(facts["seconds"])}
+        results = {"steps": step, "tokens": facts["tokens"], "training time": duration(facts["seconds"])}
         results |= {"compiled graphs": compiled_graphs()} if is_xla() else {}
         results |= facts["results"] | {"model": self.hub.published or folder}
         results["curves"] = f"{folder}/curves.png"
-        text = facts["tried"] or EXAMPLES[facts["pipeline_tag"]]
+        prompts = [] if self.args.prompts == ["rows"] else self.args.prompts
+        text = next(iter(prompts), facts["tried"] or EXAMPLES[facts["pipeline_tag"]])
         text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
         # JSON writes double quotes: the shell needs the single quotes.
         words = facts["pipeline_tag"], folder, text
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
         code = f"from transformers import pipeline; print(pipeline({tag}, {model})({text}"
+        answer = '[0]["generated_text"]' if facts["pipeline_tag"] == "text-generation" else ""
         quiet = "TRANSFORMERS_VERBOSITY=error"  # hides advice to install kernels
-        commands = {label: f"{quiet} {shlex.join(['python', '-c', f'{code}{options}))'])}"
+        commands = {label: f"{quiet} {shlex.join(['python', '-c', f'{code}{options}){answer})'])}"
                     for label, options in TRY[facts["pipeline_tag"]].items()}
         evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
@@ -255,7 +257,7 @@ def print_evaluation(args, accelerator, record: dict) -> None:
     """Prints the results of --eval_only as a table, then as a line of JSON."""
     names = ", ".join(args.eval_dataset_name or args.dataset_name)
     title = without_secrets(f"{args.model_name_or_path} evaluated on {names}")
-    accelerator.print(title, *_table(record), json.dumps(finite(record)), sep="\n")
+    accelerator.print(title, *_table(record), "as JSON:", json.dumps(finite(record)), sep="\n")
 
 
 def _table(values: dict) -> list[str]:

@@ -180,7 +180,8 @@ def compare_with_default(args, lm, tokenizer) -> str:
         return ""
     kind = "causal" if pipeline_tag(lm) == "text-generation" else "masked"
     _, model, problems = configure(default, kind, tokenizer)
-    return "" if problems else f", {lm.num_parameters() / model.num_parameters():.2g} x the default's"
+    size = "1" if problems else f"{lm.num_parameters() / model.num_parameters():.2g}"
+    return "" if size == "1" else f", {size} x the default's"
 
 
 def pipeline_tag(lm) -> str:

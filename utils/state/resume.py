@@ -129,7 +129,8 @@ def check_experiment(state: dict, args, steps, rows_fingerprint: str, may_change
     too_short = steps.last < step
     if state["last"] != steps.last and (too_short or not _same_rate(schedule, state)):
         reason = f"{step} are done" if too_short else f"the learning rate of step {step} depends on it"
-        lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now, and {reason}")
+        epochs = "" if args.max_train_steps else f" (num_train_epochs {args.num_train_epochs:g})"
+        lines.append(f"max_train_steps: {state['last']} in the run, {steps.last} now{epochs}, and {reason}")
         folder = shlex.quote(str(args.output_dir))
         remedy = [f"To train all steps again: --output_dir {folder}-2; to begin with this run's weights, "
                   f"also --model_name_or_path {folder} {finetuning_rates(args)}"]  # fmt: skip
