@@ -45,7 +45,7 @@ def test_rows_and_tokens_follow_a_growing_batch():
 
 
 def test_fewer_rows_than_one_step_takes_are_refused():
-    with pytest.raises(ValueError, match="only 20 rows of 10 tokens, and one step takes 24"):
+    with pytest.raises(ValueError, match="has 20 rows of 10 tokens, one step takes 24"):
         Steps(args(), TWO, range(20))
     for rows in (20, 0):
         with pytest.raises(ValueError, match=f"only {rows} rows of 10 tokens, and"):
