@@ -48,7 +48,7 @@ def test_fewer_rows_than_one_step_takes_are_refused():
     with pytest.raises(ValueError, match="has 20 rows of 10 tokens, one step takes 24"):
         Steps(args(), TWO, range(20))
     for rows in (20, 0):
-        with pytest.raises(ValueError, match=f"only {rows} rows of 10 tokens, and"):
+        with pytest.raises(ValueError, match=f"has {rows} rows of 10 tokens, one step"):
             Steps(args(max_train_steps=5), TWO, range(rows))
     with pytest.raises(ValueError, match="epochs: 0.001 epochs of 10000 rows are 10 rows, .* takes 24"):
         Steps(args(num_train_epochs=0.001), TWO, range(10_000))
