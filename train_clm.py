@@ -65,7 +65,7 @@ class TrainArgs:
 
     # Model
     model_type: str = "qwen3"  # any causal model type of transformers, trained from scratch
-    config_overrides: str = (  # fields of the model's config; the flag overrides only those it lists
+    config_overrides: str = (  # fields of the model's config; the flag changes only those it lists
         "hidden_size=128,num_hidden_layers=4,num_attention_heads=2,num_key_value_heads=2,head_dim=64,"
         "intermediate_size=344,tie_word_embeddings=true"
     )
@@ -76,14 +76,14 @@ class TrainArgs:
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # Muon for hidden matrices, AdamW for the rest; adamw: AdamW for all
-    learning_rate: float = 4e-2  # peak, of AdamW; with --optimizer_type adamw about 2e-3
+    learning_rate: float = 4e-2  # peak, of AdamW; pass about 2e-3 with --optimizer_type adamw
     muon_learning_rate: float = 5e-3  # peak, of Muon; 0: the same as learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "linear"  # of transformers: cosine, constant_with_warmup, ...
     lr_scheduler_kwargs: str | None = None  # its arguments: min_lr_rate=0.1 for cosine_with_min_lr
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
-    num_train_epochs: float = 1.0  # used if max_train_steps is 0; passing it sets max_train_steps to 0
+    num_train_epochs: float = 1.0  # used if max_train_steps is 0, as --num_train_epochs sets it
     max_train_steps: int = 1800  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
@@ -252,7 +252,7 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- The loop: evaluate and save when due, then one optimizer step. Step 0 saves, too: a run that cannot
     # save must fail now, not in an hour.
-    while not log.finished:  # True if this run had finished before this start
+    while not log.finished:  # skipped if an earlier start finished the run; else break ends it
         if log.evaluation_due(step):
             with log.timed("evaluation"):
                 record = evaluate()

@@ -66,11 +66,11 @@ class TrainArgs:
     streaming: bool = False  # read a Hub dataset over the network, without downloading it first
     cache_dir: str = "cache"  # prepared rows and trained tokenizers
     mlm_probability: float = 0.30  # share of the tokens masked in training
-    next_sentence: bool = False  # rows are sentence pairs; predict, too, if the second follows the first
+    next_sentence: bool = False  # rows are sentence pairs; also predict whether the second follows
 
     # Model
     model_type: str = "modernbert"  # or roberta, bert, another masked model type, trained from scratch
-    config_overrides: str = (  # fields of the model's config; the flag overrides only those it lists
+    config_overrides: str = (  # fields of the model's config; the flag changes only those it lists
         "hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256,local_attention=16"
     )
     model_name_or_path: str | None = None  # start from these weights and their tokenizer instead
@@ -80,14 +80,14 @@ class TrainArgs:
     per_device_eval_batch_size: int = 32  # rows
     gradient_accumulation_steps: int = 1  # micro-batches per step
     optimizer_type: str = "muon"  # Muon for hidden matrices, AdamW for the rest; adamw: AdamW for all
-    learning_rate: float = 1e-2  # peak, of AdamW; with --optimizer_type adamw about 2e-3
+    learning_rate: float = 1e-2  # peak, of AdamW; pass about 2e-3 with --optimizer_type adamw
     muon_learning_rate: float = 5e-3  # peak, of Muon; 0: the same as learning_rate
     weight_decay: float = 0.1  # on matrices and embeddings, not on biases and norms
     adam_beta2: float = 0.95  # AdamW's beta2; its beta1 is 0.9
     lr_scheduler_type: str = "linear"  # of transformers: cosine, constant_with_warmup, ...
     lr_scheduler_kwargs: str | None = None  # its arguments: min_lr_rate=0.1 for cosine_with_min_lr
     num_warmup_steps: float = 0.04  # steps; below 1: a share of all steps
-    num_train_epochs: float = 1.0  # used if max_train_steps is 0; passing it sets max_train_steps to 0
+    num_train_epochs: float = 1.0  # used if max_train_steps is 0, as --num_train_epochs sets it
     max_train_steps: int = 7000  # steps; 0: num_train_epochs decides
     max_grad_norm: float = 1.0  # 0: no clipping
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, slower
@@ -131,7 +131,7 @@ PRESETS = {
     ),
     "wikitext-bert-nsp": dict(  # AMD's article: BERT base with next-sentence prediction on WikiText-103
         # The article trains 200 to 400 epochs on the validation split's 3,000 pairs and evaluates on the same
-        # pairs after each. One epoch of the train split has about as many; evaluations are every 5,000 steps.
+        # pairs after each. One epoch of the train split is about as many pairs; evaluated by steps.
         dataset_name="Salesforce/wikitext", dataset_config_name="wikitext-103-raw-v1", next_sentence=True,
         model_type="bert", tokenizer_name="google-bert/bert-base-cased",
         config_overrides="max_position_embeddings=512",  # as in BERT; rows of 128 use only the first 128
@@ -188,7 +188,7 @@ def main(args: TrainArgs | None = None) -> None:
     eval_loaders = {name: accelerator.prepare(eval_loader(part, args, mask_eval_tokens))
                     for name, part in eval_rows.items()}  # fmt: skip
 
-    # A batch is a dict: input_ids [B, T], masked; slots and slot_labels [B, K], the masked positions and
+    # A batch is a dict: input_ids [B, T], with masks; slots and slot_labels [B, K], the masked positions and
     # their tokens; with next_sentence also token_type_ids, attention_mask, next_sentence_label; and for each
     # row [B] its position in the training order, epoch, row (its number, -1 for padding in the last batch of
     # an evaluation) and source (the number of its dataset).
@@ -236,7 +236,7 @@ def main(args: TrainArgs | None = None) -> None:
 
     # ---- The loop: evaluate and save when due, then one optimizer step. Step 0 saves, too: a run that cannot
     # save must fail now, not in an hour.
-    while not log.finished:  # True if this run had finished before this start
+    while not log.finished:  # skipped if an earlier start finished the run; else break ends it
         if log.evaluation_due(step):
             with log.timed("evaluation"):
                 record = evaluate()
@@ -253,7 +253,7 @@ def main(args: TrainArgs | None = None) -> None:
 
         micro_batches = [next(batches) for _ in range(steps.micro_batches(step))]
         steps.seed(step)  # random numbers depend only on (seed, step, process)
-        # Count the predictions of the step on all processes, per process because DDP averages gradients.
+        # The step's predictions on all processes, divided by their number because DDP averages gradients.
         keys = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
         counts = torch.stack([sum((batch[key] != -100).sum() for batch in micro_batches) for key in keys])
         counts = accelerator.reduce(counts).clamp(min=1) / accelerator.num_processes

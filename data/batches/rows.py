@@ -4,7 +4,7 @@
     rows.ids(np.array([5, 2]))     # uint16 [2, 128]
 
 Rows cross the boundaries of documents and files. An incomplete last row is not used. The files hold tokens,
-not rows, so they serve any T. B rows per batch, T tokens per row (block_size), n rows.
+not rows, so they serve any T. B rows per batch, T tokens per row (block_size).
 """
 
 from bisect import bisect_right
@@ -30,8 +30,8 @@ class PackedRows(Dataset):
                  bytes_per_token: float = float("nan")):
         self.block_size, self.max_rows, self.content = block_size, max_rows, content
         self.width, self.bytes_per_token = block_size + self.extra_columns, bytes_per_token
-        self.tokens = [np.asarray(ids) for ids in tokens]  # a memmap is slow to index
-        self.starts = np.cumsum([0, *map(len, tokens)]).tolist()  # token number, of each array and the end
+        self.tokens = [np.asarray(ids) for ids in tokens]  # views, as np.memmap indexes slowly
+        self.starts = np.cumsum([0, *map(len, tokens)]).tolist()  # the first token of each array; the total
 
     @property
     def fingerprint(self) -> str:
@@ -54,7 +54,7 @@ class PackedRows(Dataset):
         return rows
 
     def columns(self, row: np.ndarray, epoch: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns of these rows: {name: [B, ...], any integer type}."""
+        """The columns of these rows: {name: [B, ...], integers or bool}."""
         return {"input_ids": self.ids(row)}
 
     def keys(self, first: int, last: int, seed: int) -> Iterator[RowKey]:

@@ -1,7 +1,7 @@
 """Lists the files that a name stands for (a file, folder, glob or URL), and the split of each.
 
-Hidden files and folders (.x, __x) are left out. Splits are those of `load_dataset`: by SPLIT_WORDS in the
-names of folders or, if no folder has such a word, of files.
+Hidden files (.x) and folders (.x, __x) are left out. Splits are found as in `load_dataset`, by SPLIT_WORDS in
+the names of folders or, if no folder has such a word, of files; without a train file all is train.
 """
 
 import glob

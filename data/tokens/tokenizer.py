@@ -61,7 +61,7 @@ def load_tokenizer(name_or_path) -> PreTrainedTokenizerFast:
     if os.path.isdir(name) and not any("token" in file or "vocab" in file or file.endswith(".model")
                                        for file in os.listdir(name)):  # transformers would invent one
         raise ValueError(f"tokenizer_name {name!r}: this folder has no tokenizer, such as a tokenizer.json. "
-                         "Copy the tokenizer of the weights into it, or name that with --tokenizer_name")
+                         "Copy the weights' own tokenizer into it, or name one with --tokenizer_name")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a damaged file can raise anything
@@ -95,8 +95,8 @@ def train_tokenizer(texts: Iterable[str], algorithm: str, vocab_size: int, model
         else:
             backend = _train_unigram(texts, special["unk_token"], common)
     except Exception as error:  # the library raises bare Exceptions, e.g. where Unigram finds too few pieces
-        too_small = "not large enough" in str(error)  # for all characters of the text
-        remedy = "raise vocab_size" if too_small else "lower vocab_size or take more text"
+        vocab_too_small = "not large enough" in str(error)  # fewer than the text's characters
+        remedy = "raise vocab_size" if vocab_too_small else "lower vocab_size or take more text"
         raise ValueError(f"vocab_size {vocab_size}: {algorithm} cannot be trained on this text ({error}); "
                          f"{remedy}") from error
     if "cls_token" in special:
@@ -118,7 +118,7 @@ def _choose_special_tokens(algorithm: str, model_type: str) -> dict:
     """The special tokens of the model's family: {role: token}."""
     special = dict(FAMILIES.get(model_type, CAUSAL))
     if algorithm == "unigram" and special["unk_token"] == special.get("eos_token"):
-        special["unk_token"] = "<unk>"  # byte-level BPE knows every byte
+        special["unk_token"] = "<unk>"  # only byte-level BPE knows every byte
     if "mask_token" in special:
         # The Keras example's prompts have [MASK], though its model is a RoBERTa. The tokens of words begin
         # with a space, so a mask, which stands for a word, takes the space before it.
@@ -257,7 +257,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     problems = check_numbers(args, vocab_size=1, max_bytes=1)
     if "://" in args.output_dir:
-        problems.append(f"output_dir: {args.output_dir} is a URL; name a folder, and copy that.")
+        problems.append(f"output_dir: {args.output_dir} is a URL; name a folder, then upload it.")
     if problems:
         raise ValueError("\n".join(problems))
     with explained(f"output_dir {args.output_dir}", "written"), suppress(FileNotFoundError):

@@ -33,7 +33,7 @@ class Metrics:
         self.seconds = next((line["seconds"] for line in reversed(self.lines) if "seconds" in line), 0.0)
 
     def start(self, step: int, settings: dict, rows: dict | None, launch: dict, environment: dict) -> None:
-        """Rewrites metrics.jsonl without later steps and writes args.json. rows: where they are prepared."""
+        """Rewrites metrics.jsonl without later steps and writes args.json. rows: where the rows are."""
         if not self.writes:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ class Metrics:
                 self.file.truncate(end)
 
     def finish(self, step: int, tried: str) -> None:
-        """Writes to args.json that the run is finished, after `step`, and its first prompt."""
+        """Writes to args.json the step at which the run finished, and its first prompt, `tried`."""
         if self.writes:
             write_json(self.folder / "args.json", self.args_json | {"finished": step, "tried": tried})
 

@@ -31,8 +31,8 @@ COEFFICIENTS = [
 ]
 MARGIN = 1.02  # a matrix is divided by more than its norm, so that rounding leaves no singular value above 1
 FIRST_MOMENTUM = 0.85  # the first gradients are soon out of date
-# Updates until the momentum reaches the group's. 149, not 150: at exactly 0.9 XLA would merge the constant
-# with AdamW's beta1 and compile a second graph.
+# Updates until the momentum reaches the group's. 149, not 150: then it would once be exactly 0.9, and
+# XLA would merge that constant with AdamW's beta1 and compile a second graph.
 WARM_UP = 149
 BETA2 = 0.95  # of the moving average of a row's mean square
 STEP = 0.2  # root mean square of an update at learning rate 1
@@ -45,8 +45,9 @@ if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
 
 def hidden_matrices(model) -> set:
     """The weights that Muon trains: matrices [r, c] and stacked experts [n, r, c] in a model's blocks (its
-    ModuleLists), and square weights of other linear layers: a masked model's head is unstable with AdamW at
-    the embeddings' rate. Not embeddings, vocabulary projections and state matrices (Mamba's A_log)."""
+    ModuleLists), and square weights of other linear layers, such as a masked model's head, which is unstable
+    with AdamW at the embeddings' rate. Not embeddings, vocabulary
+    projections and state matrices (Mamba's A_log)."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     in_blocks = {id(module) for blocks in lists for module in blocks.modules()}
     vocabulary = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -70,7 +71,7 @@ def _is_matrix(module, name, parameter) -> bool:
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """[n, r, c] -> the same with singular values near 1. Those below a thousandth of the norm stay small."""
     tall = matrices.shape[1] > matrices.shape[2]
-    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)  # also on XLA
+    norms = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=torch.float32)  # on XLA, too
     x = (matrices.mT if tall else matrices) / (MARGIN * norms).clamp(min=1e-7).to(matrices.dtype)
     for a, b, c in COEFFICIENTS:
         gram = x @ x.mT
@@ -116,7 +117,7 @@ class MuonAdamW(torch.optim.AdamW):
         square_factor = 1 - square_weight
         local, divided = [], []  # lists of weights: computed by this process; divided between processes
         for weights in _group_by_shape([weight for weight in group["params"] if weight.grad is not None]):
-            experts = isinstance(weights[0], DTensor) and weights[0].ndim == 3  # have complete matrices
+            experts = isinstance(weights[0], DTensor) and weights[0].ndim == 3  # not cut into parts
             (local if experts else divided).append(weights)
         processes = self._processes(divided[0][0]) if divided else None
         if processes is None:
@@ -160,8 +161,8 @@ class MuonAdamW(torch.optim.AdamW):
         return self.state[weight]["momentum_buffer"]
 
     def _processes(self, weight):
-        """The process group that divides the iteration, or None. For sharded matrices the group of the rows,
-        else one machine: sending an update to another machine takes as long as the iteration."""
+        """The process group that divides the iteration, or None. For sharded matrices the group that shards
+        their rows, else one machine: sending an update to another machine takes as long as the iteration."""
         if isinstance(weight, DTensor):
             return weight.device_mesh.get_group(weight.placements.index(Shard(0)))
         local = local_processes()
