@@ -120,7 +120,8 @@ SMALL = {
     BENCHMARK + "model_types": ["--types", "bart"],
     BENCHMARK + "learning --unigram": [],
     BENCHMARK + "learning --seeds": [
-        "--seeds", "1", "--contenders", "before", "default", "--flags", shlex.join(TINY_LEARNING),
+        "--seeds", "1", "--contenders", "before", "other: --model_type gpt2",
+        "--flags", shlex.join(TINY_LEARNING),
     ],
 }
 NOT_HERE = {
