@@ -253,7 +253,7 @@ def main(args: TrainArgs | None = None) -> None:
 
         micro_batches = [next(batches) for _ in range(steps.micro_batches(step))]
         steps.seed(step)  # random numbers depend only on (seed, step, process)
-        # The step's predictions on all processes, divided by their number because DDP averages gradients.
+        # Predictions of the step, summed over processes and divided by their number: DDP averages gradients.
         keys = ["slot_labels", *(["next_sentence_label"] if args.next_sentence else [])]
         counts = torch.stack([sum((batch[key] != -100).sum() for batch in micro_batches) for key in keys])
         counts = accelerator.reduce(counts).clamp(min=1) / accelerator.num_processes

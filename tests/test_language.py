@@ -16,7 +16,7 @@ OF_OUR_OWN = "anew told ours things wanted likewise thereof".split()
 
 
 def python_files(*patterns: str) -> list[Path]:
-    return [path for pattern in patterns for path in PROJECT.glob(pattern) if ".venv" not in path.parts]
+    return [path for pattern in patterns for path in PROJECT.glob(pattern)]
 
 
 def names_in(line_or_file: str) -> list[str]:
@@ -47,7 +47,7 @@ def messages(path: Path) -> dict[int, str]:
 
 
 def test_names_say_what_they_hold():
-    code = {path: path.read_text() for path in python_files("*.py", "*/**/*.py")}
+    code = {path: path.read_text() for path in python_files(*PRODUCT, "tests/**/*.py", "docs/**/*.py")}
     for path in PROJECT.glob("docs/**/*.diff"):
         lines = path.read_text().splitlines()
         code[path] = "\n".join(line[1:].strip() for line in lines if line.startswith("+"))

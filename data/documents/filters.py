@@ -15,7 +15,10 @@ from data.documents.source import Corpus
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 FEW = 1000  # documents; in fewer, the share with a low hash would vary too much
 NAMED = 3  # unreadable documents that are named
-REASONS = {"filtered": "without a keyword", "validation": "held out"}  # in the printed line
+REASONS = {  # {count of documents that are not used: its text in the printed line}
+    "unreadable": "unreadable", "empty": "empty", "filtered": "without a keyword", "duplicate": "duplicate",
+    "evaluated": "evaluated", "validation": "held out",
+}
 
 
 @dataclass
@@ -61,8 +64,7 @@ class Accounting:
     def line(self) -> str:
         """The counts that are not 0, in one line."""
         counts = [f"{self.used:,} of {self.read:,} documents"]
-        reasons = "unreadable", "empty", "filtered", "duplicate", "evaluated", "validation"
-        counts += [f"{n:,} {REASONS.get(name, name)}" for name in reasons if (n := getattr(self, name))]
+        counts += [f"{n:,} {reason}" for name, reason in REASONS.items() if (n := getattr(self, name))]
         counts += [f"{self.tokens:,} tokens"] if self.tokens else []
         counts += [f"{self.tokens_dropped:,} of them dropped"] if self.tokens_dropped else []
         counts += [f"{self.tokens / self.seconds:,.0f} tokens/s"] if self.tokens and self.seconds else []

@@ -32,7 +32,7 @@ from utils.display.start import environment_of, launch_facts, start_lines
 from utils.display.throughput import Throughput, flops_per_token, peak_flops
 from utils.io.files import replacing
 from utils.io.text import visible, without_secrets
-from utils.learning.model import EXAMPLES, compare_with_default, pipeline_tag
+from utils.learning.model import compare_with_default, example_prompt, pipeline_tag
 from utils.learning.optim import Means, describe_groups
 from utils.learning.xla_attention import attention_name
 
@@ -44,10 +44,10 @@ SHOWN = {  # name in a printed line: metric, format
 }
 BAR_FORMAT = "{n_fmt}/{total_fmt} {percentage:3.0f}% |{bar:24}| {elapsed}, left {remaining}, {rate_fmt}"
 UNCERTAIN = 0.1  # standard error of the evaluation loss; about the relative standard error of the perplexity
-TRY = {  # commands that try a saved model: {pipeline: {label: options of the call}}
-    "text-generation": {"generate": ", do_sample=False, repetition_penalty=1.2",
-                        "sample": ", do_sample=True, temperature=0.8"},
-    "fill-mask": {"fill": ""},
+TRY = {  # commands that try a saved model: {pipeline: {label: what follows the prompt}}
+    "text-generation": {"generate": ', do_sample=False, repetition_penalty=1.2)[0]["generated_text"]',
+                        "sample": ', do_sample=True, temperature=0.8)[0]["generated_text"]'},
+    "fill-mask": {"fill": ")"},
 }  # fmt: skip
 
 
@@ -195,17 +195,14 @@ class Log:
         results |= {"compiled graphs": compiled_graphs()} if is_xla() else {}
         results |= facts["results"] | {"model": self.hub.published or folder}
         results["curves"] = f"{folder}/curves.png"
-        prompts = [] if self.args.prompts == ["rows"] else self.args.prompts
-        text = next(iter(prompts), facts["tried"] or EXAMPLES[facts["pipeline_tag"]])
-        text = text.replace("[MASK]", facts["mask_token"] or "[MASK]")
+        text = example_prompt(facts).replace("[MASK]", facts["mask_token"] or "[MASK]")
         # JSON writes double quotes: the shell needs the single quotes.
         words = facts["pipeline_tag"], folder, text
         tag, model, text = (json.dumps(word, ensure_ascii=False) for word in words)
         code = f"from transformers import pipeline; print(pipeline({tag}, {model})({text}"
-        answer = '[0]["generated_text"]' if facts["pipeline_tag"] == "text-generation" else ""
         quiet = "TRANSFORMERS_VERBOSITY=error"  # hides advice to install kernels
-        commands = {label: f"{quiet} {shlex.join(['python', '-c', f'{code}{options}){answer})'])}"
-                    for label, options in TRY[facts["pipeline_tag"]].items()}
+        commands = {label: f"{quiet} {shlex.join(['python', '-c', f'{code}{ending})'])}"
+                    for label, ending in TRY[facts["pipeline_tag"]].items()}
         evaluate = ["python", facts["script"], "--output_dir", folder, "--eval_only", "true"]
         commands["evaluate"] = shlex.join([*evaluate, "--max_eval_samples", "0"])
         commands["publish"] = None if self.hub.published else self.hub.command()

@@ -108,8 +108,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         buffer = scratch = None
         if kind != "xla" and not torch.compiler.is_compiling():
             stride = -(-vocab_size // ROW_STRIDE) * ROW_STRIDE
-            # Zeros: bfloat16 products on Intel's AMX also read the columns after vocab_size (torch 2.13).
-            buffer = hidden.new_zeros((step, stride), dtype=dtype)[:, :vocab_size]
+            buffer = hidden.new_empty((step, stride), dtype=dtype)
+            buffer[:, vocab_size:] = 0  # bfloat16 products on Intel's AMX read these, too (torch 2.13)
+            buffer = buffer[:, :vocab_size]
             if dtype != exact and not softmax.for_compiler:
                 scratch = hidden.new_empty((step, stride), dtype=exact)[:, :vocab_size]
         with torch.autocast(kind, enabled=False):

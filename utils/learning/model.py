@@ -180,8 +180,16 @@ def compare_with_default(args, lm, tokenizer) -> str:
         return ""
     kind = "causal" if pipeline_tag(lm) == "text-generation" else "masked"
     _, model, problems = configure(default, kind, tokenizer)
-    size = "1" if problems else f"{lm.num_parameters() / model.num_parameters():.2g}"
+    if problems:
+        return ""
+    size = f"{lm.num_parameters() / model.num_parameters():.2g}"
     return "" if size == "1" else f", {size} x the default's"
+
+
+def example_prompt(facts: dict) -> str:
+    """A prompt to try the saved model with. facts: of Log."""
+    prompts = facts["settings"].get("prompts") or ["rows"]
+    return prompts[0] if prompts != ["rows"] else facts.get("tried") or EXAMPLES[facts["pipeline_tag"]]
 
 
 def pipeline_tag(lm) -> str:

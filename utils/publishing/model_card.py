@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from utils.display.metrics import by_set, duration, readable
 from utils.flags import as_list
 from utils.io.files import replacing
-from utils.learning.model import EXAMPLES
+from utils.learning.model import example_prompt
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 
@@ -32,14 +32,12 @@ def write_model_card(args, facts: dict, mask_token: str | None) -> None:
     data = ModelCardData(license="unknown", library_name="transformers", pipeline_tag=facts["pipeline_tag"],
                          tags=["pretraining", "accelerate", facts["model_type"]], datasets=on_hub or None,
                          base_model=base_on_hub)  # fmt: skip
-    prompts = settings.get("prompts") or ["rows"]
-    tried = facts.get("tried") or EXAMPLES[facts["pipeline_tag"]]
-    example = tried if prompts == ["rows"] else prompts[0]
+    prompt = example_prompt(facts).replace("[MASK]", mask_token or "[MASK]")
     sets = list(by_set(results, "loss/eval")) or [""]  # a single evaluation set has no name
     facts = facts | {
         "title": repo_name(args).split("/")[-1], "address": repo_id or args.output_dir, "sets": sets,
         "results": _table(results, sets), "duration": duration(facts["seconds"]),
-        "example": json.dumps(example.replace("[MASK]", mask_token or "[MASK]"), ensure_ascii=False),
+        "example": json.dumps(prompt, ensure_ascii=False),
         "origin": f"further from {_link(base, bool(base_on_hub))}" if base else "from scratch",
         "dataset_link": ", ".join(_link(name, name in on_hub, "datasets/") for name in names),
         "settings": {name: json.dumps(value, ensure_ascii=False) for name, value in settings.items()},

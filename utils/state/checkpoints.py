@@ -55,6 +55,7 @@ class Checkpoints:
         objects = objects if accelerator.scaler is None else {"scaler": accelerator.scaler} | objects
         self.objects = {name: stateful.as_stateful(name, obj) for name, obj in objects.items()}
         self.model, self.folder = objects["model"], Path(args.output_dir, "checkpoints")
+        self._lock = None  # the main process holds it until it ends
         self._exported = False  # whether the model and the tokenizer in output_dir are those of this run
         sharded = any(isinstance(tensor, DTensor) for tensor in self.model.state_dict().values())
         self._writers = accelerator.num_processes if sharded else 1
